@@ -1,10 +1,11 @@
-"""The model as users hold it: ``load`` and ``load_autosplit`` in ExLlamaV2's words.
+"""The model for users: ``load`` and ``load_autosplit`` take ExLlamaV2's arguments.
 
-Both make budgets and hand them to ``exkv.loading.loader.load_units``; they differ in nothing else.
+Both make budgets for ``exkv.loading.loader.load_units``, and differ in nothing else.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from exkv.weights.choice import Losses
 from exkv.weights.on_load import BEST, with_weights
 
 _GB = 1 << 30
+_FORWARD_OPTIONS = frozenset(inspect.signature(Transformer.forward).parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +46,15 @@ class ForwardOutput:
 
     @property
     def past_key_values(self) -> KVCache | None:
-        """The cache by the name that it has before transformers 5.24."""
+        """The cache, by its name before transformers 5.24."""
         return self.cache
 
 
 class Hosts(Protocol):
-    """Over which a model can lie: :class:`exkv.cluster.Cluster`."""
+    """Hosts for a model: :class:`exkv.cluster.Cluster`."""
 
     def spread(self, model: Model) -> None:
-        """Have a model that is not loaded, and its caches, lie over these hosts."""
+        """Spread an unloaded model and its caches over these hosts."""
 
 
 class Model(Transformer):
@@ -63,7 +65,7 @@ class Model(Transformer):
     >>> model.load_autosplit(cache)
 
     Attributes:
-        plan: after loading, what is placed where and why.
+        plan: after loading, the placement and its reasons.
         report: after loading, the plan's lines, predicted beside measured.
     """
 
@@ -77,14 +79,14 @@ class Model(Transformer):
         weights: str | None = None,
         calibration: str | None = None,
     ) -> None:
-        """``Transformer``'s arguments, and how a checkpoint's float weights are kept.
+        """``Transformer``'s arguments, and the format of a checkpoint's float weights.
 
         Args:
-            weights: "int8", "int6", "int5" or "int4" for integers (``exkv.weights.on_load`` says
-                which); "best" to choose for each unit, when the model is planned or loaded, the
-                least lossy of these that fits; None for as they are.
-            calibration: a text for "best": what fewer bits cost is measured on the model's
-                outputs for it. Without one, it is the error of the weights.
+            weights: "int8", "int6", "int5" or "int4" for integers (see ``exkv.weights.on_load``);
+                "best" to choose for each unit, when the model is planned or loaded, the least lossy
+                of these that fits; None for floats.
+            calibration: a text for "best", on which the loss of fewer bits is measured by the
+                model's outputs. Without one, the loss is the weights' error.
         """
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
@@ -105,8 +107,8 @@ class Model(Transformer):
         )
 
     def losses(self) -> Losses | None:
-        """What each unit loses in each way of keeping its weights, with ``weights="best"``;
-        measured when it is first asked for, see ``exkv.loading.losses``."""
+        """The loss of each unit in each weight format, for ``weights="best"``; measured at the
+        first call, see ``exkv.loading.losses``."""
         if self._chooses and self._losses is None:
             self._losses = losses_of(self, self._calibration)
         return self._losses
@@ -125,27 +127,27 @@ class Model(Transformer):
         plan: Plan | None = None,
         progress: bool = False,
     ) -> Generator[Any, None, LoadReport | None]:
-        """Load with a split by hand, or by a plan. ``load`` does it at once; ``load_gen`` is a
-        generator of what ``callback_gen`` yields, and with ``stats`` of the report at the end.
-        Dropped half-way, it leaves nothing loaded.
+        """Load with a manual split, or by a plan. ``load_gen`` is a generator of what
+        ``callback_gen`` yields, and with ``stats`` of the report at the end; dropped half-way, it
+        leaves nothing loaded. ``load`` runs it to the end.
 
         Args:
-            gpu_split: GB (2**30 bytes) to use on each device; weights, the caches that are
-                built by now, and workspace all count. A zero skips the device; devices beyond
-                the list are not used. None, or an empty list, for all that is free.
-            lazy: place the units, and read each when it is first used.
+            gpu_split: GB (2**30 bytes) to use on each device for weights, existing caches and
+                workspace. A zero skips the device; devices beyond the list are not used. None, or
+                an empty list, for all that is free.
+            lazy: place the units, and read each at its first use.
             stats: return the report.
             callback: called as ``callback(index, total)`` before each unit and once at the end.
             callback_gen: the same, its result iterated over.
-            devices: in the order in which they are filled; None for every accelerator, or the
-                CPU where there is none. ``"cpu"`` may come last, as overflow.
-            plan: from :func:`exkv.place`, made for this model with the caches that are built by
-                now; says everything that ``gpu_split`` and ``devices`` would.
-            progress: show a bar.
+            devices: in filling order; None for every accelerator, or the CPU if there is none.
+                ``"cpu"`` may come last, as overflow.
+            plan: from :func:`exkv.place`, made for this model with its existing caches; instead of
+                ``gpu_split`` and ``devices``.
+            progress: show a progress bar.
 
         Raises:
-            ValueError: a negative, empty or overlong split, a plan for something else, or the
-                model is loaded already.
+            ValueError: a negative, empty or overlong split, a plan for something else, or a model
+                that is loaded already.
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
@@ -181,30 +183,29 @@ class Model(Transformer):
         draft: KVCache | None = None,
         cluster: Hosts | None = None,
     ) -> Generator[Any]:
-        """Load over the devices, as one after the other is filled or as the objective says.
-        ``load_autosplit`` does it at once; ``load_autosplit_gen`` is a generator of what
-        ``callback_gen`` yields.
+        """Load over the devices, filling one after the other or by an objective.
+        ``load_autosplit_gen`` is a generator of what ``callback_gen`` yields; ``load_autosplit``
+        runs it to the end.
 
-        A plan is made first and nothing is read before it holds. What was planned is promised:
-        a forward call within the caches' rows and lengths finds its memory, while the caller
-        keeps the last call's logits. What this process holds already, and what it has promised
-        to models that are loaded, is planned around.
+        It plans before it reads anything. The plan is a promise: a forward call within the caches'
+        rows and lengths finds its memory, while the caller keeps the last call's logits. The plan
+        leaves room for this process's other memory, and for promises to loaded models.
 
         Args:
-            cache: counted in, with every other cache that is built on this model by now.
+            cache: planned, with every other existing cache of this model.
             reserve_vram: bytes to leave free, on each device or as a list, beside the margin of
                 256 MiB that a plan leaves on every real GPU.
             last_id_only: promise logits of each row's last token only, which saves the rest; False
                 promises those of a whole chunk on the device, None also in slices that are gathered
                 in host memory, where only these fit.
-            objective, order: as :func:`exkv.place` takes them; for "speed", what each device
-                reads a second is measured, which takes a moment.
-            callback, callback_gen, devices, progress: as for :meth:`load`.
-            draft: the cache of a model that proposes tokens (``exkv.Draft``), which is placed and
-                loaded after this one: both plans are made before anything is read, and the
-                draft's holds what both promise.
-            cluster: hosts over whose devices the model lies, too, from now on; ``devices`` and a
-                list of reserves are this machine's. See docs/cluster.md.
+            objective, order: as for :func:`exkv.place`; "speed" first measures each device's
+                bandwidth.
+            callback, callback_gen, devices, progress: as for :meth:`load`. draft: the cache of a
+            draft model (``exkv.Draft``), which is placed and loaded after this
+                one: both are planned before anything is read, and the draft's plan holds both
+                promises.
+            cluster: hosts over which to spread the model, too; ``devices`` and a list of reserves
+                are this machine's. See docs/cluster.md.
 
         Raises:
             ValueError: a negative or overlong reserve, an unknown objective, or the cache is of
@@ -235,7 +236,7 @@ class Model(Transformer):
     load_autosplit = finished(load_autosplit_gen)
 
     def load_by(self, options: LoadOptions) -> Iterator[Any]:
-        """Load; a generator of what ``callback_gen`` yields. All other forms come to this."""
+        """Load; a generator of what ``callback_gen`` yields, on which all other forms stand."""
         if self._chooses and options.plan is not None and not self.loaded:
             self.choose(options.plan.choice)
         scenario = self._scenario_of(options)
@@ -245,7 +246,7 @@ class Model(Transformer):
             yield from self._carry_out(scenario, options)
 
     def _scenario_of(self, options: LoadOptions) -> Scenario:
-        """This model with the caches that are built by now, and the devices."""
+        """This model with its existing caches, and the devices."""
         plan = options.plan
         if plan is None:
             workload = Workload.of(self, self.caches, last_id_only=options.last_id_only)
@@ -265,14 +266,14 @@ class Model(Transformer):
         )
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
-        """Load by the plan of the options, or the best one."""
+        """Load by the options' plan, or the best one."""
         steps = load_units(
             self, scenario, plan=options.plan, lazy=options.lazy, on_loaded=self._keep_record
         )
         yield from options.announce(steps, len(self.units))
 
     def _load_with(self, cache: KVCache, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
-        """Load this model, and the one of a draft's cache around it."""
+        """Load this model, and then the draft."""
         draft = cache.model
         if not isinstance(draft, Model) or draft is self:
             raise ValueError("draft is a cache of this model: give one of another, smaller model")
@@ -296,7 +297,7 @@ class Model(Transformer):
         gpu_split: Sequence[float] | None = None,
         reserve: int | Sequence[int] | None = None,
     ) -> list[Budget]:
-        """What devices offer the model now; arguments and errors as of :meth:`load` and
+        """The devices' budgets now; arguments and errors as of :meth:`load` and
         :meth:`load_autosplit`."""
         if gpu_split is not None:
             return split_budgets(devices, gpu_split)
@@ -307,48 +308,36 @@ class Model(Transformer):
         self.plan = self.report = None
 
     def full_report(self) -> LoadReport | None:
-        """What is where, of all hosts where the model lies over several; None before it is
-        loaded."""
+        """The report, of all hosts of a spread model; None before loading."""
         return self.report
 
     def take_in(self) -> list[str]:
-        """Have hosts that wait hold a part of the model, where it lies over several; to be called
-        between two calls.
-
-        Returns:
-            Their names.
-        """
+        """Readmit waiting hosts of a spread model between two calls, and return their names."""
         return []
 
     def unread_bytes(self, device: torch.device) -> int:
-        """Weights that are placed there and that ``load(lazy=True)`` has not read yet."""
+        """Bytes of weights that ``load(lazy=True)`` placed there and has not read yet."""
         if self.plan is None:
             return 0
         unread = (p for unit, p in zip(self.units, self.plan.units, strict=True) if not unit.module)
         return sum(placed.weights for placed in unread if placed.device == device)
 
     def _keep_record(self, plan: Plan, report: LoadReport) -> None:
-        """Every unit is in its place: later plans count this model in."""
+        """Record a complete load; later plans count this model."""
         self.plan, self.report = plan, report
         LOADED.add(self)
 
     # In use -------------------------------------------------------------------------------
 
     def check_cache(self, cache: KVCache) -> None:
-        """A cache that is built on a loaded model is planned around what is there.
-
-        Raises:
-            PlacementError: a device has no room for it, or for the calls that it promises.
-        """
+        """Plan a new cache for a loaded model; PlacementError if a device has no room for it, or
+        for its calls."""
         if self.plan is not None:
             check_new_cache(self, self.plan, cache)
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """An adapter for a loaded model is planned around what is there.
-
-        Raises:
-            PlacementError: a device has no room for it, or for the calls that go through it.
-        """
+        """Plan a new adapter for a loaded model; PlacementError if a device has no room for it, or
+        for its calls."""
         if self.plan is not None:
             check_new_adapter(self, self.plan, adapter)
 
@@ -370,8 +359,8 @@ class Model(Transformer):
             return
         if self.caches:
             self.plan = with_caches(self, self.plan)
-        else:  # what was promised when it was loaded, whatever came and went since
-            now = with_caches(self, self.plan)  # but adapters may have come or gone
+        else:  # the promise at loading, with today's adapters
+            now = with_caches(self, self.plan)
             ledgers = tuple(
                 replace(row.ledger, weights=ledger.weights)
                 for row, ledger in zip(self.report.devices, now.ledgers, strict=True)
@@ -392,25 +381,25 @@ class Model(Transformer):
         return_dict: bool = False,
         **options: Any,
     ) -> torch.Tensor | ForwardOutput | None:
-        """:meth:`Transformer.forward`, in the words of transformers, too; where memory runs out all
-        the same, the error says what has changed since loading.
+        """:meth:`Transformer.forward`, also with transformers' arguments.
 
         Args:
-            past_key_values: another name for ``cache``.
-            attention_mask, position_ids, cache_position: as transformers' loops pass them;
-                accepted where they say nothing new.
+            past_key_values: another name of ``cache``.
+            attention_mask, position_ids, cache_position: as transformers' loops pass them; checked
+                against what the cache says.
             logits_to_keep: 1 is ``last_id_only``, 0 is all.
             use_cache: without effect; True needs a cache.
             return_dict: return a :class:`ForwardOutput`.
             options: those of :meth:`Transformer.forward`.
 
         Raises:
-            ValueError: also where one of these says something that isn't so.
-            OutOfMemoryError: the cache keeps the tokens that it had.
+            ValueError: also for one of these that contradicts the call.
+            OutOfMemoryError: memory ran out in spite of the plan; the message says what has changed
+                since loading, and the cache keeps the tokens that it had.
         """
-        cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
-        places = (attention_mask, position_ids, cache_position)
-        if any(given is not None for given in places):
+        if past_key_values is not None:
+            cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
+        if not (attention_mask is position_ids is cache_position is None):
             rows, new = input_ids.shape
             past = [0] * rows if cache is None else cache.seq_lens[:rows]
             arguments.check_step(
@@ -426,7 +415,9 @@ class Model(Transformer):
             raise ValueError(f"logits_to_keep is {logits_to_keep!r}; it must be 0 (all) or 1")
         if logits_to_keep:
             options["last_id_only"] = True
-        logits = self._forward(input_ids, cache, **arguments.taken(options, ()))
+        if not _FORWARD_OPTIONS.issuperset(options):
+            options = arguments.taken(options, ())
+        logits = self._forward(input_ids, cache, **options)
         return ForwardOutput(logits=logits, cache=cache) if return_dict else logits
 
     __call__ = forward  # type: ignore[assignment] # as forward does
@@ -461,8 +452,7 @@ class Model(Transformer):
 def split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
-    """Budgets for a split by hand, in GB of 2**30 bytes; ValueError, TypeError as of
-    :func:`split_caps`."""
+    """Budgets of a manual split; errors as of :func:`split_caps`."""
     offered = devices_to_load(names)
     if gpu_split is None or (isinstance(gpu_split, list | tuple) and not gpu_split):
         return make_budgets(offered)
@@ -474,8 +464,7 @@ def split_caps(gpu_split: Sequence[float], offered: Sequence[str]) -> list[int]:
     """Bytes on each of the first devices, of a split in GB of 2**30 bytes.
 
     Raises:
-        TypeError, ValueError: it is no list of sizes, or of more than there are devices, or all of
-            them are 0.
+        TypeError, ValueError: not a list of sizes, more than there are devices, or all 0.
     """
     if isinstance(gpu_split, str) or not isinstance(gpu_split, Sequence):
         raise TypeError(f"gpu_split is {gpu_split!r}: give a list of GB, one for each device")

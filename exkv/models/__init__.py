@@ -1,6 +1,6 @@
-"""Architectures, a file each: its layers and its :class:`exkv.checkpoint.families.Family`.
+"""Architectures, one file each: its layers and its :class:`exkv.checkpoint.families.Family`.
 
-``transformer`` runs one, ``units`` says of what it consists.
+``transformer`` runs a model, ``units`` are its parts.
 """
 
 import importlib

@@ -1,10 +1,8 @@
-"""Low-rank adapters on a model's units: what of a unit each one changes, in how many bytes, and the
-units as a call with adapters sees them.
+"""Low-rank adapters (LoRA): the layers that each changes, their bytes, and the units of a call.
 
-A call says for each of its rows which adapter it goes through (:data:`Chosen`). The units of such a
-call are copies that share everything with the model's own but the layers that an adapter changes
-(``exkv.layers.low_rank``): so bound runs, captured graphs and plans know nothing of adapters but
-that there are other modules.
+A call names an adapter for each row (:data:`Chosen`). Its units are copies that share everything
+with the model's own but the layers that an adapter changes (``exkv.layers.low_rank``): bound runs,
+captured graphs and plans see different modules, and know nothing else of adapters.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ from exkv.weights.lora import AdapterError, AdapterFolder, LowRankShape
 
 from .units import Unit, UnitSpec
 
-#: Which rows' changes a unit has: adapter's name -> path of a layer -> its change.
+#: Changes of a unit: adapter's name -> path of a layer -> its matrices.
 Changes: TypeAlias = Mapping[str, Mapping[str, LowRank]]
-#: What models of text and images call the part that exkv runs.
+#: Prefixes of the text model in models of text and images.
 _TEXT_MODELS = ("model.language_model.", "language_model.model.", "model.text_model.")
-#: Combinations of adapters whose units are kept.
+#: Combinations of adapters whose units are memoized.
 _MOST_KEPT = 16
 
 
@@ -46,10 +44,10 @@ class Target:
     """A layer that can have an adapter.
 
     Attributes:
-        unit: its unit's index.
-        path: of its module in the unit.
+        unit: the unit's index.
+        path: of the module in the unit.
         size: (out, in).
-        rows: from the rows of the matrix that is stored to the layer's; None for all.
+        rows: selects the layer's rows of a stored matrix; None for all.
     """
 
     unit: int
@@ -61,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChange:
-    """One layer's change: what the file has of it, and where it goes."""
+    """One layer's matrices in the adapter's file, and their target."""
 
     target: Target
     matrix: LowRankShape
@@ -86,22 +84,22 @@ class LayerChange:
 
 
 class User(Protocol):
-    """Something that goes through an adapter, until it is done."""
+    """A user of an adapter, until it is done."""
 
     @property
     def done(self) -> bool: ...
 
 
 class Adapter:
-    """An adapter of a model, whose files are open; :meth:`Transformer.load_adapter` makes it.
+    """An adapter of a model, with open files; made by :meth:`Transformer.load_adapter`.
 
     Attributes:
         name: by which calls choose it.
-        folder: where it was read.
-        strength: how much of it: 1 as it was trained.
-        config: what its adapter_config.json says.
-        key: what tells its keys and values from another's: its name, and a hash of its contents.
-        users: jobs that it is for, as long as anybody knows them.
+        folder: of its files.
+        strength: factor of the change: 1 as it was trained.
+        config: of adapter_config.json.
+        key: identifies its keys and values: its name, and a hash of its contents.
+        users: jobs that use it, held weakly.
     """
 
     def __init__(
@@ -124,27 +122,27 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its matrices'."""
+        """The largest rank of its matrices."""
         return max(change.matrix.rank for each in self._changes.values() for change in each)
 
     @cached_property
     def nbytes(self) -> dict[int, int]:
-        """Unit -> bytes that it takes from the unit's device."""
+        """Unit -> bytes on the unit's device."""
         return {
             unit: sum(rounded(half.nbytes) for each in all_of for half in each.shapes(self._dtype))
             for unit, all_of in self._changes.items()
         }
 
     def shapes(self, unit: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Path of a layer of the unit -> A and B on ``meta``."""
+        """Path of a layer in the unit -> A and B on ``meta``."""
         changes = self._changes.get(unit, ())
         return {change.target.path: change.shapes(self._dtype) for change in changes}
 
     def read(self, unit: int, device: torch.device, *, hollow: bool = False) -> dict[str, LowRank]:
-        """Its part of a unit, on a device.
+        """Read its part of a unit to a device.
 
         Args:
-            hollow: zeros in the place of what the files have.
+            hollow: make zeros instead of reading.
 
         Raises:
             CheckpointError: the file has changed since it was opened.
@@ -162,7 +160,7 @@ class Adapter:
         return made
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files.close()
 
 
@@ -172,7 +170,7 @@ class Adapter:
 def open_adapter(
     folder: AdapterFolder, name: str, units: Sequence[Unit], config: ModelConfig, dtype: torch.dtype
 ) -> Adapter:
-    """The adapter, checked against the model.
+    """Make an adapter, checked against the model.
 
     Raises:
         AdapterError: it is for another model, or for layers that take none here.
@@ -197,7 +195,7 @@ def open_adapter(
 
 
 class Targets:
-    """The layers of a model that adapters can change, by the names that trained models have."""
+    """The layers of a model that adapters can change, by their names in trained models."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._by_name: dict[str, list[Target]] = {}
@@ -218,15 +216,15 @@ class Targets:
         for name, targets in stored.items():
             if self._by_name.get(name) is None and len({t.unit for t in targets}) == 1:
                 self._by_name[name] = targets
-        #: What the model that was trained calls them: one name for each stored matrix.
+        #: Names in the trained model, one for each stored matrix.
         self.names = {name for name in stored if name in self._by_name}
 
     def find(self, module: str) -> list[Target] | None:
-        """The layers that a module of this name is here; None for none."""
+        """The layers that a module of this name stands for; None for none."""
         return self._by_name.get(_known_as(module))
 
     def why_not(self, module: str) -> str:
-        """Why there are none."""
+        """The reason why :meth:`find` gives none."""
         if _known_as(module) in self._refused or ".experts" in module:
             return (
                 "is an expert or its router, which take no adapters here: train one for the "
@@ -243,7 +241,7 @@ def _known_as(module: str) -> str:
 
 
 def _layers_of(spec: UnitSpec) -> Iterator[tuple[str, Matrix | None]]:
-    """Paths of a unit's matrices; without it where an adapter can't be there."""
+    """Paths of a unit's matrices, None for those that take no adapter."""
     with torch.device("meta"):
         module = spec.build()
     experts = [path for path, part in module.named_modules() if isinstance(part, Experts)]
@@ -258,7 +256,7 @@ def _layers_of(spec: UnitSpec) -> Iterator[tuple[str, Matrix | None]]:
 def _targets_of(
     unit: Unit, layers: Mapping[str, Matrix | None]
 ) -> Iterator[tuple[str, str, Target | None]]:
-    """Names of a unit's matrices in the checkpoint and here, and what they are."""
+    """A unit's matrices: name in the checkpoint, name here, target."""
     for source in unit.spec.sources:
         for stored in source.matrices:
             layer, embedding = layers[stored.layer], stored.layer == "embed_tokens"
@@ -280,7 +278,7 @@ def _targets_of(
 
 
 def _check_size(folder: AdapterFolder, matrix: LowRankShape, targets: Sequence[Target]) -> None:
-    """AdapterError where a change is not of the layer's size."""
+    """AdapterError for matrices that don't fit the layer's size."""
     inputs = targets[0].size[1]
     outputs = sum(target.size[0] for target in targets)
     if targets[0].embedding:
@@ -300,10 +298,10 @@ def _check_size(folder: AdapterFolder, matrix: LowRankShape, targets: Sequence[T
 
 
 def _check_complete(folder: AdapterFolder, targets: Targets) -> None:
-    """AdapterError where the config names a layer of which the file has nothing."""
+    """AdapterError if the file lacks a layer that the config names."""
     config = folder.config
     if isinstance(config.targets, str):
-        return  # an expression, or what PEFT takes for all
+        return  # an expression, or PEFT's word for all
     there = {_known_as(module) for module in folder.matrices}
     found = {(t.unit, t.path) for module in there for t in targets.find(module) or ()}
     for name in sorted(targets.names):
@@ -317,7 +315,7 @@ def _check_complete(folder: AdapterFolder, targets: Targets) -> None:
 
 
 def _check_whole(folder: AdapterFolder, targets: Targets, config: ModelConfig) -> None:
-    """AdapterError for a whole matrix that is not the model's own."""
+    """AdapterError for a whole matrix that differs from the model's."""
     for module, tensor in folder.whole.items():
         found = targets.find(module)
         if found is not None and config.path is not None:
@@ -338,7 +336,7 @@ def _check_whole(folder: AdapterFolder, targets: Targets, config: ModelConfig) -
 
 
 class AdaptedUnit:
-    """A unit as calls with some adapters see it."""
+    """A unit in calls with some adapters."""
 
     def __init__(self, unit: Unit, chosen: Chosen) -> None:
         self._unit = unit
@@ -360,7 +358,7 @@ class AdaptedUnit:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module with the changes; None until the weights are read."""
+        """The changed module; None until the weights are read."""
         if self._of is not self._unit.module:
             self._of = self._unit.module
             self._module = self._of and adapted(self._of, self._unit.low_rank, self._chosen)
@@ -368,7 +366,7 @@ class AdaptedUnit:
 
 
 def adapted(module: nn.Module, changes: Changes, chosen: Chosen) -> nn.Module:
-    """The module with the changes of the adapters that were chosen."""
+    """The module with the changes of the chosen adapters."""
     found: dict[str, list[RowsLowRank]] = {}
     for name, first, last in _spans(chosen):
         for path, low_rank in changes.get(name, {}).items():
@@ -379,7 +377,7 @@ def adapted(module: nn.Module, changes: Changes, chosen: Chosen) -> nn.Module:
 
 
 def _spans(chosen: Chosen) -> Iterator[tuple[str, int, int | None]]:
-    """Adapters, and the rows that they are for: neighbours together."""
+    """Adapters with the first and last of adjacent rows that use them."""
     if isinstance(chosen, str):
         yield chosen, 0, None
         return
@@ -392,28 +390,27 @@ def _spans(chosen: Chosen) -> Iterator[tuple[str, int, int | None]]:
 
 
 class AdaptedUnits:
-    """The units of calls with adapters; those of the combinations that were used last are kept for
-    an epoch."""
+    """The units of calls with adapters; a memo of the last used combinations, for one epoch."""
 
     def __init__(self) -> None:
         self._epoch = -1
         self._kept: OrderedDict[Chosen, tuple[AdaptedUnit, ...]] = OrderedDict()
 
     def find(self, units: Sequence[Unit], chosen: Chosen) -> tuple[AdaptedUnit, ...]:
-        """The units as a call with these adapters sees them."""
+        """The units of a call with these adapters."""
         epoch = epochs.current()
         if self._epoch != epoch:
             self.release()
             self._epoch = epoch
-            epochs.bind(self, epoch)  # what is unloaded then is not held any longer
+            epochs.bind(self, epoch)  # don't hold what is unloaded
         found = self._kept.pop(chosen, None)
         if found is None:
             found = tuple(AdaptedUnit(unit, chosen) for unit in units)
-        self._kept[chosen] = found  # the last used one is the last
+        self._kept[chosen] = found  # the last used one last
         while len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
         return found
 
     def release(self) -> None:
-        """Let go of all."""
+        """Forget all."""
         self._kept.clear()

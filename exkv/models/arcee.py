@@ -1,7 +1,5 @@
 """Arcee (Arcee AI, 2025: AFM): a Llama whose MLP is that of a squared ReLU, without a gate."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 from exkv.layers import PlainMLP
 

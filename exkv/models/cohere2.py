@@ -1,8 +1,6 @@
 """Command R7B and Command A (Cohere, 2024): a Command R with a window on three of four layers, of
 which the fourth has no positions; the config says so layer by layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from exkv.checkpoint import windows

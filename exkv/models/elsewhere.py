@@ -1,7 +1,7 @@
-"""What a forward call asks of whoever knows the units that are in other processes.
+"""The interface to units in other processes, which are placed on ``devices.ELSEWHERE``.
 
-They are placed on ``devices.ELSEWHERE``. Every process makes the same call, each runs its own
-units, and the hidden state is sent and received where the process changes: ``exkv.cluster``.
+Every process makes the same call and runs its own units; the hidden state is sent and received
+where the process changes (``exkv.cluster``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .bound_run import Logits
 
 
 class Transport(Protocol):
-    """Takes hidden states (B, T, hidden size) to other processes, and brings them from there."""
+    """Sends hidden states (B, T, hidden size) to other processes, and receives them."""
 
     def pass_on(
         self, x: torch.Tensor, done: int, end: int, lengths: Lengths
     ) -> tuple[torch.Tensor, int]:
-        """Hand on what the unit before ``done`` made, if that one is here; then what goes into the
-        next unit before ``end`` that is here, and its index, or anything and ``end``."""
+        """Send the output of the unit before ``done``, if that is local; return the input of the
+        next local unit before ``end`` and its index, or anything and ``end``."""
 
     def logits(self, x: torch.Tensor, lengths: Lengths, wanted: Logits) -> torch.Tensor | None:
-        """The call's logits in the process that has asked for them, None in every other one."""
+        """The call's logits in the process that asked for them, None in others."""

@@ -1,7 +1,5 @@
 """ERNIE 4.5 (Baidu, 2025), dense: a Llama whose positions rotate neighbours; the config says so."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 
 from .decoder import Decoder

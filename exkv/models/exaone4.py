@@ -1,8 +1,6 @@
 """EXAONE 4 (LG AI Research, 2025): a Qwen 3 with its norms after attention and MLP; where some
 layers have a window, the others have no positions."""
 
-from __future__ import annotations
-
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
 

@@ -1,8 +1,6 @@
 """Gemma (Gemma Team, 2024): a Llama with norms whose factor is 1 + weight, and embeddings scaled by
 the root of their size."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 
 from .decoder import Decoder

@@ -1,8 +1,6 @@
 """GLM 4 (Zhipu AI, 2025: GLM-4-0414): norms before and after attention and MLP, gate and up in one
 matrix, and positions that rotate neighbours in half of each head."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from exkv.checkpoint.families import Family

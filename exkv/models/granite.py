@@ -1,8 +1,6 @@
 """Granite 3 and 4 dense (IBM, 2024): a Llama with multipliers of embeddings, scores, residuals and
 logits, which the config gives."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 
 from .decoder import Decoder

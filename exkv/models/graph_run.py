@@ -1,12 +1,11 @@
 """The bound run on a GPU: one token a row through all units, captured once and replayed.
 
-The modules themselves are captured, over buffers that stay where they are: token ids, lengths,
-rotary factors. What changes from step to step is written to these by one copy from pinned memory;
-every op reads the lengths on the device. Only attention's split of the keys is decided on the
-host, for the longest row that there may be, so there is a graph for each of a few lengths
-(:func:`bucket`). All graphs of a run share one pool of memory, which is no part of a plan: it is in
-the margin that plans leave on GPUs (``exkv.devices.default_margin``), and where it would not be
-small, or there is no room for it, units go the readable way.
+The modules themselves are captured, over static buffers: token ids, lengths, rotary factors. Each
+step fills them by one copy from pinned memory; ops read the lengths on the device. Only attention's
+split of the keys is decided on the host, for the longest possible row, so there is a graph for each
+of a few lengths (:func:`bucket`). All graphs of a run share one memory pool, within the margin that
+plans leave on GPUs (``exkv.devices.default_margin``); if it would be large, or doesn't fit, units
+take the readable route.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from exkv.ops.experts import MOST_CHOOSING
 from .bound_run import BoundRun, Logits
 from .units import PlacedUnit
 
-#: Graphs of one run that are kept, the last used ones.
+#: Graphs of one run to keep, the last used ones.
 MOST_GRAPHS = 8
-#: Bytes of one step's logits up to which graphs are made: beyond, a step takes long enough for
-#: Python to keep ahead of it, and the pool would not be small.
+#: Bytes of a step's logits up to which graphs are made: beyond, steps are long enough to hide
+#: Python's overhead, and the pool would be large.
 MOST_LOGITS = 32 << 20
-#: Where an MLP sets no bound.
+#: For MLPs without a bound.
 ANY_ROWS = 1 << 30
-#: Tokens between two neighbouring buckets at least.
+#: Least distance of two buckets, in tokens.
 LEAST_STEP = 256
 
 
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
-    """As many of the first units as one graph can have; None where there is no decoder layer among
-    them."""
+    """Bind the longest prefix of the units that one graph can capture; None without a decoder layer
+    in it."""
     parts = list(stretch(units, kept, dtype))
     if not any(part.store is not None for part in parts):
         return None
@@ -55,7 +54,7 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
 
 
 def bucket(kv_len: int) -> int:
-    """The length for which a call of ``kv_len`` keys is captured: at most a quarter more, or the
+    """The length that a call of ``kv_len`` keys is captured for: at most a quarter more, or the
     next multiple of :data:`LEAST_STEP`."""
     step = max(1 << max((kv_len - 1).bit_length() - 3, 0), LEAST_STEP)
     return -(-kv_len // step) * step
@@ -66,7 +65,7 @@ def bucket(kv_len: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A unit; a decoder layer's with its part of the cache, the head with its logits of a row."""
+    """A unit; a decoder layer has its part of the cache, the head a vocabulary."""
 
     unit: PlacedUnit
     module: nn.Module
@@ -80,7 +79,7 @@ class Part:
 
 
 def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
-    """The first units that are placed on one device and do nothing but what can be captured."""
+    """The first units on one device that can be captured."""
     device, rows = units[0].device, ANY_ROWS
     for unit in units:
         if unit.device != device or unit.module is None:
@@ -101,14 +100,14 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
 
 
 def _most_rows(mlp: GatedBlock | PlainBlock | nn.Module) -> int:
-    """Rows of a step up to which an MLP asks the host nothing."""
+    """Rows of a step up to which an MLP doesn't synchronize with the host."""
     if isinstance(mlp, GatedBlock | PlainBlock):
         return ANY_ROWS
     return MOST_CHOOSING if type(mlp) is Experts and mlp.chooses_on_device else 0
 
 
 class CapturedAttend:
-    """A cache layer whose tensors stay in place, by lengths that only the device knows."""
+    """A cache layer whose tensors stay in place, with lengths on the device."""
 
     def __init__(self, layer: CacheLayer, place: InPlace) -> None:
         self._storage = layer.spec.storage
@@ -116,7 +115,7 @@ class CapturedAttend:
         self._tensors: Tensors = layer.tensors
         self._place = place
         room = place.keys[0].shape[1]
-        #: Rows that never grow as long as their ring don't come round in it.
+        #: A ring that is longer than the rows never wraps around.
         self._ring = place.ring if place.ring <= room else 0
         self._room = room
 
@@ -147,26 +146,24 @@ class CapturedAttend:
 
 
 class Recording(Protocol):
-    """Ops that were captured over buffers."""
+    """Captured ops, and the tensor that they write to."""
 
     @property
-    def out(self) -> torch.Tensor:
-        """What they write to."""
+    def out(self) -> torch.Tensor: ...
 
-    def replay(self) -> None:
-        """Run them again."""
+    def replay(self) -> None: ...
 
 
-#: From a step and the run that it is of to its recording.
+#: Records a step of a run.
 Record = Callable[[Callable[[], torch.Tensor], "GraphRun"], Recording]
 
 
 class GraphRun:
-    """A run over static buffers, by recordings of it.
+    """A run by recordings over static buffers.
 
     Attributes:
-        count: its units, the head among them if there is one.
-        pool: the handle of the recordings' memory; the first to be made sets it.
+        count: its units, a head included.
+        pool: the recordings' memory pool, set by the first.
     """
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, record: Record) -> None:
@@ -183,7 +180,7 @@ class GraphRun:
         self._refused = False
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
-        """One token a row, if its logits are no large part of memory."""
+        """Take one token a row, if its logits are small."""
         if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
             return False
         if len(lengths.new) > self._most_rows:
@@ -211,7 +208,7 @@ class GraphRun:
         return recording.out.clone()
 
     def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
-        """The result of a call of which there is no recording, and a recording for the next."""
+        """Run a call without a recording, and record it for the next one."""
         rows, kv_len, head = key
         parts = self._parts if head or not self._parts[-1].is_head else self._parts[:-1]
         modules = [(part.module, part.store) for part in parts]
@@ -223,13 +220,13 @@ class GraphRun:
                 x = module(x, batch, store)
             return x
 
-        result = step()  # writes what a replay would write again
+        result = step()
         while len(self._recordings) >= MOST_GRAPHS:
             self._recordings.popitem(last=False)
         try:
             self._recordings[key] = self._record(step, self)
         except torch.OutOfMemoryError:
-            self._refused = True  # in this epoch: the readable way takes no memory of its own
+            self._refused = True  # in this epoch: the readable route needs no pool
         except RuntimeError as reason:
             self._refused = True
             warnings.warn(
@@ -247,8 +244,8 @@ class GraphRun:
 
 
 class Buffers:
-    """What changes from step to step, for one number of rows: on the device, where it is read, and
-    in pinned memory, from where it gets there by one copy.
+    """The inputs of a step for one number of rows: on the device, and in pinned memory, from which
+    one copy fills them.
 
     Attributes:
         x: token ids int64 (B, 1), or hidden states (B, 1, hidden).
@@ -295,9 +292,9 @@ class Buffers:
         )
 
     def fill(self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables) -> None:
-        """Write a call's input, without waiting for it to arrive."""
+        """Write a call's input, asynchronously."""
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still read what is written to now
+            self._copied.synchronize()  # the last copy may still read the buffer
         self._host["past"].copy_(torch.tensor(lengths.past, dtype=torch.int32))
         for name, pair in rotary(lengths, self._dtype).items():
             for i, factor in enumerate(pair):
@@ -312,7 +309,7 @@ class Buffers:
 
 
 def _views(buffer: torch.Tensor, shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors like these, one behind the other in a buffer."""
+    """Views of a buffer like these tensors, one behind the other."""
     views, at = {}, 0
     for name, like in shapes.items():
         views[name] = buffer[at : at + like.nbytes].view(like.dtype).view(like.shape)
@@ -326,16 +323,16 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def capture(step: Callable[[], torch.Tensor], run: GraphRun) -> Recording:
-    """A CUDA graph of the step, whose kernels have all run before.
+    """Capture the step, whose kernels have all run before, as a CUDA graph.
 
     Raises:
-        RuntimeError: something in it cannot be captured; OutOfMemoryError where there is no room.
+        RuntimeError: something in it cannot be captured; OutOfMemoryError if there is no room.
     """
     stream = _capture_stream(run.device)
     stream.wait_stream(torch.cuda.current_stream(run.device))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), contextlib.ExitStack() as ending:
-        # Other threads may go on allocating meanwhile.
+        # Other threads may allocate meanwhile.
         graph.capture_begin(pool=run.pool, capture_error_mode="thread_local")
         ending.callback(graph.capture_end)
         out = step()
@@ -354,8 +351,8 @@ class _Graph:
 
 
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which graphs of a device are captured: the default one can't be. cuBLAS keeps a
-    workspace for each stream, which it is to take here and not in a graph's pool."""
+    """The stream for captures on a device; the default stream can't. cuBLAS allocates its workspace
+    for the stream here, so that it is not in a graph's pool."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(_streams[device]):

@@ -1,7 +1,5 @@
 """The Llama family: Llama 2 and 3.x, TinyLlama, and what shares their layout."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily
 

@@ -1,7 +1,5 @@
 """Mixtral (Jiang et al., 2024): a Mistral with a mixture of experts in place of the MLP."""
 
-from __future__ import annotations
-
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import ExpertsConfig, Family
 from exkv.checkpoint.gguf.names import GGUFFamily

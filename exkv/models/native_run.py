@@ -1,7 +1,7 @@
-"""The bound run on the CPU: native code goes through all units in one call.
+"""The bound run on the CPU: native code runs all units in one call.
 
-Two things it may ask for in the midst of a layer: attention, of a layer of a cache that does not
-keep its tensors in place (``CacheLayer.in_place``), and an MLP that is not described.
+Inside a layer it may call back for two things: attention of a cache layer whose tensors are not in
+place (``CacheLayer.in_place``), and an MLP without a description.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .units import PlacedUnit
 
 
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
-    """As many of the first units as one run can have; None where there is no decoder layer among
-    them."""
+    """Bind the longest prefix of the units that native code runs; None without a decoder layer in
+    it."""
     parts = list(_stretch(units, kept, dtype))
     if not any(isinstance(part, BoundLayer) for part in parts):
         return None
@@ -50,9 +50,9 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
 
 
 def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: int = 0) -> int:
-    """Bytes that a run on the CPU holds at most, beside what the readable way does: what lies
-    between the parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``), and what it asks;
-    ``rank`` is the largest of adapters'."""
+    """Upper bound on a CPU run's bytes beyond those of the readable route: buffers between the
+    parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``) and of its callbacks; ``rank`` is
+    the largest of adapters."""
     heads, item = config.num_attention_heads, dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
     between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
@@ -67,7 +67,7 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLayer:
-    """A decoder layer with its part of the cache: tensors, or what is asked for attention."""
+    """A decoder layer with its part of the cache: tensors, or the layer to call for attention."""
 
     layer: Layer
     store: InPlace | CacheLayer
@@ -97,14 +97,14 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
 
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
-    """Whether the native side computes what is described."""
+    """Whether native code computes what is described."""
     if isinstance(part, Layer) and part.residual != 1 and not _may_scale(part):
         return False
     return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
 
 
 def _may_scale(layer: Layer) -> bool:
-    """Whether what is added is neither normed nor added beside something else."""
+    """Whether native code can scale the residual: no norms behind it, nothing in parallel."""
     return layer.after_attention is None and layer.after_mlp is None and not layer.parallel
 
 
@@ -121,7 +121,7 @@ def _is_at_hand(value: Weight | torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class _Handle:
-    """A native run, released with the last who knows of it: a call that is under way ends."""
+    """A native run, released with its last reference: a call under way ends first."""
 
     def __init__(self, like: torch.Tensor, hidden: int) -> None:
         self.tensor = torch.ops.exkv.new_run(like, hidden)
@@ -129,7 +129,7 @@ class _Handle:
 
 
 def _release(run: torch.Tensor) -> None:
-    """The collector may come where a call runs on shapes alone, whose business it isn't."""
+    """The garbage collector may call it inside a dry run, whose mode must not see it."""
     with _disable_current_modes():
         torch.ops.exkv.release_run.default(run)
 
@@ -202,15 +202,15 @@ class NativeRun:
         tokens = len(lengths.new) * lengths.chunk
         mixed = isinstance(lengths.adapters, tuple)
         if mixed and logits == Logits.EACH and set(lengths.new) != {1}:
-            return False  # its low-rank parts are for rows
+            return False  # low-rank parts are by row
         if logits == Logits.EACH and self._has_rows_for_tokens:
             tokens = sum(lengths.new)
         return tokens <= self._most_tokens
 
     @property
     def _has_rows_for_tokens(self) -> bool:
-        """Whether tokens of one sequence can be rows of one call: all are stored then before any
-        attends, each to those before it."""
+        """Whether tokens of one sequence can be rows of one call: all are stored before any attends
+        to those before it."""
         return self._in_place and not self._questions and not self._one_by_one
 
     def __call__(
@@ -250,12 +250,12 @@ class NativeRun:
         logits: int,
         store_rows: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """One call. ``store_rows``: which row of the cache each row is of; None for the same."""
+        """Make one call. ``store_rows``: each row's row in the cache; None for the same."""
         handle, questions = self._handle, self._questions
         if handle is None:
             return None
         padded = min(lengths.new) < lengths.chunk
-        x = devices.move(x, devices.CPU)  # it may come from a device where earlier units are
+        x = devices.move(x, devices.CPU)  # earlier units may be on another device
         arguments = (
             handle.tensor,
             x.contiguous(),
@@ -281,14 +281,14 @@ class NativeRun:
 
 
 def _of_tokens(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
-    """Factors (B or 1, T, R) of some tokens, as rows of one: (N, 1, R)."""
+    """Factors (B or 1, T, R) of N tokens -> (N, 1, R)."""
     rows = row if len(pair[0]) > 1 else torch.zeros_like(row)
     cos, sin = (factor[rows, token].unsqueeze(1) for factor in pair)
     return cos, sin
 
 
 def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
-    """Logits as the head has them, in their place."""
+    """Scale and soft-cap logits in place."""
     if head.scale != 1:
         logits.mul_(head.scale)
     if head.softcap is not None:
@@ -296,7 +296,7 @@ def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
     return logits
 
 
-#: From what a run gives to what it goes on with.
+#: A callback of a run: tensors -> the tensor that it continues with.
 Question: TypeAlias = Callable[[list[torch.Tensor], Batch], torch.Tensor]
 
 
@@ -313,7 +313,7 @@ def _output_of(mlp: nn.Module) -> Question:
 
 
 def _add_low_rank(run: torch.Tensor, index: int, projection: Projection) -> None:
-    """What adapters add to a projection that was added."""
+    """Add the adapters of a projection."""
     for each in projection.low_rank:
         last = -1 if each.last is None else each.last
         halves = (each.low_rank.a, each.low_rank.b)
@@ -321,7 +321,7 @@ def _add_low_rank(run: torch.Tensor, index: int, projection: Projection) -> None
 
 
 def _matrices(*weights: Weight) -> tuple[list[torch.Tensor], list[int]]:
-    """Their tensors, and how these lie, as the ops take them."""
+    """Tensors and layouts, as the ops take them."""
     tensors = [weight.tensors[name] for weight in weights for name in weight.format.names]
     layouts = [weight.format.native(weight.size) or () for weight in weights]
     return tensors, [number for layout in layouts for number in layout]

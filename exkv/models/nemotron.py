@@ -1,8 +1,6 @@
 """Nemotron 4 and Minitron (NVIDIA, 2024): LayerNorms whose factor is 1 + weight, an MLP of a
 squared ReLU without a gate, and positions that rotate half of each head."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from exkv.checkpoint.families import Family

@@ -1,8 +1,6 @@
 """OLMo 2 (OLMo team, 2024): norms after attention and MLP in place of those before, and norms over
 all heads' queries and keys together."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 from exkv.layers import WideNormAttention
 

@@ -1,8 +1,6 @@
 """OLMo 3 (OLMo team, 2025): an OLMo 2 with a window on three of four layers, which rotate by
 unscaled positions; the config says so layer by layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from exkv.checkpoint import windows

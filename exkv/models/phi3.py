@@ -4,8 +4,6 @@ The mini ones for long texts have longrope, whose frequencies depend on how long
 see ``exkv/models/transformer.py`` for what that means for keys that were stored before.
 """
 
-from __future__ import annotations
-
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily

@@ -1,7 +1,5 @@
 """Qwen 3: a Llama with a norm over each head's queries and keys."""
 
-from __future__ import annotations
-
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily
 

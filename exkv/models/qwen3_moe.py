@@ -1,7 +1,5 @@
 """Qwen3-MoE (Qwen, 2025): a Qwen 3 with a mixture of experts in place of the MLP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

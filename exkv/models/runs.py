@@ -1,8 +1,5 @@
-"""The bound runs of a model: which units they are of, and how long they hold.
-
-A run is bound for an epoch (``exkv.epochs``): what could change it ends the epoch and releases it,
-and the next call binds anew.
-"""
+"""The bound runs of a model. Each is bound for an epoch (``exkv.epochs``): what could change it
+ends the epoch and releases it, and the next call binds anew."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ from . import graph_run, native_run
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import PlacedUnit
 
-#: The first unit of a run, and the adapters of its rows.
+#: A run's first unit, and its rows' adapters.
 _Key: TypeAlias = tuple[int, Chosen]
-#: Runs with adapters that are kept over one cache.
+#: Runs with adapters to keep for one cache.
 _MOST_ADAPTED = 32
 
 
 class Runs:
-    """The runs of a model's units over its caches that were bound in this epoch."""
+    """A model's runs over its caches, of this epoch."""
 
     def __init__(self) -> None:
         self._epoch = -1
@@ -48,8 +45,8 @@ class Runs:
         dtype: torch.dtype,
         logits: Logits,
     ) -> BoundRun | None:
-        """The run of the units from the first on, whose input is there, for a call of these
-        lengths; None where the first unit goes the readable way."""
+        """The run from this unit on for a call of these lengths; None if the unit takes the
+        readable route."""
         if kept is None or sum(lengths.new) > MOST_TOKENS or _is_watched():
             return None
         epoch = epochs.current()
@@ -69,7 +66,7 @@ class Runs:
 
     @staticmethod
     def _forget_oldest(known: OrderedDict[_Key, BoundRun | None]) -> None:
-        """Keep the runs of so many combinations of adapters; a run without any stays."""
+        """Drop the oldest runs with adapters beyond the limit."""
         adapted = [key for key in known if key[1] is not None]
         for key in adapted[: len(adapted) - _MOST_ADAPTED]:
             if (run := known.pop(key)) is not None:
@@ -77,8 +74,7 @@ class Runs:
 
 
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
-    """As many of the first units as one run can have; None where there is no decoder layer among
-    them."""
+    """Bind the longest prefix of the units that one run can have; None for none."""
     device = units[0].device
     if device is None:
         return None
@@ -90,7 +86,7 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
 
 
 def _is_watched() -> bool:
-    """Whether somebody wants to see every op, or every module."""
+    """Whether a hook, mode or compiler must see every module or op."""
     if has_global_hooks() or torch.compiler.is_compiling():
         return True
     return _get_current_dispatch_mode() is not None

@@ -1,7 +1,5 @@
 """StarCoder 2 (BigCode, 2024): LayerNorms, biases everywhere, and an MLP without a gate."""
 
-from __future__ import annotations
-
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
 from exkv.layers import PlainMLP

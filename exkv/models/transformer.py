@@ -1,7 +1,7 @@
-"""A decoder-only transformer as a row of units, and one forward call across their devices.
+"""A decoder-only transformer as a row of units, and the forward call across their devices.
 
-Loading is not here: see ``exkv.planning`` for where units go, ``exkv.loading.loader`` for how they
-get there, and ``exkv.model`` for the class that users hold.
+``exkv.planning`` places units, ``exkv.loading.loader`` loads them, and ``exkv.model`` has the class
+for users.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Transformer:
         return None
 
     def specs_kept(self, option: str) -> list[UnitSpec]:
-        """The units with all of their weights kept in one way, of ``on_load.OPTIONS``."""
+        """The units with all weights in one of ``on_load.OPTIONS``."""
         if option not in self._specs:
             names = (spec.name for spec in self._specs[AS_STORED])
             config = with_weights(self.config, dict.fromkeys(names, option))
@@ -110,12 +110,12 @@ class Transformer:
         return self._specs[option]
 
     def choose(self, choice: Choice | None) -> None:
-        """From now on the units keep their weights in these ways; none is loaded. Errors as of
+        """Set how the units, none of which is loaded, keep their weights; errors as of
         :meth:`units_kept`."""
         self.units, self.choice = self.units_kept(choice), choice
 
     def units_kept(self, choice: Choice | None) -> tuple[Unit, ...]:
-        """Units whose weights are kept in these ways, of which none is loaded.
+        """Unloaded units whose weights are kept in these ways.
 
         Raises:
             ValueError: a choice for other units, or two ways for a tensor that two share.
@@ -147,8 +147,8 @@ class Transformer:
         return min(self._logits_len or self.max_input_len, self.max_input_len)
 
     def fit_calls(self, max_input_len: int | None, logits_len: int | None) -> None:
-        """As long as the model is loaded, calls run in chunks and logits in slices of so many
-        tokens a row; None for as many as by default."""
+        """Set the tokens a row of chunks and of slices of logits while the model is loaded; None
+        for the default."""
         self._fitted_len, self._logits_len = max_input_len, logits_len
 
     @property
@@ -176,18 +176,18 @@ class Transformer:
         return [cache for ref in self._caches if (cache := ref()) is not None]
 
     def check_cache(self, cache: KVCache) -> None:
-        """Called by a cache before it takes memory; raises where there is no room for it."""
+        """Called by a cache before it allocates; raises if there is no room."""
 
     def register_cache(self, cache: KVCache) -> None:
-        """Called by a cache that is built; the model holds it weakly."""
+        """Called by a new cache; the model holds it weakly."""
         self._caches = [ref for ref in self._caches if ref() is not None]
         self._caches.append(weakref.ref(cache))
 
     def cache_changed(self, cache: KVCache) -> None:
-        """Called by a cache whose layers are stored in another way from now on."""
+        """Called by a cache after it was converted."""
 
     def forget_cache(self, cache: KVCache) -> None:
-        """Nobody will use this cache again: it needs no room any more."""
+        """Drop a cache that isn't used any more."""
         self._caches = [ref for ref in self._caches if ref() is not cache]
 
     def stored_tensors(self) -> dict[str, ExpectedTensor]:
@@ -202,7 +202,7 @@ class Transformer:
             other = self.units[index]
             if other.module is not None and other.device == device:
                 shared[name] = other.module.get_parameter(source)
-        assert self.checkpoint is not None  # open from the load on until all units are read
+        assert self.checkpoint is not None  # open until all units are read
         hollow = self.checkpoint.hollow
         changes = {
             name: adapter.read(unit.index, device, hollow=hollow)
@@ -210,10 +210,10 @@ class Transformer:
         }
         unit.read(self.checkpoint, device, shared)
         unit.low_rank = changes
-        self.checkpoint.unmap()  # what the unit didn't keep needn't stay
+        self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
 
     def unload(self) -> None:
-        """Return every byte, caches included. The model can be loaded again, elsewhere too.
+        """Free every byte, caches included. The model can be loaded again, elsewhere too.
 
         Raises:
             CacheUseError: another thread is in the middle of a call; nothing is unloaded.
@@ -234,26 +234,26 @@ class Transformer:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """Those that calls may choose, by name."""
+        """The loaded adapters by name."""
         return MappingProxyType(self._adapters)
 
     def load_adapter(
         self, folder: str | os.PathLike[str], name: str | None = None, *, strength: float = 1.0
     ) -> Adapter:
-        """Have a low-rank adapter (LoRA) at hand, beside others, as PEFT saves it; see
-        docs/adapters.md. Before the model is loaded it is planned and loaded with it; afterwards
-        its matrices go beside the weights that they change, where these are.
+        """Load a low-rank adapter (LoRA) in PEFT's format; see docs/adapters.md. Before the model
+        is loaded it is planned and loaded with it; afterwards its matrices go beside the weights
+        that they change.
 
         Args:
             folder: with adapter_config.json and adapter_model.safetensors.
             name: by which calls choose it; None for the folder's.
-            strength: how much of it: 1 as it was trained, 0 for nothing.
+            strength: factor of the change: 1 as it was trained, 0 for nothing.
 
         Raises:
             ValueError: an adapter of this name is there already.
             FileNotFoundError: a file is missing.
-            AdapterError: the files are damaged, contradict each other or the model, or ask for what
-                is not done; nothing is loaded.
+            AdapterError: the files are damaged, contradict each other or the model, or need
+                something unsupported; nothing is loaded.
             PlacementError: no room; every device is as it was.
         """
         name = Path(folder).resolve().name if name is None else name
@@ -279,7 +279,7 @@ class Transformer:
         return adapter
 
     def unload_adapter(self, name: str) -> None:
-        """Return an adapter's bytes; calls can't choose it any more.
+        """Unload an adapter, and free its bytes.
 
         Raises:
             ValueError: there is none of this name, or jobs are under way with it.
@@ -298,13 +298,13 @@ class Transformer:
         self.adapters_changed()
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Called before an adapter takes memory; raises where there is no room for it."""
+        """Called before an adapter allocates; raises if there is no room."""
 
     def adapters_changed(self) -> None:
-        """Called when there is one more or one less."""
+        """Called after an adapter was added or removed."""
 
     def _read_adapter(self, adapter: Adapter) -> dict[Unit, dict[str, LowRank]]:
-        """Its changes of the units that are read, on their devices; all or none."""
+        """Read its matrices for all loaded units to their devices, or none."""
         made: dict[Unit, dict[str, LowRank]] = {}
         read = [unit for unit in self.units if unit.module is not None]
         try:
@@ -331,7 +331,7 @@ class Transformer:
         )
 
     def use_adapter(self, name: str | None, user: User) -> None:
-        """Keep an adapter as long as somebody is not done with it.
+        """Keep an adapter loaded until its user is done.
 
         Raises:
             ValueError: there is none of this name.
@@ -346,7 +346,7 @@ class Transformer:
         raise ValueError(f"there is no adapter {name!r:.60}: load_adapter adds one (now: {there})")
 
     def chosen(self, adapter: str | Sequence[str | None] | None, rows: int) -> Chosen:
-        """A call's adapters, checked: one for all rows, or one or None for each of them.
+        """Check a call's adapters: one for all rows, or one or None for each.
 
         Raises:
             ValueError: there is none of such a name, or not one for each row.
@@ -359,7 +359,7 @@ class Transformer:
         return names[0] if len(set(names)) == 1 else names
 
     def keys_of(self, chosen: Chosen, rows: int) -> list[str | None]:
-        """What tells keys and values of each row from those that another adapter makes."""
+        """The adapter key of each row, which identifies its keys and values."""
         names = (chosen,) * rows if chosen is None or isinstance(chosen, str) else chosen
         return [
             None if name is None else self._adapters[self._known_adapter(name)].key
@@ -386,31 +386,30 @@ class Transformer:
 
         Args:
             input_ids: int64 (B, T); B at most the cache's ``batch_size``, rows in its order.
-            cache: keys and values of the tokens before; these tokens' own are added. On an
-                error it keeps the tokens that it had.
-            new_lens: real tokens of each row where rows differ; the rest is right padding.
+            cache: keys and values of the tokens before; new ones are added. On an error it keeps
+                the tokens that it had.
+            new_lens: real tokens of each row if rows differ; the rest is right padding.
             last_id_only: logits of each row's last token only.
             preprocess_only: fill the cache; no logits.
-            keep_chunks: on an error the cache keeps also what the chunks that are through have
-                added, so that a call for the rest can go on from there.
-            each_token: logits of every real token, row after row, (N, 1, vocabulary); of
-                ``logits_len`` tokens a row at most. On a CPU with AVX2 or more, up to 16 tokens
-                have the bits that they have one by one, unless a layer keeps a ring or isn't
-                written in place.
-            placed_ids: the same ``input_ids`` on a device, where tokens were chosen there: they
-                need not be copied to it then. Only a call of one chunk looks at them.
-            adapter: the name of one that :meth:`load_adapter` loaded, or one or None for each row.
+            keep_chunks: on an error the cache also keeps completed chunks, from where a call for
+                the rest can continue.
+            each_token: logits of every real token, row after row, (N, 1, vocabulary); of at most
+                ``logits_len`` tokens a row. On a CPU with AVX2 or more, up to 16 tokens have the
+                bits of single-token calls, unless a layer keeps a ring or isn't written in place.
+            placed_ids: ``input_ids`` on the device where they were chosen, to save the copy. Only
+                for calls of one chunk.
+            adapter: the name of a loaded one, or one or None for each row.
 
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
-            ``last_id_only``, or None with ``preprocess_only``. They lie on the last device;
-            those of more than ``logits_len`` tokens a row are gathered in host memory, since no
-            plan could promise room for them elsewhere. Logits at padding mean nothing.
+            ``last_id_only``, or None with ``preprocess_only``. They are on the last device; those
+            of more than ``logits_len`` tokens a row are gathered in host memory, since plans
+            promise no room for them elsewhere. Logits at padding are undefined.
 
         Raises:
             ValueError: not loaded, a cache of another model, a token id outside the vocabulary,
                 or more tokens than the cache holds.
-            CacheUseError: somebody else uses the cache.
+            CacheUseError: the cache is in use.
         """
         if cache is None:
             if each_token:
@@ -449,8 +448,8 @@ class Transformer:
     def begin_forward(
         self, input_ids: torch.Tensor, cache: KVCache, **options: Any
     ) -> Callable[[], Any]:
-        """:meth:`forward`, whose logits the function that is returned gives: where other hosts
-        compute them, that goes on meanwhile. Errors as of that, from either."""
+        """Begin :meth:`forward`, and return a function that waits for its logits, which other hosts
+        may be computing. Errors from either."""
         logits = self.forward(input_ids, cache, **options)
         return lambda: logits
 
@@ -479,10 +478,10 @@ class Transformer:
                 last_id_only=last_id_only,
                 placed_ids=placed_ids if whole else None,
             )
-            if logits is None:  # none are wanted of this chunk
+            if logits is None:  # not wanted of this chunk
                 continue
             if chunk.chunk < lengths.chunk:
-                logits = logits.to(devices.CPU)  # not to be in the next chunk's way
+                logits = logits.to(devices.CPU)  # make room for the next chunk
             if not last_id_only:
                 outputs.append(logits)
             elif last is None:
@@ -494,8 +493,8 @@ class Transformer:
         return last
 
     def _chunks(self, lengths: Lengths, *, cached: bool) -> Iterator[tuple[int, Lengths]]:
-        """Split a call into ``(first token, lengths)`` of at most ``max_input_len`` tokens.
-        Without a cache nothing carries over from one chunk to the next, so there is one."""
+        """Split a call into chunks ``(first token, lengths)`` of at most ``max_input_len`` tokens;
+        one chunk without a cache, in which nothing carries over."""
         size = self.max_input_len if cached else lengths.chunk
         if lengths.chunk <= size:
             yield 0, lengths
@@ -509,7 +508,7 @@ class Transformer:
             yield first, replace(lengths, past=past, new=part, later=later)
 
     def _make_room(self, cache: KVCache, lengths: Lengths) -> None:
-        """See that a call has room for all that it writes; errors as of ``cache.make_room``."""
+        """Make room for all that a call writes; errors as of ``cache.make_room``."""
         if cache.pages is None:
             cache.make_room(lengths.final)
             return
@@ -518,7 +517,7 @@ class Transformer:
         cache.make_room(lengths.final, starts)
 
     def _rows_to_renew(self, cache: KVCache, lengths: Lengths) -> list[int]:
-        """Rows whose stored keys are not those of their tokens, or not at these lengths."""
+        """Rows whose stored keys aren't valid, or not at these lengths."""
         wrong = set(cache.stale)
         if self.rotary.varies:
             stored = enumerate(zip(cache.rotary_variants, lengths.final, strict=False))
@@ -526,12 +525,11 @@ class Transformer:
         return [row for row, past in enumerate(lengths.past) if past and row in wrong]
 
     def _renew_keys(self, cache: KVCache, lengths: Lengths) -> None:
-        """Compute stored keys again where they are not the tokens' own.
+        """Recompute invalid keys.
 
-        Tokens may have been taken back that had overwritten others in a ring. And with longrope a
-        text that outgrows the length for which its keys were made goes by other frequencies from
-        its first token on: transformers does the same when it generates; here it holds for every
-        call, and row by row.
+        Dropped tokens may have overwritten others in a ring. And with longrope a text that outgrows
+        the length of its keys takes other frequencies from its first token on: transformers does so
+        when it generates; here it holds for every call, row by row.
         """
         if not self.rotary.varies and not cache.stale:
             return
@@ -545,7 +543,7 @@ class Transformer:
         cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
 
     def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
-        """Run the tokens of these rows again; the cache holds the same tokens afterwards."""
+        """Run the tokens of these rows again."""
         tokens = [list(sequence) for sequence in cache.sequences]
         again = [tokens[row] if row in rows else [] for row in range(len(lengths.past))]
         call = Lengths(
@@ -575,8 +573,8 @@ class Transformer:
         placed_ids: torch.Tensor | None = None,
         stop: int | None = None,
     ) -> torch.Tensor | None:
-        """One pass over the units, or those before ``stop``; the hidden state moves only where the
-        device changes."""
+        """Run the units, or those before ``stop``; the hidden state moves where the device
+        changes."""
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
         wanted = Logits.EACH if each_token else wanted
         x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
@@ -590,9 +588,9 @@ class Transformer:
                 x, done = self.transport.pass_on(x, done, end, lengths)
                 continue
             module, device = self._standing(unit)
-            if (ran := self._run(units, x, done, cache, lengths, wanted)) is not None:
-                x, count = ran
-                done += count
+            run = self._runs.find(units, done, cache, lengths, self.dtype, wanted)
+            if run is not None and (out := run(x, lengths, self.rotary, wanted)) is not None:
+                x, done = out, done + run.count
                 continue
             if (last_id_only or each_token) and done == last:
                 batch = self._batch_on(x.device, batch, lengths)
@@ -613,38 +611,21 @@ class Transformer:
         return x if self.transport is None else self.transport.logits(x, lengths, wanted)
 
     def _standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
-        """The unit's module and device; it is read now where ``load(lazy=True)`` only placed it."""
+        """The unit's module and device; reads it now if ``load(lazy=True)`` only placed it."""
         assert unit.device is not None
         if unit.module is None:
             self.read_unit(self.units[unit.index], unit.device)
         assert unit.module is not None
         return unit.module, unit.device
 
-    def _run(
-        self,
-        units: Sequence[PlacedUnit],
-        x: torch.Tensor,
-        first: int,
-        cache: KVCache | None,
-        lengths: Lengths,
-        logits: Logits,
-    ) -> tuple[torch.Tensor, int] | None:
-        """What the bound run of the units from the first on makes of x, and how many they are;
-        None where that unit goes the readable way."""
-        run = self._runs.find(units, first, cache, lengths, self.dtype, logits)
-        if run is None:
-            return None
-        out = run(x, lengths, self.rotary, logits)
-        return None if out is None else (out, run.count)
-
     def _batch_on(self, device: torch.device, batch: Batch | None, lengths: Lengths) -> Batch:
-        """The call's batch on this device, which may be that of the unit before."""
+        """The call's batch on this device, possibly the previous unit's."""
         if batch is not None and batch.past_lens.device == device:
             return batch
         return Batch.on(device, lengths, self.rotary, self.dtype)
 
     def _store(self, unit: PlacedUnit, cache: KVCache | None) -> Attend | None:
-        """Where the unit's keys and values go, if it has any."""
+        """The unit's cache layer; None without keys and values."""
         if unit.spec.layer is None:
             return None
         return NoCacheLayer() if cache is None else cache.layers[unit.spec.layer]
@@ -682,7 +663,7 @@ class Transformer:
         return self._check_room(cache, rows, new, chosen)
 
     def _is_ready(self, cache: KVCache | None) -> bool:
-        """Whether this model was found loaded, and its cache allocated, in this epoch."""
+        """Whether model and cache are known to be loaded and allocated in this epoch."""
         if cache is None or cache.model is not self:
             return False
         return cache.allocated_in == epochs.current()
@@ -708,12 +689,12 @@ class Transformer:
 
 
 def _in_slices(head: nn.Module, x: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
-    """Logits of a chunk, so many tokens of each row at a time, in host memory."""
+    """Logits of a chunk in host memory, some tokens of each row at a time."""
     return torch.cat([head(part, batch, None).to(devices.CPU) for part in x.split(tokens, 1)], 1)
 
 
 def _dtype_given(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype by itself or by its name, as transformers takes it; None for none or "auto"."""
+    """A dtype or its name, as in transformers; None for None or "auto"."""
     if dtype is None or dtype == "auto":
         return None
     found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
@@ -723,7 +704,7 @@ def _dtype_given(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _stored_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype of the checkpoint's first floats, for a config that states none."""
+    """The dtype of the checkpoint's first floats, for a config without one."""
     if config.path is None:
         raise ValueError("the config states no dtype and has no checkpoint: pass dtype")
     with open_checkpoint(config.path) as checkpoint:

@@ -1,8 +1,8 @@
-"""Units: the pieces of a model that are placed whole, each on one device.
+"""Units: the parts of a model that are placed whole, each on one device.
 
-An architecture is a list of ``UnitSpec``: the embedding, every decoder layer, and the head. A
-spec knows shapes and checkpoint names and costs nothing; a ``Unit`` is its life in one model,
-from ``meta`` to a device and back.
+An architecture is a list of ``UnitSpec``: the embedding, every decoder layer, and the head. A spec
+has shapes and checkpoint names, and allocates nothing; a ``Unit`` is one in a model, unplaced,
+placed or loaded.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class UnitSpec:
         shapes: the module's parameter names -> shape and dtype, on ``meta``.
         sources: where the parameters come from, each from one of them.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
-        kind: what else than the parameters' shapes makes its forward call take more memory or
-            less than that of another layer, e.g. a window; layers alike in both are one case.
+        kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
+            layers alike in both are planned as one.
     """
 
     name: str
@@ -127,7 +127,7 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
 
 
 class PlacedUnit(Protocol):
-    """A unit as a forward call sees it: a :class:`Unit`, or one with adapters."""
+    """A unit in a forward call: a :class:`Unit`, or one with adapters."""
 
     @property
     def index(self) -> int: ...
@@ -150,7 +150,7 @@ class Unit:
         nbytes: parameter -> bytes that its weights take from a device.
         device: where the unit is placed, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
-        low_rank: beside them, what adapters change: their names -> paths of layers -> changes.
+        low_rank: its adapters: name -> path of a layer -> matrices.
     """
 
     def __init__(self, index: int, spec: UnitSpec) -> None:
@@ -189,6 +189,6 @@ class Unit:
         self.device, self.module = device, module
 
     def release(self) -> None:
-        """Back to unplaced; the weights' bytes return to the device."""
+        """Unplace it, and free the weights."""
         self.device = self.module = None
         self.low_rank = {}
