@@ -381,16 +381,6 @@ def test_skew_looks_up_a_power_of_the_random_number(row, skew):
 # In the chain -------------------------------------------------------------------------------------
 
 
-def test_xtc_is_the_coin_of_its_definition():
-    """Excluding in so many of all steps is drawing from the mixture."""
-    row = [2.0, 1.8, 1.0, -1.0]
-    p = probabilities(row)
-    without = probabilities([-INF, -INF, 1.0, -1.0])  # 0 and 1 are over the threshold, 2 stays
-    shares, ids = distribution(torch.tensor([row]), plain(xtc_probability=0.3, xtc_threshold=0.15))
-    got = torch.zeros(4).index_add(0, ids[0], shares[0]).tolist()
-    assert got == pytest.approx([0.7 * a + 0.3 * b for a, b in zip(p, without, strict=True)])
-
-
 def test_shaping_leaves_greedy_choices_alone():
     logits = torch.tensor([[0.1, 0.3, 0.2]])
     params = plain(temperature=0.0, xtc_probability=1.0, xtc_threshold=0.0, skew=3.0, top_a=0.5)
