@@ -329,7 +329,7 @@ def test_what_lies_in_host_memory_has_a_bar(page, serving, address):
     handle = engine.submit(Job(prompt=[5] * 40))
     while not handle.tokens:
         engine.iterate()
-    engine._scheduler._put_last_away()
+    engine._scheduler._preempt(max(engine._running.jobs))
     page.open(address)
     page.until("document.querySelector('#host .bar .swapped')?.offsetWidth > 100")
     assert "1 job swapped out" in page.text("#host .legend")

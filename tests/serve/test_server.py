@@ -284,7 +284,7 @@ def test_the_state_counts_what_is_put_away(serving):
     handle = engine.submit(Job(prompt=[5] * 40))
     while not handle.tokens:
         engine.iterate()
-    engine._scheduler._put_last_away()
+    engine._scheduler._preempt(max(engine._running.jobs))
     page = sum(x[0].nbytes for layer in engine.cache.layers for x in layer.tensors.values())
     host = {"pages": 0, "pages_room": 0, "jobs": 1, "jobs_bytes": 3 * page}
     assert serving.state()["host"] == host
