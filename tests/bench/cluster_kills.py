@@ -24,6 +24,7 @@ from typing import Any
 
 import netns
 import torch
+from cluster_hosts import Decoding
 
 from exkv import Cache, Model, sim
 from exkv.cluster import Cluster, ClusterError, ClusterModel
@@ -65,38 +66,29 @@ class Outcome:
     back: float | None = None
 
 
-class Decoding:
-    """A greedy generation, a token a call, and how long each took."""
+class Timed(Decoding):
+    """A greedy generation, and how long each token took."""
 
     def __init__(self, model: Model) -> None:
-        self._model, self._cache = model, Cache(model, PROMPT.numel() + _STEPS + 1, 1)
         self.seconds: list[float] = []
-        self.tokens: list[int] = []
-        self.logits: list[torch.Tensor] = []
-        self._say(PROMPT)
+        super().__init__(model, Cache(model, PROMPT.numel() + _STEPS + 1, 1), PROMPT)
 
     def _say(self, ids: torch.Tensor) -> None:
         started = time.monotonic()
-        logits = self._model.forward(ids, self._cache, last_id_only=True)
+        super()._say(ids)
         self.seconds.append(time.monotonic() - started)
-        self.tokens.append(int(logits[0, -1].argmax()))
-        self.logits.append(logits[0, -1].cpu())
 
     def off(self, other: Decoding) -> float:
         """By how much logits differ at most."""
         pairs = zip(self.logits, other.logits, strict=True)
         return max(float((one - two).abs().max()) for one, two in pairs)
 
-    def go(self, steps: int) -> None:
-        for _ in range(steps):
-            self._say(torch.tensor([self.tokens[-1:]]))
 
-
-def expected(folder: Path) -> Decoding:
+def expected(folder: Path) -> Timed:
     """The generation of one machine."""
     model = Model(folder, max_input_len=_CHUNK)
     model.load(devices=["cpu"])
-    decoding = Decoding(model)
+    decoding = Timed(model)
     decoding.go(_STEPS)
     return decoding
 
@@ -106,7 +98,7 @@ def struck(
 ) -> Outcome:
     """A generation at a random step of which something happens; the host is taken in again."""
     cluster, step = model.cluster, random.randint(0, _STEPS - 2)
-    decoding, back = Decoding(model), None
+    decoding, back = Timed(model), None
     try:
         decoding.go(step)
         strike()
@@ -234,7 +226,7 @@ def drive(folder: Path) -> None:
         assert isinstance(launcher, Processes)
         print(*launcher.pids.values(), flush=True)
         while True:
-            Decoding(model).go(_STEPS)
+            Timed(model).go(_STEPS)
 
 
 def driver_killed(folder: Path) -> Outcome:

@@ -62,7 +62,7 @@ def _fail(program: str, error: Exception, status: int) -> int:
 
 def _converse(args: argparse.Namespace, notes: Console) -> int:
     reader = reader_for(args)
-    session = Session.loaded(args, answers_to(sys.stdout, raw=args.raw), notes)
+    session = Session(args, answers_to(sys.stdout, raw=args.raw), notes)
     commands = Commands(session, reader)
     if reader.interactive:
         session.note("/help lists the commands; Ctrl-D leaves")

@@ -7,7 +7,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,6 @@ from rich.progress import Progress
 from exkv.cache import KeepAll, KVCache, Storage
 from exkv.cli.loading import Prepared, prepare
 from exkv.cli.picture import draw_bars
-from exkv.decode import Generator
 from exkv.devices import allocated_memory
 from exkv.model import Model
 from exkv.planning import Ledger
@@ -31,7 +30,6 @@ from .showing import Answers, counted
 _CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
 
 
-@dataclass(kw_only=True)
 class Session:
     """A model in conversation.
 
@@ -43,44 +41,14 @@ class Session:
         answers: number of answers so far, so that each has its own seed.
     """
 
-    args: argparse.Namespace
-    show: Answers
-    notes: Console
-    name: str
-    models: list[Model]
-    generator: Generator
-    conversation: Conversation
-    chosen: dict[str, Any]
-    settings: SamplingParams
-    most: int
-    seed: int | None
-    answers: int = field(default=0)
-
-    @classmethod
-    def loaded(cls, args: argparse.Namespace, show: Answers, notes: Console) -> Session:
-        """Load a model; errors in small files are found before the weights are read."""
-        chosen = {name: value for name in PLAIN if (value := getattr(args, name)) is not None}
-        settings = recommended(args.model, chosen)
-        loading = _Loading(notes)
-        with loading.bar:
-            prepared = prepare(args)
-            conversation = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, args.system)
-            check_template(conversation)
-        show_plan(notes, prepared)
-        loading.carry_out(prepared)
-        return cls(
-            args=args,
-            show=show,
-            notes=notes,
-            name=prepared.name,
-            models=prepared.models,
-            generator=prepared.generator(),
-            conversation=conversation,
-            chosen=chosen,
-            settings=settings,
-            most=args.max_response,
-            seed=args.seed,
-        )
+    def __init__(self, args: argparse.Namespace, show: Answers, notes: Console) -> None:
+        self.show, self.notes = show, notes
+        given = ((name, getattr(args, name)) for name in PLAIN)
+        self.chosen: dict[str, Any] = {name: value for name, value in given if value is not None}
+        self.most: int = args.max_response
+        self.seed: int | None = args.seed
+        self.answers = 0
+        self._load(args, args.system, [], drawn=True)
 
     # Answers ----------------------------------------------------------------------------------
 
@@ -188,7 +156,7 @@ class Session:
         """
         prepared = prepare(args, replaced=self.models)
         recommended(args.model, self.chosen)
-        self._moved(prepared)
+        conversation_with(prepared, *self._said())
         show_plan(self.notes, prepared)
         return prepared
 
@@ -199,13 +167,18 @@ class Session:
         Raises:
             ValueError, OSError, PlacementError: why the other one was not loaded.
         """
-        before = self.args
+        before, said = self.args, self._said()
         self._unload()
         try:
-            self._load(args)
+            self._load(args, *said)
         except BaseException:
-            self._load(before)
+            self._load(before, *said)
             raise
+
+    def _said(self) -> tuple[str | None, list[dict[str, str]]]:
+        """The system message and the turns so far."""
+        system, messages = self.conversation.system, self.conversation.messages
+        return system, messages[0 if system is None else 1 :]
 
     def _unload(self) -> None:
         del self.generator
@@ -214,24 +187,37 @@ class Session:
         self.models = []
         gc.collect()
 
-    def _load(self, args: argparse.Namespace) -> None:
-        loading = _Loading(self.notes)
+    def _load(
+        self,
+        args: argparse.Namespace,
+        system: str | None,
+        turns: list[dict[str, str]],
+        *,
+        drawn: bool = False,
+    ) -> None:
+        """Load a model for a conversation; errors in small files are found before the weights are
+        read."""
+        settings, loading = recommended(args.model, self.chosen), _Loading(self.notes)
         with loading.bar:
             prepared = prepare(args)
-            conversation = self._moved(prepared)
-            settings = recommended(args.model, self.chosen)
+            conversation = conversation_with(prepared, system, turns)
+        if drawn:
+            show_plan(self.notes, prepared)
         loading.carry_out(prepared)
         self.models, self.generator = prepared.models, prepared.generator()
         self.conversation, self.settings = conversation, settings
         self.args, self.name = args, prepared.name
 
-    def _moved(self, prepared: Prepared) -> Conversation:
-        """A copy of the conversation for another model."""
-        now = self.conversation
-        moved = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, now.system)
-        check_template(moved)
-        moved.messages = list(now.messages)
-        return moved
+
+def conversation_with(
+    prepared: Prepared, system: str | None, turns: list[dict[str, str]]
+) -> Conversation:
+    """A conversation with a model after these turns; ValueError if its chat template can't render
+    one."""
+    made = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, system)
+    check_template(made)
+    made.messages += turns
+    return made
 
 
 class _Loading:
