@@ -17,7 +17,6 @@ T = TypeVar("T")
 #: Bookkeeping, and what only other ways to run a model look at.
 _WITHOUT_MEANING = {
     "assistant_early_exit",
-    "assistant_ensemble_weight",
     "assistant_lookbehind",
     "bos_token_id",
     "compile_config",
@@ -37,11 +36,13 @@ _WITHOUT_MEANING = {
 _SPECULATION = (
     "leave it out, the tokens are the same: assistant_model is a model of the same vocabulary"
 )
+_LOSSLESS = "leave it out: an assistant_model never changes what is drawn here"
 _LOGITS = "write it as a logits_processor, which gets the ids so far and the scores"
 _FORWARD = "run model.forward in a loop of your own (examples/own_loop.py)"
 #: name -> (values that ask for nothing beside None and False, what to do instead).
 _NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "assistant_tokenizer": ((), _SPECULATION),
+    "assistant_ensemble_weight": ((), _LOSSLESS),
     "use_mtp": ((), _SPECULATION),
     "top_h": ((), _LOGITS),
     "watermarking_config": ((), _LOGITS),

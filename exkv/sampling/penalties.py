@@ -142,7 +142,7 @@ def penalize_continuing(
             most = lengths.new_zeros(len(row)).scatter_reduce_(0, tokens[1:], lengths, "amax")
             penalty = multiplier * base ** (most - allowed_length).float()
             # Float32 overflows beyond.
-            row -= penalty.clamp(max=LARGEST).where(most >= allowed_length, 0.0)
+            row -= penalty.clamp(max=LARGEST).where(most >= max(allowed_length, 1), 0.0)
     return out
 
 

@@ -85,8 +85,8 @@ ENCODER_REPETITION = step(
 DRY = step(
     "p-e-w, oobabooga/text-generation-webui#5677 (don't repeat yourself)",
     Setting("what repeating n tokens costs, times dry_base^(n - dry_allowed_length)", _FACTOR),
-    Setting("by what that grows with n", number(1.0, 100.0)),
-    Setting("the smallest n that is penalized", count(1, MOST_TOKENS)),
+    Setting("by what that grows with n", number(0.0, 100.0)),
+    Setting("the smallest n that is penalized, 1 or more", count(0, MOST_TOKENS)),
     Setting("the largest n", count(1, 1000), served=None),
     Setting(
         "how many of the last tokens are looked at",

@@ -159,6 +159,7 @@ def test_a_config_of_transformers_leaves_the_rest_to_the_checkpoint(tmp_path):
         ({"negative_prompt_ids": [[5]] * 5, "guidance_scale": 2.0}, "has 5 rows for"),
         ({"assistant_model": object()}, "assistant_model is a object"),
         ({"assistant_tokenizer": object()}, "assistant_tokenizer = .*same vocabulary"),
+        ({"assistant_ensemble_weight": 0.7}, "assistant_ensemble_weight = 0.7 .*never changes"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
         ({"inputs_embeds": torch.ones(1, 2)}, "inputs_embeds = .*input_ids"),
         ({"output_attentions": True}, "output_attentions = True"),

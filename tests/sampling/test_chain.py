@@ -424,8 +424,8 @@ WRONG: dict[str, tuple[list, list]] = {
     "temperature_last": ([], [1]),
     "xtc_probability": ([1.5], []),
     "xtc_ignore_tokens": ([[1.5]], []),
-    "dry_base": ([0.5], []),
-    "dry_allowed_length": ([0], []),
+    "dry_base": ([-0.5], []),
+    "dry_allowed_length": ([-1], []),
     "dry_sequence_breakers": ([[-1]], ["\n"]),
 }
 

@@ -278,16 +278,23 @@ def continued(ids: list[int], longest: int, breakers: set[int]) -> dict[int, int
     return found
 
 
-@given(histories, st.integers(1, 4), st.integers(1, 12), st.integers(0, 20), st.sets(st.just(4)))
-def test_dry_penalizes_what_would_go_on_repeating(ids, allowed, longest, window, breakers):
+@given(
+    histories,
+    st.sampled_from([0.0, 0.5, 1.75]),
+    st.integers(0, 4),
+    st.integers(1, 12),
+    st.integers(0, 20),
+    st.sets(st.just(4)),
+)
+def test_dry_penalizes_what_would_go_on_repeating(ids, base, allowed, longest, window, breakers):
     scores = torch.zeros(1, 6)
     got = penalize_continuing(
-        scores, [torch.tensor(ids).long()], 0.8, 1.75, allowed, longest, window, breakers
+        scores, [torch.tensor(ids).long()], 0.8, base, allowed, longest, window, breakers
     )
     wanted = [0.0] * 6
     for token, length in continued(ids[-window:] if window else ids, longest, breakers).items():
-        if length >= allowed:
-            wanted[token] = -0.8 * 1.75 ** (length - allowed)
+        if length >= max(allowed, 1):
+            wanted[token] = -0.8 * base ** (length - allowed)
     torch.testing.assert_close(got, torch.tensor([wanted]))
     assert not scores.any()
 
