@@ -8,6 +8,8 @@
 #   make lock                  pins today's newest releases in tests/constraints.txt
 #   make older                 the tests of the plug-in for transformers under 4.57 and 5.23
 #   make ray                   the tests of hosts that Ray starts; fetches Ray (80 MB, 200 unpacked)
+#   make upstream UPSTREAM=DIR ExLlamaV2's examples and TabbyAPI, from checkouts in DIR; fetches what
+#                              they need (70 packages)
 #   make wheels                what is released, in dist/: exkv_ext/release/wheels.sh; needs a CUDA toolkit
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
@@ -44,7 +46,7 @@ EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.in
                        -o -name '*.cu' -o -name '*.cuh')
 CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: chat test ready newest lock older ray wheels bench docs lint format clean FORCE
+.PHONY: chat test ready newest lock older ray upstream wheels bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
 MODEL ?= examples/demo-model
@@ -87,6 +89,9 @@ older: $(STAMPS)/extension $(STAMPS)/test-dependencies
 
 ray: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/ray
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster/test_ray.py $(ARGS)
+
+upstream: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2
+	@$(PY) tests/compat/upstream.py '$(UPSTREAM)' $(ARGS)
 
 wheels:
 	@exkv_ext/release/wheels.sh '$(TORCH)'

@@ -6,7 +6,7 @@ exl2-checkpoint), or one of them. Names behind DIR run these alone. It prints wh
 fails if one failed.
 
 A script runs as it is, but for paths of models and the sizes in :data:`EXAMPLES`: the demo model
-is small, and has another tokenizer. TabbyAPI is in ``upstream_tabby.py``.
+is small, and has another tokenizer. What is asked of TabbyAPI is in ``upstream_tabby.py``.
 """
 
 from __future__ import annotations
@@ -222,32 +222,43 @@ def wrong(example: Example, done: subprocess.CompletedProcess[str]) -> str:
     return f"it printed no {missing[0]!r}: {done.stdout[-2000:]}" if missing else ""
 
 
+def tabby(python: str, checkout: Path) -> str:
+    """What is wrong with TabbyAPI's answers; "" for nothing. They are printed."""
+    script = Path(__file__).with_name("upstream_tabby.py")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, script, checkout, DEMO], env=env, timeout=_SECONDS)
+    return "" if done.returncode == 0 else f"it ended with {done.returncode}"
+
+
+def said_of(example: Example, said: str) -> str:
+    """A line for the table."""
+    if said:
+        return f"FAILED: {said.strip().splitlines()[-1]}"
+    return f"refuses: {example.ends}" if example.ends and not example.typed else "runs"
+
+
 def main(argv: list[str]) -> None:
     if not argv or not Path(argv[0]).is_dir():
         sys.exit(f"usage: {Path(__file__).name} DIR [NAMES]: DIR has exllamav2 and tabbyAPI")
     upstream, chosen = Path(argv[0]).resolve(), argv[1:]
+    examples, checkout = upstream / "exllamav2", upstream / "tabbyAPI"
+    if not examples.is_dir() and not checkout.is_dir():
+        sys.exit(f"{upstream} has neither exllamav2 nor tabbyAPI: clone one of them there")
     python, failed = environment(), []
+    names = [n for n in EXAMPLES if not chosen or any(each in n for each in chosen)]
     with tempfile.TemporaryDirectory() as place:
         model, adapter = prepared(Path(place))
-        checks = {}
-        if (upstream / "exllamav2").is_dir():
-            copy = copied(upstream / "exllamav2", Path(place), model, adapter)
-            checks = {
-                name: lambda name=name, example=example: run(python, copy, model, name, example)
-                for name, example in EXAMPLES.items()
-            }
-        for name, check in checks.items():
-            if chosen and not any(each in name for each in chosen):
-                continue
+        copy = copied(examples, Path(place), model, adapter) if examples.is_dir() else None
+        for name in names if copy else ():
+            assert copy is not None
             started = time.monotonic()
-            said = check()
-            example = EXAMPLES[name]
-            did = said.strip().splitlines()[-1] if said else "runs"
-            did = f"refuses: {example.ends}" if not said and example.ends and not example.typed else did
-            print(f"{name:42} {time.monotonic() - started:6.1f} s  {did}", flush=True)
-            if said:
-                failed.append(name)
-                print(said, file=sys.stderr, flush=True)
+            said = run(python, copy, model, name, EXAMPLES[name])
+            line = said_of(EXAMPLES[name], said)
+            print(f"{name:42} {time.monotonic() - started:6.1f} s  {line}", flush=True)
+            print(said, end="\n" if said else "", file=sys.stderr, flush=True)
+            failed += [name] if said else []
+    if checkout.is_dir() and (not chosen or "tabbyAPI" in chosen) and tabby(python, checkout):
+        failed.append("tabbyAPI")
     sys.exit(f"{len(failed)} failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -118,12 +118,12 @@ class Asked:
         once = {"json_schema": schema, "frequency_penalty": 3.0, "penalty_range": -1}
         text = self.text(extra_body=once, max_tokens=300)  # the model would repeat blanks for ever
         assert json.loads(text)["place"] in kind["enum"], text
-        return text
+        return json.dumps(json.loads(text))
 
     def regex(self) -> str:
         text = self.text(extra_body={"regex_pattern": "(In|At) the (hall|garden)"})
         assert re.fullmatch("(In|At) the (hall|garden)\\s*", text), text
-        return text
+        return text.strip()
 
     def dry(self) -> str:
         texts = []

@@ -166,17 +166,16 @@ class Settings(Adapter):
     def for_jobs(self, tokenizer: ExLlamaV2Tokenizer) -> SamplingParams:
         """The same with ``token_bias``: one object for as long as nothing is changed."""
         bias = self.token_bias
-        state = {name: value for name, value in vars(self).items() if name[0] != "_"}
-        state["token_bias"] = None if bias is None else (id(bias), bias._version)
+        numbers = {name: v for name, v in vars(self).items() if name not in ("token_bias", "_memo")}
         known = vars(self).get("_memo")
-        if known is not None and known[:2] == (tokenizer, state):
+        if known is not None and known[0] == (tokenizer, numbers) and _same(known[1], bias):
             return known[2]
         params = self.for_exkv(tokenizer)
         if bias is not None:
-            bias = bias[: tokenizer.config.vocab_size]
-            ids = bias.nonzero().flatten().tolist()
-            params = params.with_bias(dict(zip(ids, bias[ids].tolist(), strict=True)))
-        vars(self)["_memo"] = (tokenizer, state, params)
+            known_tokens = bias[: tokenizer.config.vocab_size]
+            ids = known_tokens.nonzero().flatten().tolist()
+            params = params.with_bias(dict(zip(ids, known_tokens[ids].tolist(), strict=True)))
+        vars(self)["_memo"] = (tokenizer, numbers), None if bias is None else bias.clone(), params
         return params
 
     def prepared(self, logits: Tensor, banned: Sequence[int] = ()) -> Tensor:
@@ -205,6 +204,12 @@ class Settings(Adapter):
                 -1, torch.tensor(banned, device=logits.device), -math.inf
             )
         return logits
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 Settings.__qualname__ = "ExLlamaV2Sampler.Settings"
