@@ -14,7 +14,6 @@ from torch import Tensor
 
 from exkv.devices import CPU
 from exkv.generation.config import ResolvedConfig
-from exkv.generation.processors import Processor, SoFar, processors
 from exkv.sampling.chain import greedy
 from exkv.sampling.scores import check_choosable, check_largest, to_host, where_there_is_room
 
@@ -22,6 +21,7 @@ from .chooser import Choice, Chooser, Guess, Token, copied
 from .hooks import Hooks, StoppingCriterion, ended_by
 from .in_place import InPlace
 from .job import Event
+from .processors import Processor, SoFar, processors
 from .prompts import Prompts
 from .rows import Row
 

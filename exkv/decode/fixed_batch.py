@@ -14,7 +14,6 @@ from torch import Tensor
 from exkv.cache import KVCache, LayerSpec, Paged, cache_kind
 from exkv.generation import arguments
 from exkv.generation.config import GenerationConfig
-from exkv.generation.processors import processors
 from exkv.models import Transformer
 from exkv.text import Tokenizer
 
@@ -25,6 +24,7 @@ from .fallback import Fallback, OnOom, Rescue, Step
 from .guidance import Guidance
 from .in_place import InPlace
 from .job import Job
+from .processors import processors
 from .prompts import PromptIds
 from .request import Request, read_request, stopping_criteria
 from .rows import Row

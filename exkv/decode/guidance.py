@@ -23,7 +23,7 @@ from .rows import Row
 from .runner import Runner
 
 if TYPE_CHECKING:
-    from exkv.generation.processors import SoFar
+    from .processors import SoFar
 
 
 def guided(logits: Tensor, negative: Tensor, scale: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""How ``generate`` decodes: its config, and the processors that a config asks for.
+"""The settings of ``generate`` in transformers' words: config, checks, and names beyond exkv's own.
 
-The loop that uses them is ``exkv.decode``; what they do to scores is written in ``exkv.sampling``.
+``exkv.decode`` runs by them; what they do to scores is written in ``exkv.sampling``.
 """
 
 from .config import GenerationConfig

@@ -3,7 +3,7 @@
 ``steps`` has every step of the sampler: functions of ``penalties``, ``bans``, ``temperature`` and
 ``truncation``, with settings that ``bounds`` check; ``step`` defines a step. ``exllamav2`` and
 ``huggingface`` are two vocabularies on top: names and orders. ``chain`` runs the first, on sorted
-candidates, and ``exkv.generation.processors`` the second. ``scores`` refuses bad scores.
+candidates, and ``exkv.decode.processors`` the second. ``scores`` refuses bad scores.
 ``grammar`` and ``banned_strings`` forbid tokens by the text so far, and ``logprobs`` are those of
 chosen tokens.
 """

@@ -69,11 +69,11 @@ class Step:
     """A change of the scores of the next token.
 
     Attributes:
-        source: the paper or project that it comes from. settings: arguments of its functions, in
-        order. A vocabulary may name the first of them only. columns: (scores (N, V), tokens so far,
-        *values) -> scores (N, V): each score stays in its
+        source: the paper or project that it comes from.
+        settings: arguments of its functions, in order. A vocabulary may name the first of them only.
+        columns: (scores (N, V), tokens so far, *values) -> scores (N, V): each score stays in its
             token's column. If transformers has the step, the result is its own to the bit. The
-            tokens so far are a ``SoFar`` of ``exkv.generation.processors``, or in ExLlamaV2's
+            tokens so far are a ``SoFar`` of ``exkv.decode.processors``, or in ExLlamaV2's
             vocabulary its ``histories`` alone.
         candidates: (Candidates, *values) -> Candidates, which ExLlamaV2's vocabulary prefers to
             ``columns``.

@@ -13,9 +13,9 @@ from native import ROOT
 
 from exkv import GenerationConfig, SamplingParams
 from exkv.decode.hooks import Hooks
+from exkv.decode.processors import SoFar, processors
 from exkv.decode.prompts import Prompts
 from exkv.generation import validation
-from exkv.generation.processors import SoFar, processors
 from exkv.sampling import EXLLAMAV2, HUGGING_FACE, exllamav2, steps
 from exkv.sampling.chain import distribution, sample
 from exkv.sampling.penalties import penalize_continuing

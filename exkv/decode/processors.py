@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from exkv.generation.config import ResolvedConfig
 from exkv.sampling import huggingface
 from exkv.sampling.huggingface import Processor
 
-from .config import ResolvedConfig
-
 if TYPE_CHECKING:
-    from exkv.decode.guidance import Guidance
-    from exkv.decode.hooks import Hooks
-    from exkv.decode.prompts import Prompts
+    from .guidance import Guidance
+    from .hooks import Hooks
+    from .prompts import Prompts
 
 __all__ = ["Processor", "SoFar", "processors"]
 
