@@ -35,6 +35,8 @@ from exkv.weights.on_load import BEST, with_weights
 
 _GB = 1 << 30
 _FORWARD_OPTIONS = frozenset(inspect.signature(Transformer.forward).parameters)
+#: Arguments of transformers' ``from_pretrained`` that change nothing here.
+_WITHOUT_MEANING = {"low_cpu_mem_usage", "attn_implementation", "use_safetensors"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,59 @@ class Model(Transformer):
         self._losses: Losses | None = None
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: str | int | torch.device | None = None,
+        **without_meaning: Any,
+    ) -> Model:
+        """Build and load a model, in the words of transformers' ``from_pretrained``.
+
+        Args:
+            dtype, torch_dtype: as of ``Model``; "auto" for the checkpoint's.
+            device_map: None, "auto" or "sequential" for every device in order, or one device. For
+                anything else build a ``Model`` and ``load`` it.
+            without_meaning: ``low_cpu_mem_usage``, ``attn_implementation`` and ``use_safetensors``.
+
+        Raises:
+            ValueError: another device map.
+            TypeError: an unknown argument.
+        """
+        unknown = without_meaning.keys() - _WITHOUT_MEANING
+        if unknown:
+            raise TypeError(
+                f"from_pretrained() knows no {', '.join(sorted(unknown))}: see Model() and load()"
+            )
+        devices = None
+        if isinstance(device_map, Mapping) or device_map in ("balanced", "balanced_low_0"):
+            raise ValueError(
+                f"device_map is {device_map!r}; it must be None, 'auto', 'sequential' or a device: "
+                "Model(folder) and load(devices=..., gpu_split=...) place units otherwise"
+            )
+        if device_map not in (None, "auto", "sequential"):
+            devices = [torch.device(device_map)]
+        chosen = arguments.one_of("dtype", dtype, "torch_dtype", torch_dtype)
+        model = cls(folder, dtype=None if chosen == "auto" else chosen)
+        model.load(devices=devices)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding lies, the host before loading. Ids may lie anywhere."""
+        return self.units[0].device or torch.device("cpu")
+
+    def to(self, *_: Any, **__: Any) -> Model:
+        """Return the model as it is: ``load`` says where it lies, and ``dtype`` how."""
+        return self
+
+    def eval(self) -> Model:
+        """Return the model as it is: there is no training."""
+        return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

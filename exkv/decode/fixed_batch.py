@@ -55,6 +55,7 @@ class GenerateOutput:
             from, -1 behind a sequence's end; None without beams, and with beam groups.
         fallbacks: steps that were taken because memory ran out, in order.
         proposed_tokens, accepted_tokens: with ``assistant_model`` or ``prompt_lookup_num_tokens``.
+        cache: the one that was passed; None if the call built its own, which is freed.
     """
 
     sequences: Tensor
@@ -66,6 +67,12 @@ class GenerateOutput:
     fallbacks: tuple[Fallback, ...] = ()
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    cache: KVCache | None = None
+
+    @property
+    def past_key_values(self) -> KVCache | None:
+        """The cache by the name that it has before transformers 5.24."""
+        return self.cache
 
 
 def generate(
@@ -145,7 +152,7 @@ def complete(
             criteria=(*stopping_criteria(config, request.tokenizer), *hooks.stopping_criteria),
         )
         completions = run_loop(task, request.sequences_each, runner, draft, guidance)
-    return output(request, completions, task, tuple(rescue.taken))
+    return output(request, completions, task, tuple(rescue.taken), cache)
 
 
 def run_loop(
@@ -301,7 +308,11 @@ def check_cache(model: Transformer, cache: KVCache, request: Request) -> None:
 
 
 def output(
-    request: Request, completions: Completions, task: Task, fallbacks: tuple[Fallback, ...]
+    request: Request,
+    completions: Completions,
+    task: Task,
+    fallbacks: tuple[Fallback, ...],
+    cache: KVCache | None,
 ) -> Tensor | GenerateOutput:
     """Join prompts and completions; see ``generate`` for where padding goes."""
     prompts, config, tokenizer = request.prompts, request.config, request.tokenizer
@@ -332,4 +343,5 @@ def output(
         fallbacks=fallbacks,
         proposed_tokens=completions.proposed,
         accepted_tokens=completions.accepted,
+        cache=cache,
     )

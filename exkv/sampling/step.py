@@ -70,7 +70,7 @@ class Step:
 
     Attributes:
         source: the paper or project that it comes from.
-        settings: arguments of its functions, in order. A vocabulary may name the first of them only.
+        settings: arguments of its functions, in order. A vocabulary may name only the first.
         columns: (scores (N, V), tokens so far, *values) -> scores (N, V): each score stays in its
             token's column. If transformers has the step, the result is its own to the bit. The
             tokens so far are a ``SoFar`` of ``exkv.decode.processors``, or in ExLlamaV2's

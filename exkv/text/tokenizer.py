@@ -65,6 +65,70 @@ class Tokenizer:
         self._sorted_bytes: list[tuple[bytes, int]] | None = None
         self.padding_side = "left" if settings.tokenizer.get("padding_side") == "left" else "right"
 
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], *, padding_side: str | None = None
+    ) -> Tokenizer:
+        """Read a folder's tokenizer, in the words of transformers' ``from_pretrained``."""
+        tokenizer = cls(folder)
+        if padding_side is not None:
+            tokenizer.padding_side = padding_side
+        return tokenizer
+
+    # Under transformers' names -----------------------------------------------------------
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._spelt(self.bos_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._spelt(self.eos_token_id)
+
+    @property
+    def unk_token(self) -> str | None:
+        return self._spelt(self.unk_id)
+
+    @property
+    def pad_token(self) -> str | None:
+        """The padding token as it is spelt; may be set, mostly to ``eos_token``."""
+        return self._spelt(self.pad_id)
+
+    @pad_token.setter
+    def pad_token(self, piece: str | None) -> None:
+        token = None if piece is None else self.id_of(piece)
+        if piece is not None and token is None:
+            raise ValueError(f"pad_token {piece!r} is not in the vocabulary of {self.file}")
+        self.pad_id = token
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.bos_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own; ``eos_ids`` has all that end a generation."""
+        own = self._named_id("eos_token")
+        return own if own is not None else next(iter(self.eos_ids), None)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self.unk_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.pad_id
+
+    @pad_token_id.setter
+    def pad_token_id(self, token: int | None) -> None:
+        self.pad_id = token
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def _spelt(self, token: int | None) -> str | None:
+        return None if token is None else self.piece_of(token)
+
     def __call__(
         self,
         text: str | Sequence[str],
