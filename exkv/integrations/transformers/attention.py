@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from exkv.ops.attention import AttentionParams, group_heads, ungroup_heads
@@ -36,7 +36,7 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalMask:
-    """What a stand-in for a mask stands for.
+    """A causal mask, described.
 
     Attributes:
         pads: padding on the left of each row.
@@ -58,8 +58,8 @@ def mask(
     allow_is_causal_skip: bool = True,
     **pattern: Any,
 ) -> torch.Tensor | None:
-    """A mask of a call as transformers asks for it: bool (B, 1, T, S), or a stand-in for it; None
-    where every query sees all keys up to its own."""
+    """Make the mask of a call: bool (B, 1, T, S), or a stand-in for it; None where the last query
+    sees the last key, and every query all keys up to its own. A static cache has more keys."""
 
     def make() -> torch.Tensor:
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset
@@ -69,13 +69,16 @@ def mask(
 
     if not allow_is_causal_skip:
         return make()
-    if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
+    if isinstance(q_offset, torch.Tensor):
+        return make()
+    unused = kv_offset + kv_length - q_offset - q_length  # behind the last query
+    if unused < 0:
         return make()
     pads = _left_padding(attention_mask, q_offset + q_length, batch_size)
     if pads is None or (local_size and not _is_window(pattern["mask_function"], local_size)):
         return make()
     window = local_size if local_size and kv_offset + kv_length > local_size else 0
-    if not window and not any(pads):
+    if not window and not unused and not any(pads):
         return None
     shape = (batch_size, 1, q_length, kv_length)
     return _stand_in(make, shape, pattern.get("device"), CausalMask(pads=pads, window=window))
@@ -88,7 +91,7 @@ def mask_by_positions(
     kv_offset: int = 0,
     **pattern: Any,
 ) -> torch.Tensor | None:
-    """The same as 4.57 asks for it: by the position of each query, int64 (T,)."""
+    """Make it as 4.57 asks for it: by the position of each query, int64 (T,)."""
     length, device = len(cache_position), cache_position.device
     if isinstance(cache_position, ShapeTensor):  # a plan's last queries see the last keys
         first: Any = kv_offset + kv_length - length
@@ -107,13 +110,13 @@ def _stand_in(
 def _left_padding(
     attention_mask: torch.Tensor | None, length: int, rows: int
 ) -> tuple[int, ...] | None:
-    """Padding on the left of each row, where there is no other."""
+    """Left padding of each row; None where there is other padding."""
     if attention_mask is None:
         return (0,) * rows
     if attention_mask.shape != (rows, length):
         return None
-    if isinstance(attention_mask, ShapeTensor):  # a plan is for rows without any
-        return (0,) * rows
+    if isinstance(attention_mask, ShapeTensor):
+        return planned_padding(rows, length)
     if bool(attention_mask.all()):
         return (0,) * rows
     pads = length - attention_mask.sum(-1)
@@ -123,14 +126,22 @@ def _left_padding(
     return tuple(pads.tolist())
 
 
+def planned_padding(rows: int, length: int) -> tuple[int, ...]:
+    """The left padding that a plan counts with: rows of unlike length take more workspace."""
+    return (min(length - 1, 1), *(0,) * (rows - 1)) if rows > 1 else (0,) * rows
+
+
 @outside_graphs
 def _is_window(mask_function: Any, size: int) -> bool:
-    """Whether this pattern is a window of so many tokens and not, e.g., chunks of as many: a query
-    at position ``size`` sees the last ``size`` tokens, among them the first of its window."""
-    with no_dispatch():  # real tensors, also while the model runs on fake ones
-        at = torch.arange(size + 1).view(1, 1, 1, -1)
-        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
-        seen = mask_function(zero, zero, zero + size, at)
+    """Whether this pattern is a window of ``size`` tokens rather than, e.g., chunks of that size: a
+    query at position ``size`` sees the last ``size`` tokens, including the first of its window."""
+    with _disable_current_modes():  # real tensors, even while the model runs on fake ones
+        at = torch.arange(size + 1, device="cpu").view(1, 1, 1, -1)
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device="cpu")
+        try:
+            seen = mask_function(zero, zero, zero + size, at)
+        except RuntimeError:  # it reads a tensor of the call, which a window doesn't
+            return False
         if isinstance(seen, FakeTensor):
             return False
         return seen.flatten().tolist() == [False] + [True] * size
@@ -185,7 +196,7 @@ def _over_cache(
     params: AttentionParams,
     causal: bool,
 ) -> torch.Tensor | None:
-    """Attention over keys as they are stored; None where these or the mask don't allow it."""
+    """Attend to keys as they are stored; None where they or the mask don't allow it."""
     call = key.source
     if not isinstance(call, Call):
         return None
@@ -209,7 +220,7 @@ def _bias(
     position_bias: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor | None:
-    """Mask and bias as one float (B or 1, H or 1, T, S), or the bool mask alone."""
+    """Combine mask and bias to float (B or 1, H or 1, T, S), or return the bool mask alone."""
     if position_bias is None:
         return attention_mask
     seen = attention_mask
@@ -223,7 +234,7 @@ def _bias(
 
 
 def _causal(length: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    """bool (1, 1, T, S) of the last T of S tokens."""
+    """The causal mask of the last T of S tokens, bool (1, 1, T, S)."""
     seen = torch.ones((length, kv_len), dtype=torch.bool, device=device)
     return seen.tril(kv_len - length).view(1, 1, length, kv_len)
 
@@ -237,7 +248,7 @@ def _over_tensors(
     sinks: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor:
-    """The same over plain keys and values (B, H_kv, S, D), under a mask or bias."""
+    """Attend to plain keys and values (B, H_kv, S, D), under a mask or bias."""
     k, v = (x.made() if isinstance(x, LazyTensor) else x for x in (key, value))
     length, kv_len = q.shape[1], k.shape[2]
     same = k.dtype == q.dtype and k.shape[-1] == v.shape[-1] == q.shape[-1]

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from exkv import devices
 from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, cache_kind
@@ -21,6 +21,7 @@ from exkv.layers.rope import RotaryTables
 
 from . import file as cache_file
 from . import snapshots
+from .attention import NAME
 from .hybrid import HFHybridLayer
 from .layer import UNLIMITED, Batches, HFLayer, after_crop
 from .versions import (
@@ -71,6 +72,10 @@ class HFCache(DynamicCache):
         TypeError: a setting that the kind doesn't have.
     """
 
+    def __new__(cls, config: Any = None, kind: str = "dynamic", **_: Any) -> HFCache:
+        """Of the static kinds a ``StaticCache`` as well, which others may check for."""
+        return super().__new__(HFStaticCache if cls is HFCache and kind in _STATIC else cls)
+
     def __init__(
         self,
         config: PretrainedConfig,
@@ -87,14 +92,15 @@ class HFCache(DynamicCache):
         rotates = any(isinstance(spec.retention, Sinks) for spec in specs if spec is not None)
         batches = Batches(_rotary_tables(text, kind) if rotates else None)
         layer_types, arguments = get_layer_types_and_kwargs(text)
+        static = kind in _STATIC and limit is not None
         Cache.__init__(
             self,
             layers=[
-                _layer(layer_type, kwargs, spec, batches, dtype)
+                _layer(layer_type, kwargs, spec, batches, dtype, static)
                 for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
             ],
         )
-        self.kind = kind
+        self.kind, self._config = kind, text
         self._snapshots: dict[int, list[Any]] = {}
         self._chain()
 
@@ -307,8 +313,13 @@ class HFCache(DynamicCache):
 
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """Keys and values of every layer as a tuple of pairs, copied."""
-        pairs = ((layer.keys, layer.values) for layer in self.attention_layers)
-        return tuple((k.clone(), v.clone()) for k, v in pairs if k is not None and v is not None)
+        pairs = []
+        for layer in self.attention_layers:
+            keys, values = layer.keys, layer.values
+            if keys is not None and values is not None:
+                length = layer.get_seq_length()  # of a static cache, less than it hands out
+                pairs.append((keys[:, :, :length].clone(), values[:, :, :length].clone()))
+        return tuple(pairs)
 
     @classmethod
     def from_legacy_cache(
@@ -348,6 +359,18 @@ class HFCache(DynamicCache):
                 continue
             window = layer.window if isinstance(layer, HFLayer) and layer.is_sliding else None
             yield keys, values, None if window is None else torch.tensor(window)
+
+
+class HFStaticCache(HFCache, StaticCache):
+    """An :class:`HFCache` of a static kind: with a ``max_seq_len``, keys and values are handed out
+    at that length, as a stock static cache's."""
+
+    @property
+    def is_compileable(self) -> bool:
+        """What stock static caches say, by which transformers makes masks that hide what lies
+        behind the last token. The attention "exkv" needs none."""
+        padded = any(layer.full_length for layer in self.attention_layers)
+        return padded and self._config._attn_implementation != NAME
 
 
 def _is_recurrent(layer: Any) -> bool:
@@ -407,6 +430,7 @@ def _layer(
     spec: LayerSpec | None,
     batches: Batches,
     dtype: torch.dtype | None,
+    static: bool,
 ) -> Any:
     """exkv's layer for keys and values, and transformers' own for a state of one size."""
     if spec is None:
@@ -414,8 +438,10 @@ def _layer(
     window = _window(layer_type, arguments)
     if layer_type in _HYBRID:
         states = arguments["number_of_states"]
-        return HFHybridLayer(spec, states, window=window, dtype=dtype, batches=batches)
-    return HFLayer(spec, window=window, dtype=dtype, batches=batches)
+        return HFHybridLayer(
+            spec, states, window=window, dtype=dtype, batches=batches, static=static
+        )
+    return HFLayer(spec, window=window, dtype=dtype, batches=batches, static=static)
 
 
 def _check_layer_types(layer_types: Sequence[str]) -> None:

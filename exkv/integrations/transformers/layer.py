@@ -197,6 +197,8 @@ class HFLayer(CacheLayerMixin):
         window: tokens that the model's layer sees; 0 for all.
         dtype: of stored floats; None for the one that holds keys and values.
         batches: shared by the layers of a cache.
+        static: whether keys and values are handed out at the cache's full length, with zeros after
+            the last token, as stock static layers do; where tokens lie in order.
 
     Attributes:
         store: None before the first tokens.
@@ -209,9 +211,16 @@ class HFLayer(CacheLayerMixin):
     is_compileable = False
 
     def __init__(
-        self, template: LayerSpec, *, window: int, dtype: torch.dtype | None, batches: Batches
+        self,
+        template: LayerSpec,
+        *,
+        window: int,
+        dtype: torch.dtype | None,
+        batches: Batches,
+        static: bool = False,
     ) -> None:
         self.template, self.window, self.batches = template, window, batches
+        self.full_length = template.max_seq_len if static and self._in_order else 0
         self.stored_dtype = dtype
         self.is_sliding = bool(window) and template.retention == Window(window)
         self.store: CacheLayer | None = None
@@ -518,13 +527,17 @@ class HFLayer(CacheLayerMixin):
 
     def _read(self, view: View | None) -> tuple[torch.Tensor, torch.Tensor]:
         """All tokens (B, N, H_kv, D) in order; of floats, a view where rows aren't padded."""
-        spec, kv_len = self._placed.spec, max(self.lens)
+        spec, padded = self._placed.spec, any(self.pads)
+        until = max(self.lens) if padded or not self.full_length else self.full_length
         stored = view.stored if isinstance(view, ContiguousView) else self._fetched()
-        taken = {name: tensor[:, :kv_len] for name, tensor in stored.items()}
+        taken = {name: tensor[:, :until] for name, tensor in stored.items()}
         k, v = spec.storage.decode(taken, spec.dtype, spec.head_dim)
-        length = self.rows.length
-        return (k, v) if length == kv_len else (_padded(k, self.pads, length),
-                                                _padded(v, self.pads, length))  # fmt: skip
+        if padded:
+            k, v = (_padded(x, self.pads, self.rows.length) for x in (k, v))
+        missing = max(self.full_length - k.shape[1], 0)
+        if missing:
+            k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (k, v))
+        return k, v
 
     def _kept(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The last ``length`` tokens (B, N, H_kv, D), those that a row lacks zeros on its left."""
@@ -594,6 +607,8 @@ class HFLayer(CacheLayerMixin):
 
     def _sizes(self, tokens: int) -> tuple[int, int]:
         """The same beside a call whose tokens are not stored yet."""
+        if self.full_length:
+            return self.full_length, 0
         past, window = self.rows.length, self.template.retention
         if not isinstance(window, Window):
             return past + tokens, 0
@@ -778,6 +793,7 @@ class HFLayer(CacheLayerMixin):
         if self.store is not None:
             self.store.convert(replace(self.store.spec, **properties), [], self.lens)
         self.template = replace(self.template, **properties)
+        self.full_length = self.full_length if self._in_order else 0
 
     def offload(self) -> None:
         """Keep the storage in host memory."""

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
-from .cache import HFCache
+from .cache import HFCache, HFStaticCache
 
 #: What they took and an :class:`HFCache` learns from the first keys.
 _LEARNT = ("batch_size", "max_batch_size", "device", "layer_device_map", "offload_device")
@@ -81,7 +81,7 @@ class OffloadedCache(NamedCache):
     kind_here = "offloaded"
 
 
-class OffloadedStaticCache(NamedCache):
+class OffloadedStaticCache(NamedCache, HFStaticCache):
     """The same, of one size."""
 
     kind_here = "offloaded_static"
