@@ -2,7 +2,8 @@
 
 They have hard capacities, raise real ``torch.OutOfMemoryError``, answer ``torch.accelerator.*``,
 and compute bit-identically to the CPU, so that placement, loading and rollback run the same code as
-on GPUs. They do not model fragmentation, library workspaces, or the driver's own memory.
+on GPUs. With ``EXKV_SIM_ALLOCATOR=cuda`` they give memory in segments, as torch's caching allocator
+does, and a driver's context takes some of it; libraries' workspaces they do not model.
 
 The devices themselves are ``exkv_ext/sim`` (C++); start reading there at ``fallback.cpp``. They are
 compiled where they are first used: ``exkv_ext/simulator.py``.
@@ -15,10 +16,12 @@ import importlib
 import os
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from exkv.caching_allocator import Rules
 from exkv.sizes import SIZE_FORMS, checked_bytes, parse_sizes
 from exkv_ext import simulator
 
@@ -30,7 +33,9 @@ __all__ = [
     "enabled",
     "fail_allocation",
     "is_dry",
+    "lifetime_errors",
     "mirror_ops",
+    "let_streams_lag",
     "reset_transfer_bytes",
     "set_capacity",
     "transfer_bytes",
@@ -40,7 +45,12 @@ _MAX_DEVICES = 64
 #: Kernels of the simulated devices that differ from the CPU's.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
-_enabled_with: tuple[tuple[int, ...], bool, bool] | None = None
+#: What a simulated driver's context takes of each device, in segments: little, for small devices.
+_CONTEXT = 2 << 20
+#: How devices give memory: to the rounded byte, or in the segments of torch's caching allocator.
+ALLOCATORS = ("exact", "cuda")
+
+_enabled_with: tuple[tuple[int, ...], bool, bool, str] | None = None
 
 
 def _capacities(devices: str | Sequence[int | str]) -> tuple[int, ...]:
@@ -58,7 +68,11 @@ def _capacities(devices: str | Sequence[int | str]) -> tuple[int, ...]:
 
 
 def enable(
-    devices: str | Sequence[int | str], *, charge_temporaries: bool = False, dry: bool = False
+    devices: str | Sequence[int | str],
+    *,
+    charge_temporaries: bool = False,
+    dry: bool = False,
+    allocator: str = "exact",
 ) -> None:
     """Create the devices ``sim:0``... with these capacities; once per process.
 
@@ -68,24 +82,32 @@ def enable(
             with kernel, threads and processor; without them figures are deterministic.
         dry: charge storages of 64 KiB and more without allocating memory; ops on them compute
             shapes only, copies from them give zeros or are skipped.
+        allocator: "exact", or "cuda": in segments by ``PYTORCH_CUDA_ALLOC_CONF``
+            (``exkv.caching_allocator``), of which ``torch.accelerator.memory_reserved`` tells, and
+            with 2 MiB less for the driver's context.
 
     Raises:
-        ValueError: an invalid size.
+        ValueError: an invalid size, or no such allocator.
         RuntimeError: other devices were enabled before, or the compiled part can't be built.
     """
     global _enabled_with
-    wanted = (_capacities(devices), bool(dry), bool(charge_temporaries))
+    if allocator not in ALLOCATORS:
+        raise ValueError(f"allocator is {allocator!r}: it must be one of {', '.join(ALLOCATORS)}")
+    wanted = (_capacities(devices), bool(dry), bool(charge_temporaries), allocator)
     if _enabled_with is None:
         native = simulator.load()
-        native.configure(list(wanted[0]), wanted[1], wanted[2])
-        _register_backend()
+        rules = Rules.from_env() if allocator == "cuda" else None
+        native_rules = native.SegmentRules(**asdict(rules)) if rules else None
+        native.configure(list(wanted[0]), wanted[1], wanted[2], native_rules, _CONTEXT)
+        _register_backend(rules)
         _LIBRARY.impl("histc", _histc, "PrivateUse1")
         _enabled_with = wanted
     elif _enabled_with != wanted:
         raise RuntimeError(
             "the simulated accelerator is already enabled with devices of "
             f"{list(_enabled_with[0])} bytes (dry={_enabled_with[1]}, "
-            f"charge_temporaries={_enabled_with[2]}): one device list per process, "
+            f"charge_temporaries={_enabled_with[2]}, allocator={_enabled_with[3]}): one device "
+            "list per process, "
             "so start another process for another list"
         )
     mirror_ops()
@@ -94,7 +116,8 @@ def enable(
 def enable_from_env() -> bool:
     """Enable the devices in ``EXKV_SIM_DEVICES``; False if it is not set.
 
-    ``EXKV_SIM_DRY=1`` and ``EXKV_SIM_CHARGE_TEMPORARIES=1`` are the two options of :func:`enable`.
+    ``EXKV_SIM_DRY=1``, ``EXKV_SIM_CHARGE_TEMPORARIES=1`` and ``EXKV_SIM_ALLOCATOR=cuda`` are the
+    options of :func:`enable`.
 
     Raises:
         ValueError: an invalid variable, by name.
@@ -106,10 +129,14 @@ def enable_from_env() -> bool:
         _capacities(devices)
     except ValueError as error:
         raise ValueError(f"EXKV_SIM_DEVICES: {error}") from None
+    allocator = os.environ.get("EXKV_SIM_ALLOCATOR") or "exact"
+    if allocator not in ALLOCATORS:
+        raise ValueError(f"EXKV_SIM_ALLOCATOR={allocator!r} is neither {' nor '.join(ALLOCATORS)}")
     enable(
         devices,
         dry=_env_flag("EXKV_SIM_DRY"),
         charge_temporaries=_env_flag("EXKV_SIM_CHARGE_TEMPORARIES"),
+        allocator=allocator,
     )
     return True
 
@@ -192,6 +219,18 @@ def reset_transfer_bytes() -> None:
     _enabled_native().reset_transfers()
 
 
+def let_streams_lag(on: bool = True) -> None:
+    """Leave copies that a side stream is given between host and device undone until somebody waits
+    for them: what is read too early is wrong, and what is freed too early counts
+    (:func:`lifetime_errors`)."""
+    _enabled_native().set_lag(on)
+
+
+def lifetime_errors() -> int:
+    """How many copies had lost their memory, freed while a stream was to use it, so far."""
+    return _enabled_native().lifetime_errors()
+
+
 def is_dry(tensor: torch.Tensor) -> bool:
     """Whether the tensor is on a simulated device without memory behind it (dry mode)."""
     if not enabled() or tensor.device.type != "sim":
@@ -199,9 +238,9 @@ def is_dry(tensor: torch.Tensor) -> bool:
     return simulator.load().is_dry(tensor.untyped_storage()._cdata)
 
 
-def _register_backend() -> None:
+def _register_backend(rules: Rules | None) -> None:
     torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", _DeviceModule())
+    torch._register_device_module("sim", _DeviceModule(rules))
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
@@ -223,8 +262,10 @@ def _index_of(device: Any) -> int:
 class _DeviceModule(types.ModuleType):
     """``torch.sim``, with the functions that torch expects of a device module."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules | None) -> None:
         super().__init__("torch.sim", "The simulated accelerator of exkv.")
+        #: The rules of the segments in which devices give memory; None for to the byte.
+        self.allocator_rules = rules
         self._native = simulator.load()
         for name in (
             "memory_allocated",
@@ -269,13 +310,18 @@ class _DeviceModule(types.ModuleType):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    @property
+    def lags(self) -> bool:
+        """Whether side streams are worth having: see :func:`let_streams_lag`."""
+        return self._native.lags()
+
     # Memory -------------------------------------------------------------------------------
 
     def synchronize(self, device: Any = None) -> None:
         """Nothing to wait for: ops are synchronous."""
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        torch.accelerator.empty_cache()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return torch.accelerator.get_memory_info(_index_of(device))

@@ -12,6 +12,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "streams.h"
+
 namespace exkv::sim {
 namespace {
 
@@ -23,17 +25,18 @@ struct Block {
   c10::DeviceIndex index;
   Backing backing;
   size_t requested;
-  size_t charged;
+  Charge charge;
   void* data = nullptr;
   c10::DataPtr host;  // kAdopted: the memory of a CPU kernel's result
 };
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
+  memory_freed(block->data, block->requested);
   if (block->backing == Backing::kHeap) std::free(block->data);
-  if (block->backing == Backing::kReserved) munmap(block->data, block->charged);
+  if (block->backing == Backing::kReserved) munmap(block->data, block->charge.nbytes);
   block->host.clear();
-  Ledger::get().release(block->index, block->charged, block->requested);
+  Ledger::get().release(block->index, block->charge, block->requested);
   delete block;
 }
 
@@ -46,23 +49,25 @@ c10::DataPtr data_ptr_of(Block* block) {
 }
 
 // The charge is already booked: whatever fails after it must give it back.
-c10::DataPtr back_with_memory(c10::DeviceIndex index, size_t nbytes, size_t charged, bool reserve) {
+c10::DataPtr back_with_memory(c10::DeviceIndex index, size_t nbytes, const Charge& charge,
+                              bool reserve) {
   void* data = nullptr;
   if (reserve) {
     // Read-only: a stray read sees zeros, a stray write is a bug and stops at once.
-    data = mmap(nullptr, charged, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    data =
+        mmap(nullptr, charge.nbytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED) data = nullptr;
-  } else if (posix_memalign(&data, kAlignment, charged) != 0) {
+  } else if (posix_memalign(&data, kAlignment, charge.nbytes) != 0) {
     data = nullptr;
   }
   if (data == nullptr) {
-    Ledger::get().release(index, charged, nbytes);
+    Ledger::get().release(index, charge, nbytes);
     TORCH_CHECK(false, "The host has no ", nbytes,
                 " bytes left to simulate memory of sim:", static_cast<int>(index),
                 " with; the simulated device itself has room.");
   }
   const Backing backing = reserve ? Backing::kReserved : Backing::kHeap;
-  return data_ptr_of(new Block{index, backing, nbytes, charged, data, {}});
+  return data_ptr_of(new Block{index, backing, nbytes, charge, data, {}});
 }
 
 bool wants_dry(size_t nbytes) { return Ledger::get().dry() && nbytes >= kDryThreshold; }
@@ -78,7 +83,7 @@ class ChargedHostBlocks {
   struct Entry {
     c10::DeviceIndex index;
     size_t requested;
-    size_t charged;
+    Charge charge;
   };
 
   static ChargedHostBlocks& get() {
@@ -114,7 +119,7 @@ c10::Allocator* plain_cpu_allocator = nullptr;
 void free_host(void* data) {
   ChargedHostBlocks::Entry entry;
   if (ChargedHostBlocks::get().take(data, &entry)) {
-    Ledger::get().release(entry.index, entry.charged, entry.requested);
+    Ledger::get().release(entry.index, entry.charge, entry.requested);
   }
   plain_cpu_allocator->raw_deleter()(data);
 }
@@ -124,9 +129,9 @@ class TemporariesAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const c10::DeviceIndex index = charged_device;
     if (nbytes == 0 || index < 0) return with_our_deleter(plain_cpu_allocator->allocate(nbytes));
-    const size_t charged = Ledger::get().charge(index, nbytes);
+    const Charge charge = Ledger::get().charge(index, nbytes);
     c10::DataPtr data = with_our_deleter(plain_cpu_allocator->allocate(nbytes));
-    ChargedHostBlocks::get().add(data.get(), {index, nbytes, charged});
+    ChargedHostBlocks::get().add(data.get(), {index, nbytes, charge});
     return data;
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_host; }
@@ -156,15 +161,18 @@ class SimAllocator final : public c10::DeviceAllocator {
   }
 
   bool initialized() override { return Ledger::get().device_count() > 0; }
-  void emptyCache(c10::MempoolId_t) override {}  // nothing is cached
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void emptyCache(c10::MempoolId_t) override { Ledger::get().empty_cache(); }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    record_use(data.get(), stream.id());
+  }
   void resetAccumulatedStats(c10::DeviceIndex index) override {
     Ledger::get().reset_accumulated(index);
   }
   void resetPeakStats(c10::DeviceIndex index) override { Ledger::get().reset_peak(index); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     const DeviceBooks b = Ledger::get().books(index);
-    return {b.capacity > b.allocated ? b.capacity - b.allocated : 0, b.capacity};
+    const size_t taken = b.context + b.reserved;
+    return {b.capacity > taken ? b.capacity - taken : 0, b.capacity};
   }
 
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
@@ -172,7 +180,9 @@ class SimAllocator final : public c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     const Stat bytes = stat(b.allocated, b.peak, b.charged_bytes, b.released_bytes);
     const Stat blocks = stat(b.live, b.peak_live, b.charges, b.releases);
-    stats.allocated_bytes[0] = stats.reserved_bytes[0] = stats.active_bytes[0] = bytes;
+    stats.allocated_bytes[0] = stats.active_bytes[0] = bytes;
+    stats.reserved_bytes[0] = stat(b.reserved, b.peak_reserved, 0, 0);
+    stats.inactive_split_bytes[0] = stat(b.inactive_split, b.inactive_split, 0, 0);
     stats.allocation[0] = stats.segment[0] = stats.active[0] = blocks;
     stats.requested_bytes[0] = stat(b.requested, b.peak_requested, 0, 0);
     stats.num_ooms = b.ooms;
@@ -253,8 +263,8 @@ const bool registered = [] {
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t nbytes) {
   index = Ledger::get().check_index(index);
   if (nbytes == 0) return {nullptr, c10::Device(kSim, index)};
-  const size_t charged = Ledger::get().charge(index, nbytes);
-  return back_with_memory(index, nbytes, charged, wants_dry(nbytes));
+  const Charge charge = Ledger::get().charge(index, nbytes);
+  return back_with_memory(index, nbytes, charge, wants_dry(nbytes));
 }
 
 c10::DataPtr allocate_zeroed_on(c10::DeviceIndex index, size_t nbytes) {
@@ -270,12 +280,12 @@ c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex index) {
     data = allocate_on(index, nbytes);
   } else if (nbytes != 0) {
     void* memory = host.mutable_data();
-    ChargedHostBlocks::Entry entry{index, nbytes, 0};
+    ChargedHostBlocks::Entry entry{index, nbytes, {}};
     if (!ChargedHostBlocks::get().take(memory, &entry)) {
-      entry.charged = Ledger::get().charge(index, nbytes);
+      entry.charge = Ledger::get().charge(index, nbytes);
     }
     auto* block =
-        new Block{entry.index, Backing::kAdopted, entry.requested, entry.charged, memory, {}};
+        new Block{entry.index, Backing::kAdopted, entry.requested, entry.charge, memory, {}};
     block->host = share(host, c10::Device(c10::DeviceType::CPU));
     data = data_ptr_of(block);
   }

@@ -21,13 +21,18 @@ Ledger& Ledger::get() {
   return *ledger;
 }
 
-void Ledger::configure(const std::vector<int64_t>& capacities, bool dry, bool charge_temporaries) {
+void Ledger::configure(const std::vector<int64_t>& capacities, bool dry, bool charge_temporaries,
+                       const std::optional<SegmentRules>& rules, size_t context) {
   TORCH_CHECK(device_count() == 0, "The simulated devices are already configured.");
   TORCH_CHECK(!capacities.empty() && capacities.size() <= kMaxDevices, "1 to ", kMaxDevices,
               " simulated devices are possible, not ", capacities.size(), ".");
   for (size_t i = 0; i < capacities.size(); ++i) {
     TORCH_CHECK(capacities[i] > 0, "sim:", i, " cannot have ", capacities[i], " bytes.");
     devices_[i].books.capacity = static_cast<size_t>(capacities[i]);
+    if (rules) {
+      devices_[i].segments = std::make_unique<Segments>(*rules);
+      devices_[i].books.context = context;
+    }
   }
   dry_ = dry;
   charge_temporaries_ = charge_temporaries;
@@ -50,50 +55,82 @@ bool Ledger::injected_failure() {
   return fail_at_.compare_exchange_strong(expected, 0);
 }
 
-size_t Ledger::charge(c10::DeviceIndex index, size_t nbytes) {
+// The bytes, if the device has them; its mutex is held.
+std::optional<Charge> Ledger::booked(Device& device, size_t nbytes) {
+  const DeviceBooks& b = device.books;
+  const size_t capacity = b.capacity > b.context ? b.capacity - b.context : 0;
+  if (device.segments != nullptr) {
+    Segments::Block* block = device.segments->allocate(nbytes, capacity);
+    return block == nullptr ? std::nullopt : std::optional<Charge>({block->size, block});
+  }
+  const size_t rounded = round_up(nbytes);
+  const bool fits =
+      rounded >= nbytes && b.allocated <= capacity && rounded <= capacity - b.allocated;
+  return fits ? std::optional<Charge>({rounded, nullptr}) : std::nullopt;
+}
+
+Charge Ledger::charge(c10::DeviceIndex index, size_t nbytes) {
   const bool injected = injected_failure();
   Device& device = devices_[index];
   std::unique_lock<std::mutex> lock(device.mutex);
   DeviceBooks& b = device.books;
-  const size_t rounded = round_up(nbytes);
-  const bool fits =
-      rounded >= nbytes && b.allocated <= b.capacity && rounded <= b.capacity - b.allocated;
-  if (injected || !fits) {
+  const std::optional<Charge> charge = injected ? std::nullopt : booked(device, nbytes);
+  if (device.segments != nullptr) b.reserved = device.segments->reserved();
+  if (!charge) {
     ++b.ooms;
     const DeviceBooks snapshot = b;
     lock.unlock();
     out_of_memory(index, nbytes, snapshot, injected);
   }
-  b.allocated += rounded;
+  b.allocated += charge->nbytes;
   b.requested += nbytes;
-  b.charged_bytes += rounded;
+  b.charged_bytes += charge->nbytes;
+  if (device.segments == nullptr) b.reserved = b.allocated;
   ++b.live;
   ++b.charges;
   b.peak = std::max(b.peak, b.allocated);
   b.peak_requested = std::max(b.peak_requested, b.requested);
+  b.peak_reserved = std::max(b.peak_reserved, b.reserved);
   b.peak_live = std::max(b.peak_live, b.live);
-  return rounded;
+  return *charge;
 }
 
-void Ledger::release(c10::DeviceIndex index, size_t rounded, size_t requested) noexcept {
+void Ledger::release(c10::DeviceIndex index, const Charge& charge, size_t requested) noexcept {
   Device& device = devices_[index];
   std::lock_guard<std::mutex> lock(device.mutex);
-  device.books.allocated -= rounded;
-  device.books.requested -= requested;
-  device.books.released_bytes += rounded;
-  --device.books.live;
-  ++device.books.releases;
+  DeviceBooks& b = device.books;
+  if (charge.block != nullptr) device.segments->release(charge.block);
+  b.allocated -= charge.nbytes;
+  b.requested -= requested;
+  if (device.segments == nullptr) b.reserved = b.allocated;
+  b.released_bytes += charge.nbytes;
+  --b.live;
+  ++b.releases;
+}
+
+void Ledger::empty_cache() {
+  for (int i = 0; i < device_count(); ++i) {
+    Device& device = devices_[i];
+    std::lock_guard<std::mutex> lock(device.mutex);
+    if (device.segments == nullptr) continue;
+    device.segments->empty_cache();
+    device.books.reserved = device.segments->reserved();
+  }
 }
 
 void Ledger::out_of_memory(c10::DeviceIndex index, size_t nbytes, const DeviceBooks& books,
                            bool injected) const {
   using c10::CachingAllocator::format_size;
-  const size_t free = books.capacity > books.allocated ? books.capacity - books.allocated : 0;
+  const size_t taken = books.context + books.reserved;
+  const size_t free = books.capacity > taken ? books.capacity - taken : 0;
   TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory. Tried to allocate ",
                    format_size(nbytes), " (", nbytes, " bytes). sim:", static_cast<int>(index),
                    " has a total capacity of ", format_size(books.capacity), " of which ",
                    format_size(free), " (", free, " bytes) is free; ", format_size(books.allocated),
                    " (", books.allocated, " bytes) is in use.",
+                   books.reserved == books.allocated
+                       ? ""
+                       : " " + std::to_string(books.reserved) + " bytes are reserved.",
                    injected ? " This failure was injected by exkv.sim.fail_allocation." : "");
   std::abort();  // not reached: the check above always throws
 }
@@ -101,7 +138,9 @@ void Ledger::out_of_memory(c10::DeviceIndex index, size_t nbytes, const DeviceBo
 DeviceBooks Ledger::books(c10::DeviceIndex index) const {
   const Device& device = devices_[check_index(index)];
   std::lock_guard<std::mutex> lock(device.mutex);
-  return device.books;
+  DeviceBooks books = device.books;
+  if (device.segments != nullptr) books.inactive_split = device.segments->inactive_split();
+  return books;
 }
 
 void Ledger::set_capacity(c10::DeviceIndex index, int64_t capacity) {
@@ -116,6 +155,7 @@ void Ledger::reset_peak(c10::DeviceIndex index) {
   std::lock_guard<std::mutex> lock(device.mutex);
   device.books.peak = device.books.allocated;
   device.books.peak_requested = device.books.requested;
+  device.books.peak_reserved = device.books.reserved;
   device.books.peak_live = device.books.live;
 }
 

@@ -6,9 +6,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <tuple>
 #include <vector>
+
+#include "segments.h"
 
 namespace exkv::sim {
 
@@ -29,7 +33,11 @@ struct DeviceBooks {
   size_t requested = 0;  // the same before rounding
   size_t peak = 0;
   size_t peak_requested = 0;
-  int64_t live = 0;  // blocks in use
+  size_t reserved = 0;  // of the capacity: segments where there are any, else what is allocated
+  size_t peak_reserved = 0;
+  size_t context = 0;         // of the capacity, taken by the driver
+  size_t inactive_split = 0;  // free pieces of segments that are partly in use
+  int64_t live = 0;           // blocks in use
   int64_t peak_live = 0;
   int64_t charges = 0;   // since the last reset of the accumulated figures
   int64_t releases = 0;  // likewise
@@ -38,12 +46,21 @@ struct DeviceBooks {
   int64_t ooms = 0;
 };
 
+// What was booked for one storage: bytes, and the block where memory comes in segments.
+struct Charge {
+  size_t nbytes = 0;
+  Segments::Block* block = nullptr;
+};
+
 class Ledger {
  public:
   // Leaked on purpose: tensors may outlive every static destructor.
   static Ledger& get();
 
-  void configure(const std::vector<int64_t>& capacities, bool dry, bool charge_temporaries);
+  // With `rules`, each device gives memory in segments, and its driver's context takes `context`
+  // bytes of it.
+  void configure(const std::vector<int64_t>& capacities, bool dry, bool charge_temporaries,
+                 const std::optional<SegmentRules>& rules, size_t context);
   int device_count() const { return count_.load(std::memory_order_acquire); }
   bool dry() const { return dry_; }
   bool charge_temporaries() const { return charge_temporaries_; }
@@ -51,9 +68,11 @@ class Ledger {
   // Resolves index -1 to the thread's current device; throws for a device that does not exist.
   c10::DeviceIndex check_index(c10::DeviceIndex index) const;
 
-  // Books `nbytes` (> 0), rounded up; returns the rounded number. Throws c10::OutOfMemoryError.
-  size_t charge(c10::DeviceIndex index, size_t nbytes);
-  void release(c10::DeviceIndex index, size_t rounded, size_t requested) noexcept;
+  // Books `nbytes` (> 0), rounded up. Throws c10::OutOfMemoryError.
+  Charge charge(c10::DeviceIndex index, size_t nbytes);
+  void release(c10::DeviceIndex index, const Charge& charge, size_t requested) noexcept;
+  // Gives back the segments in which nothing is in use.
+  void empty_cache();
 
   DeviceBooks books(c10::DeviceIndex index) const;
   void set_capacity(c10::DeviceIndex index, int64_t capacity);
@@ -73,14 +92,17 @@ class Ledger {
 
  private:
   Ledger() = default;
-  bool injected_failure();
-  [[noreturn]] void out_of_memory(c10::DeviceIndex index, size_t nbytes, const DeviceBooks& books,
-                                  bool injected) const;
-
   struct Device {
     mutable std::mutex mutex;
     DeviceBooks books;
+    std::unique_ptr<Segments> segments;
   };
+
+  bool injected_failure();
+  static std::optional<Charge> booked(Device& device, size_t nbytes);
+  [[noreturn]] void out_of_memory(c10::DeviceIndex index, size_t nbytes, const DeviceBooks& books,
+                                  bool injected) const;
+
   static constexpr int kPlaces = kMaxDevices + 1;
   static int cell(int src, int dst) { return (src + 1) * kPlaces + (dst + 1); }
 
@@ -97,5 +119,7 @@ class Ledger {
 // The current device is a property of the thread, as on CUDA.
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);
+// And its stream there, 0 for the default one.
+int64_t& current_stream(c10::DeviceIndex index);
 
 }  // namespace exkv::sim

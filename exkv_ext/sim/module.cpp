@@ -6,13 +6,24 @@
 #include "allocator.h"
 #include "fallback.h"
 #include "ledger.h"
+#include "streams.h"
 
+namespace py = pybind11;
 namespace sim = exkv::sim;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   sim::Ledger& ledger = sim::Ledger::get();
-  m.def("configure", [&](const std::vector<int64_t>& capacities, bool dry, bool temporaries) {
-    ledger.configure(capacities, dry, temporaries);
+  py::class_<sim::SegmentRules>(m, "SegmentRules")
+      .def(py::init([](bool expandable, std::optional<size_t> max_split,
+                       size_t max_unsplit_rounding, size_t power2_divisions, size_t large_segment) {
+             return sim::SegmentRules{expandable, max_split.value_or(SIZE_MAX),
+                                      max_unsplit_rounding, power2_divisions, large_segment};
+           }),
+           py::kw_only(), py::arg("expandable"), py::arg("max_split"),
+           py::arg("max_unsplit_rounding"), py::arg("power2_divisions"), py::arg("large_segment"));
+  m.def("configure", [&](const std::vector<int64_t>& capacities, bool dry, bool temporaries,
+                         const std::optional<sim::SegmentRules>& rules, size_t context) {
+    ledger.configure(capacities, dry, temporaries, rules, context);
     sim::install_temporaries_allocator();
   });
   m.def("device_count", [&] { return ledger.device_count(); });
@@ -23,6 +34,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("fail_charge", [&](int64_t n) { ledger.fail_charge(n); });
   m.def("charge_count", [&] { return ledger.charge_count(); });
   m.def("set_copy_fault", [&](int src, int dst, bool on) { ledger.set_copy_fault(src, dst, on); });
+  m.def("set_lag", &sim::set_lag);
+  m.def("lags", &sim::lags);
+  m.def("lifetime_errors", &sim::lifetime_errors);
   m.def("transfers", [&] { return ledger.transfers(); });
   m.def("reset_transfers", [&] { ledger.reset_transfers(); });
   m.def("mirror_ops", &sim::mirror_ops);

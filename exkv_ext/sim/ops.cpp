@@ -19,6 +19,7 @@
 #include "alias.h"
 #include "allocator.h"
 #include "ledger.h"
+#include "streams.h"
 
 namespace exkv::sim {
 namespace {
@@ -109,7 +110,22 @@ void copy_nothing(at::Tensor& self) {
   if (!has_no_memory(self) && self.nbytes() <= kReadable) self.zero_();
 }
 
+// Whether a copy between host and device was left to a side stream; others are done at once, behind
+// what their stream has been given.
+bool left_to_stream(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  if (!lags() || on_sim(self) == on_sim(src)) return false;
+  const c10::DeviceIndex index = (on_sim(self) ? self : src).device().index();
+  const bool plain = self.is_contiguous() && src.is_contiguous() && self.sizes() == src.sizes() &&
+                     self.scalar_type() == src.scalar_type();
+  if (non_blocking && plain) {
+    return queue_copy(index, self.mutable_data_ptr(), src.const_data_ptr(), self.nbytes());
+  }
+  finish_device(index);
+  return false;
+}
+
 void run_copy(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
+  if (left_to_stream(self, src, non_blocking)) return;
   Aliases aliases(c10::DispatchKey::CPU);
   at::Tensor to = on_sim(self) ? aliases.of(self) : self;
   const at::Tensor from = on_sim(src) ? aliases.of(src) : src;
@@ -170,7 +186,9 @@ int64_t fused_sdp_choice(const at::Tensor& query, const at::Tensor& key, const a
                                                  scale, enable_gqa);
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}  // ops have finished when they return
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  record_use(self.storage().data(), stream.id());
+}
 
 }  // namespace
 

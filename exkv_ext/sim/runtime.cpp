@@ -1,5 +1,6 @@
 // What PyTorch asks a device type for besides kernels: current device, streams and events (each
-// op has finished when it returns, so they are names and time stamps), hooks, generators.
+// op has finished when it returns, but for copies on streams that lag: streams.h), hooks,
+// generators.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -11,16 +12,18 @@
 #include "allocator.h"
 #include "generator.h"
 #include "ledger.h"
+#include "streams.h"
 
 namespace exkv::sim {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-c10::StreamId& current_stream(c10::DeviceIndex index) {
-  thread_local c10::StreamId streams[kMaxDevices] = {};
-  return streams[Ledger::get().check_index(index)];
-}
+struct Event {
+  c10::Stream stream;
+  int64_t copies;  // that the stream had been given
+  Clock::time_point time;
+};
 
 struct SimGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kSim; }
@@ -57,29 +60,34 @@ struct SimGuard final : public c10::impl::DeviceGuardImplInterface {
     return getNewStream(device, 0);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    c10::StreamId& current = current_stream(stream.device_index());
+    int64_t& current = current_stream(stream.device_index());
     const c10::Stream previous(c10::Stream::UNSAFE, stream.device(), current);
     current = stream.id();
     return previous;
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream& stream) const override {
+    finish(stream, given(stream));
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override { finish_device(index); }
 
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Clock::time_point();
-    *static_cast<Clock::time_point*>(*event) = Clock::now();
+    delete static_cast<Event*>(*event);
+    *event = new Event{stream, given(stream), Clock::now()};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<Clock::time_point*>(event);
+    delete static_cast<Event*>(event);
   }
-  void block(void*, const c10::Stream&) const override {}
+  // Whoever waits for a stream that lags finds its copies done.
+  void block(void* event, const c10::Stream&) const override { synchronizeEvent(event); }
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override {
+    const auto* recorded = static_cast<Event*>(event);
+    if (recorded != nullptr) finish(recorded->stream, recorded->copies);
+  }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    const auto elapsed =
-        *static_cast<Clock::time_point*>(end) - *static_cast<Clock::time_point*>(start);
+    const auto elapsed = static_cast<Event*>(end)->time - static_cast<Event*>(start)->time;
     return std::chrono::duration<double, std::milli>(elapsed).count();
   }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
@@ -154,6 +162,11 @@ class SimGenerator final : public c10::GeneratorImpl {
 };
 
 }  // namespace
+
+int64_t& current_stream(c10::DeviceIndex index) {
+  thread_local int64_t streams[kMaxDevices] = {};
+  return streams[Ledger::get().check_index(index)];
+}
 
 at::Generator new_generator(c10::DeviceIndex index) {
   return at::make_generator<SimGenerator>(Ledger::get().check_index(index),

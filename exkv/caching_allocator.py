@@ -1,0 +1,379 @@
+"""Torch's caching allocator as a model: what a card reserves for what is asked of it.
+
+CUDA gives memory in segments, and torch keeps them: a request of up to 1 MiB comes from segments of
+2 MiB, one of less than 10 MiB from segments of 20 MiB, and a larger one from a segment of its own,
+in multiples of 2 MiB. A block that is freed is kept for later requests; one that is larger than a
+request is split. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13, and
+tests hold them against that very allocator (``tests/torch_allocator``). ``exkv_ext/sim/
+segments.cpp`` has them again, for simulated devices.
+
+One stream, and no private pools: what exkv allocates is used on one stream.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: Sizes are multiples of it.
+BLOCK = 512
+#: Requests up to SMALL come from segments of SMALL_SEGMENT; those below LARGE, from segments of
+#: ``Rules.large_segment``; larger ones are rounded up to multiples of ROUND_LARGE.
+SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
+LARGE, ROUND_LARGE = 10 << 20, 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What ``PYTORCH_ALLOC_CONF`` (or ``PYTORCH_CUDA_ALLOC_CONF``) may set.
+
+    Attributes:
+        expandable: one segment for each pool, which grows.
+        max_split: blocks of this size or more are not split; None for no such limit.
+        max_unsplit_rounding: bytes by which such a block may be larger than a request.
+        power2_divisions: steps between two powers of two to which sizes are rounded; 0 for none.
+        large_segment: bytes of a segment for medium requests.
+    """
+
+    expandable: bool = False
+    max_split: int | None = None
+    max_unsplit_rounding: int = 20 << 20
+    power2_divisions: int = 0
+    large_segment: int = 20 << 20
+
+    @classmethod
+    def from_env(cls) -> Rules:
+        """What this process's allocator goes by; as torch's, of the first variable that is set."""
+        names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        return cls.parse(next(filter(None, map(os.environ.get, names)), ""))
+
+    @classmethod
+    @functools.cache
+    def parse(cls, text: str) -> Rules:
+        """The rules in a text such as ``expandable_segments:True,max_split_size_mb:128``. What is
+        no rule of sizes is passed over, and so is a list of divisions by size."""
+        pairs = (item.split(":", 1) for item in text.replace(" ", "").split(",") if ":" in item)
+        values = {key: value for key, value in pairs}
+        mebi = {key: int(value) << 20 for key, value in values.items() if value.isdecimal()}
+        divisions = values.get("roundup_power2_divisions", "")
+        return cls(
+            expandable=values.get("expandable_segments", "") in ("True", "true"),
+            max_split=mebi.get("max_split_size_mb"),
+            max_unsplit_rounding=mebi.get("max_non_split_rounding_mb", 20 << 20),
+            power2_divisions=int(divisions) if divisions.isdecimal() else 0,
+            large_segment=mebi.get("large_segment_size_mb", 20 << 20),
+        )
+
+    def rounded(self, nbytes: int) -> int:
+        """Bytes of a block for a request."""
+        if self.power2_divisions > 1 and nbytes > BLOCK * self.power2_divisions:
+            floor = 1 << (nbytes.bit_length() - 1)
+            step = floor // self.power2_divisions
+            return floor if nbytes == floor else floor + -(-(nbytes - floor) // step) * step
+        return max(-(-nbytes // BLOCK), 1) * BLOCK
+
+    def segment(self, size: int) -> int:
+        """Bytes of a new segment for a block."""
+        if size <= SMALL:
+            return SMALL_SEGMENT
+        if size < LARGE:
+            return self.large_segment
+        return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+    def stretch(self, nbytes: int) -> int:
+        """Bytes to ask for to hold ``nbytes`` for long. Where no third one fits beside two in a
+        segment for medium requests, it is as much as gets a segment of its own, half as large,
+        which goes back whole."""
+        alone = self.large_segment < 3 * nbytes and nbytes < LARGE and not self.expandable
+        return LARGE if alone else nbytes
+
+    def share(self, nbytes: int) -> int:
+        """What :meth:`stretch` reserves, where many of this size share segments."""
+        size = self.rounded(self.stretch(nbytes)) if nbytes else 0
+        if not size or self.expandable:
+            return size
+        segment = self.segment(size)
+        return -(-segment // (segment // size))
+
+    def open_segments(self, sizes: Iterable[int]) -> int:
+        """Bytes by which segments that are shared may reserve more than the shares of ``sizes``."""
+        wanted = {self._page(size) for size in sizes if size and (self.expandable or size < LARGE)}
+        return sum(wanted)
+
+    def _page(self, nbytes: int) -> int:
+        return SMALL_SEGMENT if nbytes <= SMALL else self.large_segment
+
+
+class Block:
+    """A piece of a segment. ``small`` says which pool it is of."""
+
+    __slots__ = ("address", "after", "before", "free", "mapped", "size", "small")
+
+    def __init__(self, address: int, size: int, *, small: bool, mapped: bool = True) -> None:
+        self.address, self.size, self.small, self.mapped = address, size, small, mapped
+        self.free = True
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Attributes:
+        reserved: bytes of all segments; ``peak`` is the most there ever were.
+        allocated: bytes of the blocks in use, which may be larger than what was asked for.
+    """
+
+    def __init__(self, rules: Rules = Rules(), capacity: int | None = None) -> None:  # noqa: B008
+        self.rules, self.capacity = rules, capacity
+        self.reserved = self.peak = self.allocated = 0
+        #: Free blocks of each pool by (size, address), and those without memory by address.
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._unmapped: dict[bool, list[tuple[int, Block]]] = {True: [], False: []}
+        self._next_address = 1 << 40
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of at least ``nbytes``; MemoryError where the device has no memory for it."""
+        size = self.rules.rounded(nbytes)
+        small = size <= SMALL
+        block = (
+            self._best_fit(size, small=small)
+            or self._new(size, small=small)
+            or (self._release_fitting(size, small=small) and self._new(size, small=small))
+            or (self._release_all() and self._new(size, small=small))
+        )
+        if not block:
+            raise MemoryError(f"{nbytes} bytes, with {self.reserved} reserved of {self.capacity}")
+        if self._splits(block, size):
+            self._split(block, size)
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """The block is kept, as one with free neighbours."""
+        self.allocated -= block.size
+        block.free = True
+        self._insert(self._merged(block))
+
+    def empty_cache(self) -> None:
+        """Give back what no block in use lies in."""
+        self._release_all()
+
+    # Finding --------------------------------------------------------------------------------
+
+    def _best_fit(self, size: int, *, small: bool) -> Block | None:
+        pool, limit = self._free[small], self.rules.max_split
+        at = bisect.bisect_left(pool, (size,))
+        if at == len(pool):
+            return None
+        if self.rules.expandable:
+            while at + 1 < len(pool) and _room(pool[at + 1][2]) < _room(pool[at][2]):
+                at += 1
+        found = pool[at][2]
+        if limit is not None:
+            if size < limit <= found.size:
+                return None
+            if size >= limit and found.size >= size + self.rules.max_unsplit_rounding:
+                return None
+        del pool[at]
+        return found
+
+    def _splits(self, block: Block, size: int) -> bool:
+        rest = block.size - size
+        if block.small or self.rules.expandable:
+            return rest >= BLOCK
+        limit = self.rules.max_split
+        return rest > SMALL and (limit is None or size < limit)
+
+    def _split(self, block: Block, size: int) -> None:
+        """Keep ``size`` bytes; the rest is free."""
+        self._insert(self._cut(block, size))
+
+    @staticmethod
+    def _cut(block: Block, size: int, *, mapped: bool = True) -> Block:
+        """Cut a block after ``size`` bytes; returns the rest."""
+        rest = Block(block.address + size, block.size - size, small=block.small, mapped=mapped)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after, block.size = rest, size
+        return rest
+
+    def _insert(self, block: Block) -> None:
+        bisect.insort(self._free[block.small], (block.size, block.address, block), key=_key)
+
+    def _remove(self, block: Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect.bisect_left(pool, (block.size, block.address), key=_key)]
+
+    def _merged(self, block: Block) -> Block:
+        """The block with its neighbours that are free as well."""
+        before, after = block.before, block.after
+        if after is not None and after.free and after.mapped == block.mapped:
+            self._forget(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+        if before is not None and before.free and before.mapped == block.mapped:
+            self._forget(before)
+            before.size += block.size
+            before.after = block.after
+            if before.after is not None:
+                before.after.before = before
+            return before
+        return block
+
+    def _forget(self, block: Block) -> None:
+        if block.mapped:
+            self._remove(block)
+        else:
+            self._unmapped[block.small].remove((block.address, block))
+
+    # Segments -------------------------------------------------------------------------------
+
+    def _takes(self, nbytes: int) -> bool:
+        """Reserve so many bytes more; False where the device has less."""
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            return False
+        self.reserved += nbytes
+        self.peak = max(self.peak, self.reserved)
+        return True
+
+    def _new(self, size: int, *, small: bool) -> Block | None:
+        if self.rules.expandable:
+            return self._expanded(size, small=small)
+        nbytes = self.rules.segment(size)
+        if not self._takes(nbytes):
+            return None
+        block = Block(self._next_address, nbytes, small=small)
+        self._next_address += nbytes
+        return block
+
+    def _release_all(self) -> bool:
+        """Give back every segment that is free as a whole, or its pages where it is expandable."""
+        for pool in self._free.values():
+            for _, _, block in list(pool):
+                if self.rules.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    self._remove(block)
+                    self.reserved -= block.size
+        return True
+
+    def _release_fitting(self, size: int, *, small: bool) -> bool:
+        """Where large blocks are not split: give back free ones that were too large for the
+        request, the largest first, until there is room; False where that frees too little."""
+        limit = self.rules.max_split
+        if limit is None or self.rules.expandable:
+            return False
+        wanted = max(size, limit)
+        pool = self._free[small]
+        at = bisect.bisect_left(pool, (wanted,))
+        if at < len(pool):
+            self._drop(pool[at][2])
+            return True
+        freed = 0
+        while freed < wanted and pool and pool[-1][0] >= limit:
+            freed += pool[-1][0]
+            self._drop(pool[-1][2])
+        return freed >= wanted
+
+    def _drop(self, block: Block) -> None:
+        self._remove(block)
+        self.reserved -= block.size
+
+    # Expandable segments ----------------------------------------------------------------------
+
+    def _page(self, *, small: bool) -> int:
+        return SMALL_SEGMENT if small else self.rules.large_segment
+
+    def _expanded(self, size: int, *, small: bool) -> Block | None:
+        """A free block of ``size`` bytes or more at the end of what the pool's segment has, by
+        pages that are added to it; None where the device has no memory for them."""
+        block = self._expandable(size, small=small)
+        if not block.mapped:
+            found = self._map(block, min(block.size, size))
+        else:
+            found = block
+            self._remove(block)
+        if found is None:
+            return None
+        while found.size < size:
+            rest = found.after
+            assert rest is not None and not rest.mapped
+            self._insert(found)
+            more = self._map(rest, min(size - found.size, rest.size))
+            if more is None:
+                return None
+            found = more
+        return found
+
+    def _expandable(self, size: int, *, small: bool) -> Block:
+        """The lowest block without memory, or the free one before it, behind which there are
+        enough addresses; from a new range of them where there is none."""
+        for _, block in self._unmapped[small]:
+            start = block.before if block.before is not None and block.before.free else block
+            room, each = 0, start
+            while each is not None and each.free and room < size:
+                room += each.size
+                each = each.after
+            if room >= size:
+                return start
+        page = self._page(small=small)
+        start = -(-self._next_address // page) * page
+        block = Block(start, page << 20, small=small, mapped=False)
+        self._next_address = start + block.size
+        self._unmapped[small].append((block.address, block))
+        return block
+
+    def _map(self, block: Block, nbytes: int) -> Block | None:
+        """Give a block pages for ``nbytes``; the rest of it stays without. Returns the free block
+        that it is a part of, in no pool."""
+        page = self._page(small=block.small)
+        nbytes = -(-nbytes // page) * page
+        if not self._takes(nbytes):
+            return None
+        self._unmapped[block.small].remove((block.address, block))
+        block.mapped = True
+        if nbytes < block.size:
+            rest = self._cut(block, nbytes, mapped=False)
+            bisect.insort(self._unmapped[block.small], (rest.address, rest), key=_first)
+        return self._merged(block)
+
+    def _unmap(self, block: Block) -> None:
+        """Take the whole pages of a free block from it."""
+        page = self._page(small=block.small)
+        begin = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        self._remove(block)
+        if begin > block.address:
+            rest = self._cut(block, begin - block.address)
+            self._insert(block)
+            block = rest
+        if end < block.address + block.size:
+            self._insert(self._cut(block, end - block.address))
+        self.reserved -= block.size
+        block.mapped = False
+        block = self._merged(block)
+        bisect.insort(self._unmapped[block.small], (block.address, block), key=_first)
+
+
+def _room(block: Block) -> int:
+    """Bytes to which a block can grow: by that one which can is the last choice."""
+    grows = block.after is not None and not block.after.mapped
+    return block.size + (block.after.size if grows and block.after else 0)
+
+
+def _key(entry: tuple[int, int, Block]) -> tuple[int, int]:
+    return entry[0], entry[1]
+
+
+def _first(entry: tuple[int, Block]) -> int:
+    return entry[0]
