@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
+import math
 import mmap
 import os
 import time
@@ -18,6 +18,11 @@ from dataclasses import dataclass
 
 import torch
 
+from exkv.caching_allocator import Rules
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Tensors = dict[str, torch.Tensor]
+
 CPU = torch.device("cpu")
 #: The device of what another process holds.
 ELSEWHERE = torch.device("meta")
@@ -25,11 +30,16 @@ ELSEWHERE = torch.device("meta")
 #: Bytes to which accelerator allocators round a request up (CUDA's caching allocator's rule).
 ALLOCATION_BLOCK = 512
 
-#: Bytes that no arithmetic sees on a local device: library workspaces (cuBLAS takes up to 32 MiB a
-#: handle), kernels that the driver loads lazily, fragmentation.
-_MARGINS = {"cuda": 256 << 20, "xpu": 256 << 20}
-#: On an absent device, also the driver's context, which can't be queried.
+#: Bytes that no arithmetic sees on a device: kernels that the driver loads when they first run, the
+#: temporaries of libraries, and blocks that fit no request.
+_MARGINS = {"cuda": 160 << 20, "xpu": 160 << 20}
+#: What a driver's context takes of a card that is not here to be asked.
 _CONTEXT = 512 << 20
+#: Workspaces of cuBLAS: torch allocates one for each stream that multiplies, of 32 MiB on Hopper
+#: and Blackwell (``CUBLAS_WORKSPACE_CONFIG``); calls have a stream, and captures another.
+_LIBRARIES = 2 * (32 << 20)
+#: Captured decode steps share a pool: a segment for small and one for medium tensors.
+_GRAPHS = (2 << 20) + (20 << 20)
 
 #: Bytes of a huge page of host memory, on x86-64 and most ARM.
 _HUGE_PAGE = 2 << 20
@@ -38,6 +48,20 @@ _HUGE_PAGE = 2 << 20
 def rounded(nbytes: int) -> int:
     """Bytes that an allocation of ``nbytes`` takes on a device."""
     return -(-nbytes // ALLOCATION_BLOCK) * ALLOCATION_BLOCK
+
+
+def allocator_rules(device_type: str) -> Rules | None:
+    """The rules by which this process is given memory of such devices in segments; None where a
+    device gives what is asked for, rounded."""
+    if device_type in ("cuda", "xpu"):
+        return Rules.from_env()
+    return getattr(getattr(torch, device_type, None), "allocator_rules", None)
+
+
+def allocation_bytes(nbytes: int, device_type: str) -> int:
+    """Bytes to ask for to hold ``nbytes`` in one allocation that lives long."""
+    rules = allocator_rules(device_type)
+    return nbytes if rules is None else rules.stretch(nbytes)
 
 
 def default_devices() -> list[torch.device]:
@@ -96,20 +120,30 @@ def _names_here() -> str:
     return ", ".join(map(str, default_devices()))
 
 
-def default_margin(device: torch.device, *, present: bool = True) -> int:
+def default_margin(device: torch.device) -> int:
     """Bytes to plan for what no arithmetic sees; 0 for the simulated accelerator and the host."""
-    margin = _MARGINS.get(device.type, 0)
-    return margin if present or not margin else margin + _CONTEXT
+    return _MARGINS.get(device.type, 0)
+
+
+def expected_context(device: torch.device, *, present: bool = True) -> int:
+    """Bytes to plan for what a GPU's driver, libraries and captured graphs take and nobody has
+    taken yet: of a card that is here, the driver's context is in use by the time that it is
+    asked."""
+    if device.type not in _MARGINS:
+        return 0
+    return _LIBRARIES + _GRAPHS + (0 if present else _CONTEXT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """A device's memory at one moment, in bytes. This process's idle allocator cache counts as
-    free."""
+    free; ``fragments`` are the part of it that lies in segments in use, where only requests that
+    are small enough find room."""
 
     capacity: int
     in_use: int
     in_use_by_others: int
+    fragments: int = 0
 
     @property
     def available(self) -> int:
@@ -126,6 +160,7 @@ def memory(device: torch.device) -> Memory:
     return Memory(
         capacity=capacity,
         in_use=stats.get("allocated_bytes.all.current", 0),
+        fragments=stats.get("inactive_split_bytes.all.current", 0),
         in_use_by_others=capacity - free - stats.get("reserved_bytes.all.current", 0),
     )
 
@@ -222,11 +257,14 @@ def release_idle_memory() -> None:
 
 
 def zeros(
-    shape: Sequence[int], dtype: torch.dtype, storage_device: torch.device, *, near: torch.device
-) -> torch.Tensor:
-    """Zeros on the storage device; host memory is pinned if that speeds up copies to ``near``."""
+    layout: Layout, storage_device: torch.device, *, near: torch.device
+) -> dict[str, torch.Tensor]:
+    """Zeros in one allocation on the storage device; host memory is pinned if that speeds up copies
+    to ``near``."""
     pinned = storage_device.type == "cpu" and _pins_for(near)
-    return torch.zeros(shape, dtype=dtype, device=storage_device, pin_memory=pinned)
+    nbytes = allocation_bytes(layout_bytes(layout), storage_device.type)
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=storage_device, pin_memory=pinned)
+    return views(memory, layout)
 
 
 def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -235,32 +273,53 @@ def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _pins_for(device: torch.device) -> bool:
-    return device.type in ("cuda", "xpu") and torch.accelerator.is_available()
+    """Whether copies to and from the device run beside it: on a GPU, and on a simulated device
+    whose streams lag (``exkv.sim.let_streams_lag``)."""
+    if device.type in ("cuda", "xpu"):
+        return torch.accelerator.is_available()
+    return getattr(getattr(torch, device.type, None), "lags", False)
 
 
-def host_tensors(shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors like these in host memory, in one allocation backed by huge pages where
-    the system has them.
+def layout_of(shapes: Mapping[str, torch.Tensor]) -> Layout:
+    """The layout of tensors like these."""
+    return {name: (tuple(like.shape), like.dtype) for name, like in shapes.items()}
 
-    All weights are read for every token, and hardware prefetching stops at page boundaries: 1.02 to
-    1.08 times as fast. (madvise(2), MADV_HUGEPAGE.)
+
+def layout_bytes(layout: Layout) -> int:
+    """Bytes of one allocation that holds all tensors of a layout."""
+    return sum(rounded(math.prod(shape) * dtype.itemsize) for shape, dtype in layout.values())
+
+
+def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """The tensors of a layout, one after another in uint8 memory; each starts at a multiple of
+    :data:`ALLOCATION_BLOCK`, as if it was allocated by itself."""
+    made, start = {}, 0
+    for name, (shape, dtype) in layout.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        made[name] = memory[start : start + nbytes].view(dtype).view(shape)
+        start += rounded(nbytes)
+    return made
+
+
+def empty_tensors(shapes: Mapping[str, torch.Tensor], device: torch.device) -> Tensors:
+    """Uninitialised tensors like these in one allocation on a device.
+
+    On the host it is backed by huge pages where the system has them: all weights are read for every
+    token, and hardware prefetching stops at page boundaries: 1.02 to 1.08 times as fast.
+    (madvise(2), MADV_HUGEPAGE.)
     """
-    starts = [0, *itertools.accumulate(rounded(shape.nbytes) for shape in shapes.values())]
-    memory = _in_huge_pages(starts[-1])
-    return {
-        name: memory[start : start + shape.nbytes].view(shape.dtype).view(shape.shape)
-        for start, (name, shape) in zip(starts, shapes.items(), strict=False)
-    }
+    layout = layout_of(shapes)
+    nbytes = allocation_bytes(layout_bytes(layout), device.type)
+    if device.type == "cpu":
+        return views(_in_huge_pages(nbytes), layout)
+    return views(torch.empty(nbytes, dtype=torch.uint8, device=device), layout)
 
 
-def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Zeros like these on a device; on the host, memory is committed when it is written to."""
+def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> Tensors:
+    """Zeros like these in one allocation; on the host, memory is committed when it is written
+    to."""
     if device.type != "cpu":
-        # Not zeros_like: on meta tensors it imports a library for symbolic algebra.
-        return {
-            name: torch.zeros(like.shape, dtype=like.dtype, device=device)
-            for name, like in shapes.items()
-        }
+        return zeros(layout_of(shapes), device, near=device)
     made = {}
     for name, like in shapes.items():
         pages = mmap.mmap(-1, max(like.nbytes, 1))
@@ -303,7 +362,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.Stream | None = None
         self._done: torch.Event | None = None
-        if device.type in ("cuda", "xpu") and torch.accelerator.is_available():
+        if _pins_for(device):
             if device not in _side_streams:
                 _side_streams[device] = torch.Stream(device)
             self.stream = _side_streams[device]

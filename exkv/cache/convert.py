@@ -57,10 +57,10 @@ def _restore(
 ) -> dict[str, torch.Tensor]:
     rows = len(next(iter(copy.tensors.values())))
     storage_device = new.residence.storage_device(device)
-    tensors = {
-        name: devices.zeros((rows, *shape[1:]), dtype, storage_device, near=device)
-        for name, (shape, dtype) in new.layout(room).items()
+    layout = {
+        name: ((rows, *shape[1:]), dtype) for name, (shape, dtype) in new.layout(room).items()
     }
+    tensors = devices.zeros(layout, storage_device, near=device)
     if new.arrangement == old.arrangement:
         for name, tensor in copy.tensors.items():
             entries = min(tensor.shape[1], tensors[name].shape[1])

@@ -302,10 +302,7 @@ class CacheLayer:
 
     def _zeros(self, device: torch.device, tokens: int) -> dict[str, Tensor]:
         storage_device = self.spec.residence.storage_device(device)
-        return {
-            name: devices.zeros(shape, dtype, storage_device, near=device)
-            for name, (shape, dtype) in self.spec.layout(tokens).items()
-        }
+        return devices.zeros(self.spec.layout(tokens), storage_device, near=device)
 
     @property
     def enough(self) -> int:

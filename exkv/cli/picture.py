@@ -146,11 +146,15 @@ def stack(plans: Sequence[Plan], names: Sequence[str], place: Place) -> list[Par
         for line in ("weights", "cache"):
             nbytes = getattr(ledger, line)
             parts.append(Part(prefix + line, next(letters), next(colours), nbytes))
+    work = max(ledger.workspace for ledger in ledgers)
+    most = max(ledger.promised_call for ledger in ledgers)
     return [
         *parts,
         Part("logits", "l", "magenta", sum(ledger.logits for ledger in ledgers)),
-        Part("workspace", "w", "orange1", max(ledger.workspace for ledger in ledgers)),
+        Part("workspace", "w", "orange1", work),
         Part("transport", "t", "yellow3", sum(ledger.transport for ledger in ledgers)),
+        Part("allocator", "a", "yellow4", sum(ledger.segments for ledger in ledgers) + most - work),
+        Part("context", "x", "grey50", last.budget.context),
         Part("margin", "m", "grey62", last.budget.margin),
         Part("reserve", "r", "grey46", last.budget.reserve),
     ]

@@ -42,6 +42,7 @@ from exkv.planning.budgets import devices_to_load
 from exkv.planning.launches import missing_kernels
 from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.solve import largest_batch, longest
+from exkv.sim import ALLOCATORS
 from exkv.sizes import human
 from exkv.weights.on_load import BEST
 
@@ -96,6 +97,13 @@ def add_to(commands: Any) -> None:
     add("--draft-first", action="store_true", help="place the draft model before the main one")
     add("--cap", metavar="SIZES", help="the most to use of each device; 0 leaves it out")
     add("--margin", metavar="SIZES", help="for what no arithmetic sees; a default by device")
+    add(
+        "--allocator",
+        choices=ALLOCATORS,
+        default="cuda",
+        help="how cards give memory: in the segments of torch's caching allocator, with a driver's "
+        "context (cuda), or to the byte (exact)",
+    )
     add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
     add("--last-id-only", action="store_true", help="promise logits of the last token only")
     add("--simulate", action="store_true", help="carry the plan out on simulated devices")
@@ -238,6 +246,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
     host: bool | str = False if args.cpu is None else args.cpu == "free" or args.cpu
     hosts = parse_hosts(args.hosts) if args.hosts else None
     sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
+    sizes["allocator"] = args.allocator
     budgets = make_budgets(args.devices, cpu=host, hosts=hosts, **sizes)
     if args.bandwidth == "measure":
         budgets = with_measured_bandwidths(budgets)

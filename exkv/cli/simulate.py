@@ -95,7 +95,8 @@ def simulate(
     cards = [budget for budget in scenario.budgets if budget.device.type != "cpu"]
     free = [budget.capacity - budget.in_use - budget.in_use_by_others for budget in cards]
     try:
-        sim.enable(free, dry=True)
+        segmented = any(budget.segmented for budget in cards)
+        sim.enable(free, dry=True, allocator="cuda" if segmented else "exact")
     except RuntimeError as error:
         raise ValueError(f"--simulate: {error}") from None
     stand_ins = {b.place: Place(torch.device("sim", i)) for i, b in enumerate(cards)}

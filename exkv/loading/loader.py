@@ -192,6 +192,9 @@ class _Load:
             self._probe(unit, device)
         for layer in layers:
             layer.shrink()
+        if devices.allocator_rules(device.type) is not None:
+            # Else the next unit would take a piece of what calls need, and leave the rest unusable.
+            devices.release_idle_memory()
 
     def _cache_layers(self, unit: Unit) -> list[CacheLayer]:
         """The unit's part of every cache."""
@@ -254,4 +257,4 @@ class _Load:
         layers = [layer for cache in self.caches for layer in cache.layers]
         tensors = [tensor for layer in layers for tensor in layer.tensors.values()]
         caches = sum(devices.rounded(t.nbytes) for t in tensors if t.device == device)
-        return caches + (0 if self.lazy else ledger.weights)
+        return caches + ledger.segments + (0 if self.lazy else ledger.weights)

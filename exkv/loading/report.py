@@ -18,7 +18,7 @@ from exkv.planning.best import given_up
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
-LINES = ("weights", "cache", "workspace", "logits")
+LINES = ("weights", "cache", "workspace", "logits", "allocator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,12 @@ class DeviceReport:
         return self.ledger.units
 
     def surprises(self) -> Iterator[str]:
-        """A sentence for every line that is off by more than the device's margin."""
+        """A sentence for every line that is off by more than the device's margin, and by more than
+        blocks may be larger than what is asked of them."""
+        tolerated = self.ledger.budget.margin + self.ledger.allocator
         for line, measured in self.measured.items():
             predicted = getattr(self.ledger, line)
-            if abs(measured - predicted) > self.ledger.budget.margin:
+            if abs(measured - predicted) > tolerated:
                 yield (
                     f"{self.device}: {line} took {measured:,} bytes, where the plan said "
                     f"{predicted:,}"

@@ -3,9 +3,9 @@
 The modules themselves are captured, over static buffers: token ids, lengths, rotary factors. Each
 step fills them by one copy from pinned memory; ops read the lengths on the device. Only attention's
 split of the keys is decided on the host, for the longest possible row, so there is a graph for each
-of a few lengths (:func:`bucket`). All graphs of a run share one memory pool, within the margin that
-plans leave on GPUs (``exkv.devices.default_margin``); if it would be large, or doesn't fit, units
-take the readable route.
+of a few lengths (:func:`bucket`). All graphs of a run share one memory pool, for which plans count
+a segment of small tensors and one of medium ones (``exkv.devices.expected_context``); if it would
+be larger, or doesn't fit, units take the readable route.
 """
 
 from __future__ import annotations

@@ -427,23 +427,51 @@ class Transformer:
             )
         with cache.use("model.forward"):
             lengths = self._check_input(input_ids, cache, new_lens, adapter)
-            before = cache.seq_lens
+            options = (last_id_only, preprocess_only, keep_chunks, each_token)
             try:
-                self._make_room(cache, lengths)
-                lengths = cache.placed(lengths)
-                self._renew_keys(cache, lengths)
-                if each_token:
-                    return self.forward_chunk(
-                        input_ids, cache, lengths, head=True, last_id_only=False, each_token=True
-                    )
-                return self._forward_chunks(
-                    input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
-                )
-            except BaseException:
-                cache.rollback(cache.seq_lens if keep_chunks else before, lengths.final)
-                raise
+                return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
+            except torch.OutOfMemoryError:
+                if keep_chunks or not self._in_segments:
+                    raise
+            # Calls of other shapes may have left pieces of segments that no request fits.
+            devices.release_idle_memory()
+            return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
 
     __call__ = forward
+
+    def _forward_cached(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        lengths: Lengths,
+        placed_ids: torch.Tensor | None,
+        last_id_only: bool,
+        preprocess_only: bool,
+        keep_chunks: bool,
+        each_token: bool,
+    ) -> torch.Tensor | None:
+        """A call behind a cache, which is rolled back on an error."""
+        before = cache.seq_lens
+        try:
+            self._make_room(cache, lengths)
+            lengths = cache.placed(lengths)
+            self._renew_keys(cache, lengths)
+            if each_token:
+                return self.forward_chunk(
+                    input_ids, cache, lengths, head=True, last_id_only=False, each_token=True
+                )
+            return self._forward_chunks(
+                input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
+            )
+        except BaseException:
+            cache.rollback(cache.seq_lens if keep_chunks else before, lengths.final)
+            raise
+
+    @property
+    def _in_segments(self) -> bool:
+        """Whether a device of the model gives memory in segments."""
+        kinds = {unit.device.type for unit in self.units if unit.device is not None}
+        return any(devices.allocator_rules(kind) is not None for kind in kinds)
 
     def begin_forward(
         self, input_ids: torch.Tensor, cache: KVCache, **options: Any

@@ -17,11 +17,12 @@ from typing import Protocol
 import torch
 
 from exkv import devices as accelerators
+from exkv import sim
 from exkv.checkpoint import ModelConfig
 from exkv.sizes import parse_cards, parse_sizes
 
 from .named_hosts import Hosts, checked_name
-from .plan import CPU, Budget, Plan
+from .plan import CPU, Budget, Plan, one_of
 
 #: What users give: sizes as text ("24G,24G,8G"), or names of devices, or nothing for all.
 Devices = str | torch.device | Sequence[str | torch.device]
@@ -52,6 +53,7 @@ def make_budgets(
     cpu: bool | int | str = False,
     bandwidth: Sequence[float] | None = None,
     hosts: Hosts | None = None,
+    allocator: str = "cuda",
 ) -> list[Budget]:
     """Budgets for the devices named.
 
@@ -63,13 +65,14 @@ def make_budgets(
             host as overflow may be left out.
         cap: the most to use on each device; 0 leaves it out.
         margin: for what no arithmetic sees; None for a default by device type: nothing on the
-            host and the simulated accelerator, 256 MiB on a GPU, and 512 MiB more, for the
-            driver, on a card that isn't here.
+            host and the simulated accelerator, 160 MiB on a GPU.
         cpu: the host as overflow: True for what is free, or bytes, or text.
         bandwidth: bytes a second at which each device reads, for ``objective="speed"``.
         hosts: instead of devices, each host's: sizes of its cards, and of its memory as overflow
             ("24G,24G,cpu:32G"), or budgets that a process there has made. Then ``cpu`` is a size,
             and every host has it.
+        allocator: how cards that are given by their sizes give memory: "cuda", in segments and with
+            a driver's context, or "exact", to the rounded byte, as ``exkv.sim`` does by default.
 
     Raises:
         ValueError: an unknown device, a size that is none, a negative or overlong list.
@@ -82,6 +85,8 @@ def make_budgets(
         budgets = _offered(devices)
         if cpu is not False:
             budgets.append(_host(cpu))
+    if one_of("allocator", allocator, sim.ALLOCATORS) == "exact":
+        budgets = [replace(budget, context=0, segmented=False) for budget in budgets]
     budgets = _with_numbers(budgets, "reserve", reserve, lambda b, n: replace(b, reserve=n))
     budgets = _with_numbers(budgets, "margin", margin, lambda b, n: replace(b, margin=n))
     budgets = _with_numbers(budgets, "cap", cap, lambda b, n: replace(b, cap=n))
@@ -137,9 +142,11 @@ def present_budget(device: torch.device, own: object = None) -> Budget:
     return Budget(
         device=device,
         capacity=now.capacity,
-        in_use=now.in_use + promised,
+        in_use=now.in_use + now.fragments + promised,
         in_use_by_others=now.in_use_by_others,
         margin=accelerators.default_margin(device),
+        context=accelerators.expected_context(device),
+        segmented=accelerators.allocator_rules(device.type) is not None,
         promised_workspace=_promised_workspace(device, (plan for _, plan in plans)),
         models=_models_on(device, () if own is None else (own,)),
     )
@@ -163,7 +170,7 @@ def without(models: Collection[Loaded], budget: Budget) -> Budget:
     ledgers = [each for plan in plans for each in plan.ledgers if each.device == budget.device]
     if not ledgers:
         return budget
-    held = sum(ledger.weights + ledger.cache + ledger.logits for ledger in ledgers)
+    held = sum(each.weights + each.cache + each.logits + each.segments for each in ledgers)
     others = (other.plan for other in LOADED if other not in models)
     return replace(
         budget,
@@ -176,7 +183,7 @@ def without(models: Collection[Loaded], budget: Budget) -> Budget:
 def _promised_workspace(device: torch.device, plans: Iterable[Plan | None]) -> int:
     """What calls of these models need there, which run one after the other."""
     ledgers = (ledger for plan in plans if plan is not None for ledger in plan.ledgers)
-    return max((ledger.workspace for ledger in ledgers if ledger.device == device), default=0)
+    return max((ledger.promised_call for ledger in ledgers if ledger.device == device), default=0)
 
 
 def _offered(devices: Devices | None) -> list[Budget]:
@@ -219,8 +226,13 @@ def _cards(names: Sequence[str | torch.device], sized: Sequence[bool]) -> list[B
 
 def _card(index: int, capacity: int) -> Budget:
     device = torch.device("cuda", index)
-    margin = accelerators.default_margin(device, present=False)
-    return Budget(device=device, capacity=capacity, margin=margin)
+    return Budget(
+        device=device,
+        capacity=capacity,
+        margin=accelerators.default_margin(device),
+        context=accelerators.expected_context(device, present=False),
+        segmented=True,
+    )
 
 
 def _host(size: bool | int | str) -> Budget:

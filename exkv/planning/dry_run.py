@@ -76,12 +76,14 @@ class DryRun(LiveStorages, TorchDispatchMode):
     Attributes:
         device: one of that type.
         current, peak: bytes, each storage rounded as allocators do.
+        inputs: how many requests there are before the unit's input is made.
     """
 
     def __init__(self, device_type: str, kernels: str | None = None) -> None:
         super().__init__()
         self.device_type = device_type
         self.kernels = kernels or device_type
+        self.inputs = 0
         self.device = torch.device("cpu" if device_type == "cpu" else f"{device_type}:0")
 
     @classmethod
@@ -100,6 +102,7 @@ class DryRun(LiveStorages, TorchDispatchMode):
         for tensor in _tensors(held):
             if isinstance(tensor, ShapeTensor):
                 self._follow(tensor)
+        self.inputs = len(self.trace)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
@@ -123,7 +126,7 @@ class DryRun(LiveStorages, TorchDispatchMode):
             return self._reference(name, call)
         use = kernel_use(name, self.kernels, call)
         out = FAKES[name](*call.values()) if use.takes else self._reference(name, call)
-        self.peak = max(self.peak, self.current + rounded(use.scratch))  # beside the results
+        self.pass_through(rounded(use.scratch))  # beside the results
         return out
 
     def _reference(self, name: str, call: Call) -> Any:
@@ -135,12 +138,15 @@ class DryRun(LiveStorages, TorchDispatchMode):
         if not changes:
             return REFERENCES[name](**call)
         before, self.peak = self.peak, self.current
+        events = len(self.trace)
         out = REFERENCES[name](**call | changes)
         peak, shorter = self.peak, self.current
         del out
+        del self.trace[events:]
+        self.peak = before
         out = FAKES[name](*call.values())
         # The reference has all of its results, beside which it peaks.
-        self.peak = max(before, peak + self.current - shorter)
+        self.pass_through(peak - shorter)
         return out
 
     # One op -------------------------------------------------------------------------------

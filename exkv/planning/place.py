@@ -42,13 +42,14 @@ def place(
     beside: Plan | None = None,
     hosts: Hosts | None = None,
     link: Link | str | None = None,
+    allocator: str = "cuda",
 ) -> Plan:
     """Say what would be placed where, before a byte is loaded.
 
     Args:
         model: built from a config; loaded or not makes no difference.
         caches: that are to be placed beside it. (Those of :attr:`Model.caches` are not added here.)
-        devices, hosts, reserve, cap, margin, cpu, bandwidth: see
+        devices, hosts, reserve, cap, margin, cpu, bandwidth, allocator: see
             :func:`exkv.planning.budgets.make_budgets`.
         objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
         order: "listed", or "any" where the devices may be filled in any order.
@@ -79,6 +80,7 @@ def place(
             cpu=cpu,
             bandwidth=bandwidth,
             hosts=hosts,
+            allocator=allocator,
         )
     caches = [caches] if isinstance(caches, KVCache) else caches
     workload = Workload.of(model, caches, last_id_only=last_id_only)
@@ -132,17 +134,20 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     adapters = {**model.adapters, adapter.name: adapter}
     with_it = replace(ModelShape.of(model), adapters=adapters)
     workload = Workload.under(plan, with_it, model.caches)
+    peaks = workload.peaks(budgets)
+    before = Workload.under(plan, model, model.caches).costs(peaks)
     costs = [
         replace(
             cost,
             weights=adapter.nbytes.get(unit.index, 0),
+            segments=cost.segments - held.segments,
             cache=0,
             host_cache=0,
             logits=0,
             hidden=0,  # the calls are no longer
             shared={},
         )
-        for cost, unit in zip(workload.costs(workload.peaks(budgets)), model.units, strict=True)
+        for cost, held, unit in zip(workload.costs(peaks), before, model.units, strict=True)
     ]
     added = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     ledger = min(added.ledgers, key=lambda ledger: ledger.headroom)
@@ -206,14 +211,18 @@ class _Addition:
             replace(
                 cost,
                 weights=0,
+                segments=cost.segments - before.segments,
                 logits=max(cost.logits - promised, 0),
                 hidden=max(cost.hidden - hidden, 0),
                 shared={},
                 cache=own.cache,
                 host_cache=own.host_cache,
             )
-            for cost, own in zip(
-                self._workload().costs(peaks[0]), self._own().costs(peaks[0]), strict=True
+            for cost, own, before in zip(
+                self._workload().costs(peaks[0]),
+                self._own().costs(peaks[0]),
+                Workload.under(self.loaded, self.model, self.model.caches).costs(peaks[0]),
+                strict=True,
             )
         ]
         loaded = self.loaded

@@ -99,7 +99,9 @@ class UnitCost:
         weights: of its own tensors, each rounded up as allocators do.
         cache: of its layer in all caches, beside the weights.
         host_cache: of its layer in caches that lie in host memory wherever the unit is placed.
+        segments: what all of these reserve beyond that, where memory comes in segments.
         workspace: device type -> peak of one forward call through it.
+        reserved: likewise, what the call reserves where memory comes in segments.
         logits: of its output, which the caller may keep while the next call runs.
         traffic: what a decode step reads at full length.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
@@ -119,10 +121,23 @@ class UnitCost:
     shared: Mapping[int, int] = field(default_factory=dict)
     pinned: Place | None = None
     host_cache: int = 0
+    segments: int = 0
+    reserved: Mapping[str, int] = field(default_factory=dict)
     kept: str | None = None
     loss: float = 0.0
     hidden: int = 0
     hidden_step: int = 0
+
+    def held_on(self, budget: Budget) -> int:
+        """Bytes that it keeps of a device, with what is reserved beyond them."""
+        held = self.weights + self.cache_on(budget.device) + self.logits
+        return held + self.segments if budget.segmented else held
+
+    def call_on(self, budget: Budget) -> int:
+        """Bytes that a call through it takes of a device, with what is reserved beyond them."""
+        kind = budget.device.type
+        reserved = self.reserved.get(kind, 0) if budget.segmented else 0
+        return max(self.workspace[kind], reserved)
 
     def cache_on(self, device: torch.device) -> int:
         """Bytes that its caches take from the device on which it is placed."""
@@ -138,8 +153,10 @@ class Budget:
         in_use: taken by this process already, or promised to models that it has loaded.
         in_use_by_others: taken by everything else.
         reserve: to be left free, as the user asked.
-        margin: to be left free for what no arithmetic sees: fragmentation, the workspaces of
-            libraries, and on a device that isn't here the driver's own memory.
+        context: taken by the driver, the workspaces of libraries and captured graphs, as far as it
+            is not in ``in_use`` and ``in_use_by_others`` already.
+        margin: to be left free for what no arithmetic sees.
+        segmented: whether memory comes in segments, as torch's caching allocator gives it.
         cap: the most that may be used for this model, or None for no other limit.
         promised_workspace: workspace of models loaded there; one that comes may use it too,
             since calls run one after the other.
@@ -155,6 +172,8 @@ class Budget:
     in_use_by_others: int = 0
     reserve: int = 0
     margin: int = 0
+    context: int = 0
+    segmented: bool = False
     cap: int | None = None
     promised_workspace: int = 0
     bandwidth: float | None = None
@@ -174,7 +193,7 @@ class Budget:
     @property
     def limit(self) -> int:
         """Bytes that this model may use."""
-        taken = self.in_use + self.in_use_by_others + self.reserve + self.margin
+        taken = self.in_use + self.in_use_by_others + self.context + self.reserve + self.margin
         free = max(self.capacity - taken, 0)
         return free if self.cap is None else min(free, self.cap)
 
@@ -185,6 +204,8 @@ class Ledger:
 
     ``workspace`` is shared with models loaded there already, so that it is at least theirs.
     ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
+    Where memory comes in segments, ``segments`` is what weights, cache and logits reserve beyond
+    their bytes, and ``call`` the most that a call reserves, its workspace included.
     """
 
     budget: Budget
@@ -194,10 +215,22 @@ class Ledger:
     workspace: int = 0
     logits: int = 0
     transport: int = 0
+    segments: int = 0
+    call: int = 0
 
     @classmethod
     def empty(cls, budget: Budget, transport: int = 0) -> Ledger:
         return cls(budget=budget, workspace=budget.promised_workspace, transport=transport)
+
+    @property
+    def allocator(self) -> int:
+        """Bytes reserved beyond those of the other lines."""
+        return self.segments + max(self.call - self.workspace, 0)
+
+    @property
+    def promised_call(self) -> int:
+        """Bytes that calls need, with what is reserved beyond them."""
+        return max(self.call, self.workspace)
 
     @property
     def device(self) -> torch.device:
@@ -219,7 +252,8 @@ class Ledger:
     @property
     def total(self) -> int:
         """Bytes in use for this model at the peak of a forward call."""
-        return self.weights + self.cache + self.workspace + self.logits + self.transport
+        held = self.weights + self.cache + self.logits + self.transport + self.segments
+        return held + self.promised_call
 
     @property
     def headroom(self) -> int:
@@ -241,6 +275,8 @@ class Ledger:
             cache=self.cache + cost.cache_on(self.device),
             workspace=max(self.workspace, peak),
             logits=self.logits + cost.logits,
+            segments=self.segments + (cost.segments if self.budget.segmented else 0),
+            call=max(self.call, cost.call_on(self.budget)) if self.budget.segmented else 0,
         )
 
 
@@ -390,13 +426,13 @@ class Plan:
 
 
 def _beside(ledger: Ledger) -> Budget:
-    taken = ledger.weights + ledger.cache + ledger.logits + ledger.transport
+    taken = ledger.weights + ledger.cache + ledger.logits + ledger.transport + ledger.segments
     cap = ledger.budget.cap
     return replace(
         ledger.budget,
         in_use=ledger.budget.in_use + taken,
         cap=None if cap is None else max(cap - taken, 0),
-        promised_workspace=ledger.workspace,
+        promised_workspace=ledger.promised_call,
     )
 
 
@@ -452,6 +488,9 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
         if key == "host" and not isinstance(value, str):
             raise ValueError(f"host is {value!r}: expected a name")
         numbers = value.values() if key == "models" else [] if value is None else [value]
+        if key == "segmented":
+            _flag(key, value)
+            continue
         numeric = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
         if not numeric and key not in ("name", "device", "budget", "kept", "host"):
             raise ValueError(f"{key} is {value!r}: expected a number")

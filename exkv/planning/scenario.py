@@ -14,6 +14,7 @@ import numpy as np
 
 from exkv import devices as accelerators
 from exkv.cache import KVCache
+from exkv.caching_allocator import Rules
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 
@@ -22,7 +23,8 @@ from .plan import CPU, Budget, Link, Place, Plan, UnitCost
 from .search.placement import fits_units, place_units
 from .workspace import CacheShape, Promise, predict_workspaces
 
-#: Device type -> for each unit, its workspace and its output's bytes: int64 (units, 2).
+#: Device type -> for each unit, its workspace, its output's bytes, and what a call reserves where
+#: memory comes in segments: int64 (units, 3).
 Peaks = Mapping[str, np.ndarray]
 
 
@@ -87,7 +89,7 @@ class Workload:
         return {kind: self._peaks_on(kind) for kind in self._types(budgets)}
 
     def no_peaks(self, budgets: Sequence[Budget]) -> Peaks:
-        none = np.zeros((len(self.model.units), 2), dtype=np.int64)
+        none = np.zeros((len(self.model.units), 3), dtype=np.int64)
         return dict.fromkeys(self._types(budgets), none)
 
     def _types(self, budgets: Sequence[Budget]) -> set[str]:
@@ -96,7 +98,7 @@ class Workload:
 
     def _peaks_on(self, device_type: str) -> np.ndarray:
         predicted = predict_workspaces(self.model, self.promise, device_type)
-        return np.array([(peak.workspace, peak.output) for peak in predicted])
+        return np.array([(peak.workspace, peak.output, peak.reserved) for peak in predicted])
 
     def costs(self, peaks: Peaks, home: str = "") -> list[UnitCost]:
         """The ledger lines of every unit.
@@ -105,10 +107,40 @@ class Workload:
             home: the host on which an embedding in host memory lies.
         """
         hidden, hidden_step = self.hidden_bytes()
-        return [
+        costs = [
             replace(self._cost(unit, peaks, home), hidden=hidden, hidden_step=hidden_step)
             for unit in self.model.units
         ]
+        rules = {kind: found for kind in peaks if (found := accelerators.allocator_rules(kind))}
+        return self._with_segments(costs, peaks, rules) if rules else costs
+
+    def _with_segments(
+        self, costs: Sequence[UnitCost], peaks: Peaks, rules: Mapping[str, Rules]
+    ) -> list[UnitCost]:
+        """The costs with what they reserve of devices that give memory in segments; all of them by
+        the same rules. Beside what units share of segments, some are open on each device."""
+        one = next(iter(rules.values()))
+        pairs = zip(self.model.units, costs, strict=True)
+        allocated = [self._allocations(unit, cost) for unit, cost in pairs]
+        started = one.open_segments(nbytes for each in allocated for nbytes in each)
+        return [
+            replace(
+                cost,
+                segments=sum(map(one.share, each)) - sum(map(accelerators.rounded, each)),
+                reserved={kind: int(peaks[kind][index, 2]) + started for kind in rules},
+            )
+            for index, (cost, each) in enumerate(zip(costs, allocated, strict=True))
+        ]
+
+    def _allocations(self, unit: Unit, cost: UnitCost) -> list[int]:
+        """Bytes of everything that is allocated for a unit by itself and stays: its weights, its
+        part of each adapter and each cache, and the logits that it makes."""
+        if unit.index in self.model.elsewhere:
+            return []
+        index, caches = unit.spec.layer, self.promise.caches
+        layers = [] if index is None else [cache.layers[index] for cache in caches]
+        kept = [layer.full_bytes() for layer in layers if not layer.host_bytes_needed()]
+        return [sum(unit.nbytes.values()), self._adapter_bytes(unit), *kept, cost.logits]
 
     def hidden_bytes(self) -> tuple[int, int]:
         """Of the hidden states of the largest call, and of a decode step."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import nn
 
+from exkv import devices as accelerators
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
 from exkv.cache.base import HasConfig
 from exkv.cache.paging.growth import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
+from exkv.caching_allocator import Rules
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
 from exkv.layers.descriptions import LowRank
@@ -30,6 +32,7 @@ from exkv.models.native_run import most_bytes
 from . import dry_run
 from .dry_run import DryRun, ShapeTensor
 from .model import ModelShape
+from .reserved import CallTrace, reserved_bytes
 from .unit_call import Wanted, run_unit
 
 
@@ -176,23 +179,47 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What one forward call through a unit takes, in bytes: at most, and for its output."""
+    """What one forward call through a unit takes, in bytes: at most, and for its output; and what
+    it reserves at most of a device that gives memory in segments, 0 for another."""
 
     workspace: int
     output: int
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Predicted:
+    """One call through a unit; ``growth`` is what its cache takes beside the tensors while it
+    grows, ``reserved`` has what was replayed before."""
+
+    peak: Peak
+    trace: CallTrace
+    growth: int
+    reserved: dict[tuple[int, Rules], int] = field(default_factory=dict)
+
+    def reserved_after(self, before: _Predicted, rules: Rules) -> int:
+        """Bytes reserved by this call behind the same call through the unit before, and twice, for
+        the layer that follows may be alike."""
+        key = id(before), rules
+        if key not in self.reserved:
+            calls = [before.trace, self.trace, self.trace]
+            self.reserved[key] = max(reserved_bytes(calls, rules), rules.share(self.growth))
+        return self.reserved[key]
 
 
 #: What was predicted before, for units of a model and of its variants, which have its rotary tables
 #: in common: formats, shapes and lengths are the key.
-_predicted: weakref.WeakKeyDictionary[RotaryTables, dict[object, Peak]]
+_predicted: weakref.WeakKeyDictionary[RotaryTables, dict[object, _Predicted]]
 _predicted = weakref.WeakKeyDictionary()
 
 
 def predict_workspaces(model: ModelShape, promise: Promise, device_type: str) -> list[Peak]:
-    """The worst promised forward call in each unit: its peak, input and output included, and
-    its output alone."""
+    """The worst promised forward call in each unit: its peak, input and output included, its output
+    alone, and what it reserves."""
     memo = _predicted.setdefault(model.rotary, {})
     calls = promise.worst_calls()
+    rules = accelerators.allocator_rules(device_type)
+    before: list[_Predicted] = []
     peaks = []
     for unit in model.units:
         worst = []
@@ -206,8 +233,14 @@ def predict_workspaces(model: ModelShape, promise: Promise, device_type: str) ->
             if case not in memo:
                 memo[case] = _call_peak(model, unit, store, lengths, device_type, logits)
             worst.append(memo[case])
-        workspace = max(peak.workspace for peak in worst)
-        peaks.append(Peak(workspace, max(peak.output for peak in worst)))
+        peak = Peak(
+            max(each.peak.workspace for each in worst), max(each.peak.output for each in worst)
+        )
+        if rules is not None:
+            pairs = zip(worst, before or worst, strict=True)
+            peak = replace(peak, reserved=max(a.reserved_after(b, rules) for a, b in pairs))
+        peaks.append(peak)
+        before = worst
     if device_type != "cpu" or not dry_run.has_kernel("bound_run", device_type):
         return peaks
     lengths_of_calls = [lengths for _, lengths in calls]
@@ -261,11 +294,13 @@ def _call_peak(
     lengths: Lengths,
     device_type: str,
     logits: Wanted,
-) -> Peak:
+) -> _Predicted:
     run = DryRun.planned_on(device_type)
     out = dry_call(run, model, unit, store, lengths, logits)
     growth = 0 if store is None else store.growth_peak(device_type)
-    return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
+    storage = out.meta.untyped_storage()
+    trace = CallTrace(run.trace, run.inputs, run.number_of(storage))
+    return _Predicted(Peak(max(run.peak, growth), rounded(storage.nbytes())), trace, growth)
 
 
 def dry_call(
@@ -289,7 +324,7 @@ def dry_call(
             store = _full(store, device, device_type)
         # Made on the host and sent, so that only what arrives is the device's.
         batch = Batch.on(device, lengths, model.rotary, model.dtype)
-        run.restart([getattr(batch, field.name) for field in fields(batch)])
+        run.restart([getattr(batch, each.name) for each in fields(batch)])
         out = run_unit(model, unit, module, store, batch, logits)
     assert isinstance(out, ShapeTensor)
     return out

@@ -50,15 +50,10 @@ def read_parameters(
     if device.type == "cpu":
         made = _read_to_host(checkpoint, sources, wanted)
     else:
-        made = {name: _empty(like, device) for name, like in wanted.items()}
+        made = devices.empty_tensors(wanted, device)
         _read_to_accelerator(checkpoint, sources, made, device)
     checkpoint.check(name for source in sources for name in source.stored)
     return made
-
-
-def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Not by ``empty_like``: of a tensor on ``meta`` it imports a library for symbolic algebra."""
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +107,7 @@ def _read_to_host(
         if each.values.dtype == shapes[each.parameter].dtype and _is_mapped(checkpoint, each)
     }
     others = {name: like for name, like in shapes.items() if name not in mapped}
-    made = {**mapped, **devices.host_tensors(others)}
+    made = {**mapped, **devices.empty_tensors(others, devices.CPU)}
     with ThreadPoolExecutor(_THREADS) as threads:
         steps = [step for each in found for step in _steps(checkpoint, each, made[each.parameter])]
         for step in [threads.submit(step) for step in steps]:

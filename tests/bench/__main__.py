@@ -22,6 +22,7 @@ BENCHES = {
     "engine": "engine",  # jobs together, alone, with n-grams, served, in llama.cpp
     "serve-load": "serve_load",  # a server, or one over hosts, under a load, checked
     "placement": "placement",  # plans beside transformers' device maps
+    "reserved": "reserved",  # what a card reserves beyond its ledger
     "quality": "quality",  # what each cache costs the demo model
     "real": "real",  # what caches and integers cost a real model
     "hf": "hf_caches",  # caches under transformers' models

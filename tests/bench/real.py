@@ -293,12 +293,12 @@ def _points(subject: Subject, way: str) -> list[dict[str, Any]]:
     stored = _counted(model)
     # Calls with integers want more room than those with floats, on a GPU a tile of 32 MiB.
     packed = Model(subject.folder, dtype=torch.bfloat16, weights="int8", max_input_len=64)
-    (beside,) = place(packed, Cache(packed, 512), "4G", margin=0).ledgers
+    (beside,) = place(packed, Cache(packed, 512), "4G", margin=0, allocator="exact").ledgers
     points = []
     for bits in subject.settings.bits:
         room = beside.total - beside.weights + int(stored * bits / 16)
         try:
-            plan = place(model, cache, str(room), margin=0)
+            plan = place(model, cache, str(room), margin=0, allocator="exact")
         except PlacementError:
             break  # nor on any smaller one
         kept = {unit.name: unit.kept or AS_STORED for unit in plan.units}

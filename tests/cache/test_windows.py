@@ -213,8 +213,8 @@ def test_a_window_makes_room_for_more(tmp_path):
     """On a card too small for all tokens the ring fits, and the refusal says so."""
     model = Model(save(reference(TINY["MistralForCausalLM"]()), tmp_path), max_input_len=32)
     ring = HybridCache(model, 5000)
-    need = place(model, ring, "1G", margin=0).ledgers[0].total
-    assert place(model, ring, str(need), margin=0).fits
+    need = place(model, ring, "1G", margin=0, allocator="exact").ledgers[0].total
+    assert place(model, ring, str(need), margin=0, allocator="exact").fits
     with pytest.raises(PlacementError) as caught:
-        place(model, Cache(model, 5000), str(need), margin=0)
+        place(model, Cache(model, 5000), str(need), margin=0, allocator="exact")
     assert "HybridCache at the same length" in caught.value.suggestions

@@ -179,7 +179,17 @@ def test_a_plan_reads_the_header_alone(small, tmp_path, capsys):
         file = tmp_path / part / "m.gguf"
         file.write_bytes(data)
         os.truncate(file, len(small.data))
-        arguments = ["--devices", "2M,1M", "--max-seq-len", "64", "--margin", "0", "--json"]
+        arguments = [
+            "--devices",
+            "2M,1M",
+            "--max-seq-len",
+            "64",
+            "--margin",
+            "0",
+            "--allocator",
+            "exact",
+            "--json",
+        ]
         assert main(["plan", str(file), *arguments]) == 0
         found.append(json.loads(capsys.readouterr().out.replace(str(file), "the file")))
         del found[-1]["seconds"]

@@ -213,7 +213,7 @@ def otherwise(top: str) -> dict[str, object]:
     model = on_hosts(folder, cluster, weights="best")
     cache = Cache(model, 64, 2)
     plain = Model(folder, max_input_len=16)
-    stored = exkv.place(plain, cache, hosts={"a": "24M", "b": "24M"}, margin=0)
+    stored = exkv.place(plain, cache, hosts={"a": "24M", "b": "24M"}, margin=0, allocator="exact")
     need = sum(ledger.weights + ledger.cache for ledger in stored.ledgers)
     model.load([0.46 * need / 2**30, 0.7 * need / 2**30])
     chosen = set(model.choice.kept.values())

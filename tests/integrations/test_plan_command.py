@@ -44,7 +44,7 @@ def test_a_model_of_transformers_is_planned_as_the_map_for_it_is(tmp_path, capsy
 
 def test_what_does_not_fit_or_is_not_asked_of_such_models_is_said(tmp_path, capsys, monkeypatch):
     saved(tmp_path, "Mamba2ForCausalLM")
-    small = ("--devices", "400K", "--margin", "0", "--max-seq-len", 64)
+    small = ("--devices", "400K", "--margin", "0", "--allocator", "exact", "--max-seq-len", 64)
     status, out, _ = plan(capsys, tmp_path, *small)
     assert status == 1 and "transformers runs Mamba2ForCausalLM" in out
     assert "no room for " in out and "too few" in out

@@ -613,7 +613,9 @@ def test_a_plan_with_a_device_that_is_not_here_is_refused(folder, host):
     """Whether or not it holds anything: where another one is full, it would be next."""
     model = Model(folder)
     sizes = ["1K" if host else "1G"] * 40
-    plan = place(model, devices=",".join(sizes), cap=[0] * 39 + ["1G"], cpu=host, margin=0)
+    plan = place(
+        model, devices=",".join(sizes), cap=[0] * 39 + ["1G"], cpu=host, margin=0, allocator="exact"
+    )
     assert [str(device) for device in set(plan.devices)] == ["cpu" if host else "cuda:39"]
     with pytest.raises(ValueError, match="new one: device cuda:39 is not on this machine, which"):
         model.load(plan=plan)

@@ -116,7 +116,7 @@ def test_an_adapter_without_room_leaves_all_as_it_was(folders):
 
 def test_the_plan_command_counts_them(folders, capsys):
     folder, first, other = folders
-    command, weights = ["plan", folder, "--devices", "64M", "--max-seq-len", "64"], []
+    command, weights = ["plan", folder, "--devices", "4G", "--max-seq-len", "64"], []
     for more in ([], [first], [first, other]):
         flags = [flag for each in more for flag in ("--adapter", each)]
         main([*command, "--json", *flags])

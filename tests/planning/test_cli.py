@@ -141,7 +141,18 @@ def test_nonsense_is_bad_input_and_says_which(tmp_path, capsys, arguments, compl
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("cards", [["--devices", "1G"], ["--devices", "cpu"]], ids=["card", "host"])
 def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, cards):
-    arguments = [DEMO, *cards, "--cache", kind, "--max-seq-len", "512", "--margin", "0"]
+    arguments = [
+        DEMO,
+        *cards,
+        "--cache",
+        kind,
+        "--max-seq-len",
+        "512",
+        "--margin",
+        "0",
+        "--allocator",
+        "exact",
+    ]
     status, out, _ = plan(capsys, *arguments)
     assert status == 0 and f"{kind} cache" in out
     values = answer(capsys, *arguments)
@@ -158,7 +169,7 @@ def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, 
 
 
 def test_layers_on_the_host_have_their_part_of_a_cache_there_in_its_bar(capsys):
-    cards = ["--devices", "6M,7M,8M", "--cpu", "32M", "--margin", "0"]
+    cards = ["--devices", "6M,7M,8M", "--cpu", "32M", "--margin", "0", "--allocator", "exact"]
     status, out, _ = plan(capsys, DEMO, *cards, "--cache", "offloaded")
     assert status == 0 and re.search(r"2.00 MiB \(.*; the cpu's bar shows 1.50 MiB of it\.", out)
 
@@ -213,7 +224,16 @@ def test_the_plan_in_the_json_is_the_librarys(config_70b, capsys):
 def test_a_draft_model_never_displaces_the_main_one_unless_asked(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(llama().to_dict() | {"torch_dtype": "float32"}))
-    cards = ["--devices", "4500K,4500K,64M", "--margin", "0", "--max-seq-len", "100"]
+    cards = [
+        "--devices",
+        "4500K,4500K,64M",
+        "--margin",
+        "0",
+        "--allocator",
+        "exact",
+        "--max-seq-len",
+        "100",
+    ]
     alone = answer(capsys, str(config), *cards)["plans"]["model"]
     both = answer(capsys, str(config), *cards, "--draft", str(config))["plans"]
     assert both["model"] == alone
@@ -271,7 +291,19 @@ def test_simulate_with_a_draft_model_and_the_host():
     done = run(
         "plan",
         DEMO,
-        *("--devices", "3M,4M,9M", "--margin", "0", "--cpu", "64M", "--draft", DEMO, "--simulate"),
+        *(
+            "--devices",
+            "3M,4M,9M",
+            "--margin",
+            "0",
+            "--allocator",
+            "exact",
+            "--cpu",
+            "64M",
+            "--draft",
+            DEMO,
+            "--simulate",
+        ),
     )
     assert done.returncode == 0, done.stderr
     assert "The model, carried out" in done.stdout and "The draft, carried out" in done.stdout

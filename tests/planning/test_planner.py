@@ -30,6 +30,8 @@ from exkv.planning.solve import (
 
 CPU = torch.device("cpu")
 MEBI = 1 << 20
+#: Cards that are too small for segments and a context.
+EXACT = {"margin": 0, "allocator": "exact"}
 
 
 def config(**changes) -> ModelConfig:
@@ -45,7 +47,7 @@ def scenario(devices: str, kind=Cache, length=200, rows=2, models=1, **more) -> 
     for _ in range(models):
         each = model()
         workloads.append(Workload.of(each, [CacheShape.planned(each, kind, length, rows)]))
-    budgets = make_budgets(devices, margin=0, **more)
+    budgets = make_budgets(devices, **EXACT, **more)
     return Scenario(workloads=tuple(workloads), budgets=tuple(budgets))
 
 
@@ -54,14 +56,14 @@ def scenario(devices: str, kind=Cache, length=200, rows=2, models=1, **more) -> 
 
 def test_place_counts_every_cache_and_touches_nothing():
     alone = model()
-    plan = place(alone, devices="64M", margin=0)
+    plan = place(alone, devices="64M", **EXACT)
     cache, second = Cache(alone, 100, 2), Cache8bit(alone, 50)
-    both = place(alone, [cache, second], "64M", margin=0)
+    both = place(alone, [cache, second], "64M", **EXACT)
     assert both.ledgers[0].weights == plan.ledgers[0].weights
     # Four layers; in 8 bits values of 3,200 bytes and scales of 200, rounded up to whole blocks.
     assert both.ledgers[0].cache == 4 * (2 * 100 * 2 * 2 * 32 * 4 + 2 * (3584 + 512))
     assert both.ledgers[0].workspace > 0 and both.ledgers[0].logits == 2 * 16 * 320 * 4
-    last = place(alone, [cache, second], "64M", margin=0, last_id_only=True)
+    last = place(alone, [cache, second], "64M", **EXACT, last_id_only=True)
     assert last.ledgers[0].logits == 2 * 320 * 4
     assert not alone.device_map and cache.nbytes() == {}
 
@@ -71,14 +73,14 @@ def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypa
     kernel that only the host has makes no card's workspace smaller."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     bare = model()
-    card = place(bare, Cache(bare, 100, 2), "64M", margin=0).units
+    card = place(bare, Cache(bare, 100, 2), "64M", **EXACT).units
     host = place(bare, Cache(bare, 100, 2), ["cpu"]).units
     assert [unit.workspace for unit in card] == [unit.workspace for unit in host]
     monkeypatch.setattr(
         "exkv.planning.dry_run.has_kernel", lambda name, device_type: device_type == "cpu"
     )
     other = model()
-    assert [u.workspace for u in place(other, Cache(other, 100, 2), "64M", margin=0).units] == [
+    assert [u.workspace for u in place(other, Cache(other, 100, 2), "64M", **EXACT).units] == [
         unit.workspace for unit in card
     ]
     assert place(other, Cache(other, 100, 2), ["cpu"]).units[1].workspace < host[1].workspace
@@ -169,30 +171,37 @@ def test_a_plan_for_cards_counts_their_tiles_whatever_processor_it_is_made_on(mo
     assert workspace_of_a_layer(small, large, "avx2") < expected
 
 
-def test_a_card_that_is_not_here_gets_a_margin_of_its_own():
+def test_a_card_that_is_not_here_gets_a_context_and_a_margin():
     plan = place(model(), devices="24G,24G")
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:1"]
-    assert plan.ledgers[0].budget.margin == 768 * MEBI
-    assert plan.ledgers[0].limit == (24 << 30) - 768 * MEBI
+    budget = plan.ledgers[0].budget
+    assert (budget.context, budget.margin, budget.segmented) == (598 * MEBI, 160 * MEBI, True)
+    assert plan.ledgers[0].limit == (24 << 30) - (598 + 160) * MEBI
+    assert plan.ledgers[0].allocator > 0
+    exact = place(model(), devices="24G,24G", allocator="exact").ledgers[0]
+    assert (exact.budget.context, exact.budget.segmented, exact.allocator) == (0, False, 0)
+    with pytest.raises(ValueError, match="allocator is 'other': it must be one of exact, cuda"):
+        place(model(), devices="24G", allocator="other")
 
 
 def test_the_hosts_budget_and_a_device_left_out():
-    plan = place(model(), devices="1M,9G,2M", margin=0, cpu="64M", cap=[1 << 30, 0, 1 << 30])
+    sizes = {"cpu": "64M", "cap": [1 << 30, 0, 1 << 30], "allocator": "exact"}
+    plan = place(model(), devices="1M,9G,2M", margin=0, **sizes)
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:2", "cpu"]
     assert plan.devices[-1] == CPU
     assert plan.ledgers[-1].limit == 64 * MEBI
 
 
 def test_embed_cpu_is_placed_on_the_host_in_the_plan_too():
-    plan = place(model(embed_cpu=True), devices="64M", margin=0)
+    plan = place(model(embed_cpu=True), devices="64M", **EXACT)
     assert plan.devices[0] == CPU and set(plan.devices[1:]) == {torch.device("cuda", 0)}
 
 
 def test_a_second_model_is_placed_around_the_first():
     main, draft = model(), model()
-    first = place(main, Cache(main, 200, 2), "3M,3M,64M", margin=0)
+    first = place(main, Cache(main, 200, 2), "3M,3M,64M", **EXACT)
     second = place(draft, Cache(draft, 200, 2), beside=first)
-    assert first == place(main, Cache(main, 200, 2), "3M,3M,64M", margin=0)
+    assert first == place(main, Cache(main, 200, 2), "3M,3M,64M", **EXACT)
     for before, after in zip(first.ledgers, second.ledgers, strict=True):
         held = before.weights + before.cache + before.logits
         assert after.budget.in_use == held
@@ -204,7 +213,7 @@ def test_a_second_model_is_placed_around_the_first():
 
 def test_a_plan_of_a_real_model_survives_json():
     alone = model()
-    plan = place(alone, Cache(alone, 100), "1M,1M,64M", "balance", margin=0, last_id_only=True)
+    plan = place(alone, Cache(alone, 100), "1M,1M,64M", "balance", **EXACT, last_id_only=True)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -269,7 +278,7 @@ def test_the_least_lossy_cache_is_the_exact_one_as_long_as_it_fits():
 
 
 def test_fewest_devices():
-    plan = place(model(), devices="1M,2M,64M,64M", objective="fewest", margin=0)
+    plan = place(model(), devices="1M,2M,64M,64M", objective="fewest", **EXACT)
     assert len(set(plan.devices)) == 1
 
 
@@ -299,10 +308,10 @@ def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
     """On cards that are a little too small for a model with a large chunk and a reserve."""
     big = Model(config(), max_input_len=256)
     workload = Workload.of(big, [CacheShape.planned(big, Cache, 1500, 2)])
-    total = place(big, Cache(big, 1500, 2), "1G", margin=0).ledgers[0].total
+    total = place(big, Cache(big, 1500, 2), "1G", **EXACT).ledgers[0].total
     first = int(total * split)
     devices = f"{first},{total - first - 1000}" if first else str(total - 1000)
-    budgets = make_budgets(devices, margin=0, reserve="20K")
+    budgets = make_budgets(devices, **EXACT, reserve="20K")
     setting = Scenario(workloads=(workload,), budgets=tuple(budgets))
     with pytest.raises(PlacementError) as caught:
         plans_for(setting)
@@ -325,7 +334,7 @@ def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lack
     setting = scenario("1G", length=5000, rows=rows)
     (plan,) = setting.attempt()
     short = int(plan.ledgers[0].total - lacking * plan.ledgers[0].cache)
-    setting = replace(setting, budgets=tuple(make_budgets(str(short), margin=0)))
+    setting = replace(setting, budgets=tuple(make_budgets(str(short), **EXACT)))
     with pytest.raises(PlacementError):
         setting.attempt()
     predicted = []

@@ -27,11 +27,12 @@ def test_the_cpu_has_memory_and_rounding_is_up_to_whole_blocks():
     assert [devices.rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
-def test_real_gpus_get_a_margin_and_those_that_are_not_here_a_larger_one():
+def test_real_gpus_get_a_margin_and_those_that_are_not_here_a_larger_context():
     card = torch.device("cuda", 0)
-    assert 0 < devices.default_margin(card) < devices.default_margin(card, present=False)
+    assert devices.default_margin(card) > 0
+    assert 0 < devices.expected_context(card) < devices.expected_context(card, present=False)
     for other in (devices.CPU, torch.device("meta")):
-        assert devices.default_margin(other) == devices.default_margin(other, present=False) == 0
+        assert devices.default_margin(other) == devices.expected_context(other, present=False) == 0
 
 
 def test_the_cpu_comes_last(monkeypatch):
@@ -63,7 +64,7 @@ def test_tensors_for_weights_on_the_host_lie_in_huge_pages():
         "large": torch.empty(2048, 1024, device="meta"),
         "none": torch.empty(0, 4, dtype=torch.int8, device="meta"),
     }
-    made = devices.host_tensors(shapes)
+    made = devices.empty_tensors(shapes, devices.CPU)
     assert {name: (x.shape, x.dtype) for name, x in made.items()} == {
         name: (x.shape, x.dtype) for name, x in shapes.items()
     }
@@ -77,5 +78,5 @@ def test_tensors_for_weights_on_the_host_lie_in_huge_pages():
 
 
 def test_what_is_too_small_for_a_large_page_is_memory_all_the_same():
-    made = devices.host_tensors({"a": torch.empty(5, device="meta")})
+    made = devices.empty_tensors({"a": torch.empty(5, device="meta")}, devices.CPU)
     assert made["a"].fill_(2).tolist() == [2] * 5

@@ -123,18 +123,24 @@ def test_a_real_oom_keeps_the_choice_and_the_next_load_chooses_anew(folder):
 def test_less_room_costs_more_and_a_plan_says_what(folder):
     model = Model(folder, max_input_len=16, weights="best")
     cache = Cache(model, 64, 2)
-    (whole,) = place(model, cache, "1G", margin=0).ledgers
+    (whole,) = place(model, cache, "1G", margin=0, allocator="exact").ledgers
     lost = []
     for share in (1.0, 0.8, 0.5, 0.35):
         room = whole.total - int(whole.weights * (1 - share))
-        plan = place(model, cache, str(room), margin=0)
+        plan = place(model, cache, str(room), margin=0, allocator="exact")
         lost.append(sum(unit.loss for unit in plan.units))
         (line,) = given_up(plan)
         assert line.startswith("cuda:0: embedding") and line.endswith(" %")
         assert Plan.from_json(plan.to_json()) == plan
     assert lost[0] == 0 and lost == sorted(set(lost))
     with pytest.raises(PlacementError, match="no room for"):
-        place(model, cache, f"{(whole.total - whole.weights * 9 // 10) >> 10}K", margin=0)
+        place(
+            model,
+            cache,
+            f"{(whole.total - whole.weights * 9 // 10) >> 10}K",
+            margin=0,
+            allocator="exact",
+        )
 
 
 def test_a_plan_is_carried_out_by_the_model_that_it_was_made_for(folder):

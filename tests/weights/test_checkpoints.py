@@ -173,7 +173,18 @@ def test_bytes_are_as_planned_and_three_devices_answer_as_one(folders):
         assert seen["weights"] <= on_disk + 512 * len(stored), name
 
 
-PLAN = ["--max-seq-len", "64", "--devices", "2M,2M", "--margin", "0", "--objective", "balance"]
+PLAN = [
+    "--max-seq-len",
+    "64",
+    "--devices",
+    "2M,2M",
+    "--margin",
+    "0",
+    "--allocator",
+    "exact",
+    "--objective",
+    "balance",
+]
 
 
 @needs_sim

@@ -61,10 +61,7 @@ class HostPages:
 
     def _empty(self) -> list[dict[str, Tensor]]:
         return [
-            {
-                name: devices.zeros(shape, dtype, devices.CPU, near=self._device)
-                for name, (shape, dtype) in _layout(self._spec, tier).items()
-            }
+            devices.zeros(_layout(self._spec, tier), devices.CPU, near=self._device)
             for tier in _tiers(self._spec)
         ]
 

@@ -75,11 +75,13 @@ def _decided(options: Sequence[Options]) -> Iterator[list[Options]]:
 
 def _smallest(options: Options) -> UnitCost:
     """A unit that takes no more in anything than any of its options."""
-    kinds = options[0].workspace
+    kinds, segmented = options[0].workspace, options[0].reserved
     return replace(
         options[0],
         weights=min(cost.weights for cost in options),
+        segments=min(cost.segments for cost in options),
         workspace={kind: min(cost.workspace[kind] for cost in options) for kind in kinds},
+        reserved={kind: min(cost.reserved[kind] for cost in options) for kind in segmented},
     )
 
 
@@ -220,7 +222,7 @@ class _Search:
     def _held(self, cost: UnitCost, budget: Budget) -> int:
         twins = [o for o in cost.shared if self.options[o][0].pinned == budget.place]
         shared = sum(cost.shared[other] for other in twins)
-        return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
+        return cost.held_on(budget) - shared
 
     def saved(self, index: int) -> int:
         """Bytes that a unit doesn't need beside all free units that it shares with."""
@@ -323,7 +325,7 @@ class _Fill:
             room: bytes on other devices for the units behind.
         """
         search, device = self.search, self.device
-        kind, floor = search.budgets[device].device.type, search.offer.floors[device]
+        budget, floor = search.budgets[device], search.offer.floors[device]
         fronts = [_Front.opened(floor, before[0])]
         for position, index in enumerate(search.free):
             saved = search.saved(index) if saves else 0
@@ -331,7 +333,7 @@ class _Fill:
             parts = [_Front.opened(floor, before[position + 1])]
             if len(fronts[-1]):
                 parts += [
-                    fronts[-1].plus(int(size) - saved, cost.workspace[kind], cost.loss, option)
+                    fronts[-1].plus(int(size) - saved, cost.call_on(budget), cost.loss, option)
                     for option, (cost, size) in enumerate(lines)
                 ]
             fronts.append(self._kept(_Front.joined(parts), position + 1, room))

@@ -86,13 +86,12 @@ class Offer:
         return next((position for position, name in enumerate(names) if name in homes), None)
 
     def _limit(self, device: int) -> int:
-        on = self.budgets[device].device
-        held = sum(c.weights + c.cache_on(on) + c.logits for c in self.pinned[device])
-        return self.budgets[device].limit - held
+        budget = self.budgets[device]
+        return budget.limit - sum(cost.held_on(budget) for cost in self.pinned[device])
 
     def _floor(self, device: int) -> int:
         budget = self.budgets[device]
-        peaks = (cost.workspace[budget.device.type] for cost in self.pinned[device])
+        peaks = (cost.call_on(budget) for cost in self.pinned[device])
         return max([budget.promised_workspace, *peaks])
 
     def _roles(self, host: Sequence[int]) -> Sequence[Role | None]:
@@ -121,7 +120,7 @@ class Offer:
         budget = self.budgets[device]
         alone = budget.place if self.pinned[device] else None
         limit, floor = self.limits[device], self.floors[device]
-        return budget.device.type, limit, floor, budget.bandwidth, alone
+        return budget.device.type, budget.segmented, limit, floor, budget.bandwidth, alone
 
     def _orders(self, order: str) -> Orders:
         by_role = [self._has_transport(host) for host in self.hosts]

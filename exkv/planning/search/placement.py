@@ -79,6 +79,7 @@ def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
     offered = ", ".join(f"{budget.place} {human(budget.limit)}" for budget in table.budgets)
     others = "".join(f"; {line}" for budget in table.budgets for line in budget.others)
     transport = f", transport {human(ledger.transport)}" if ledger.transport else ""
+    transport += f", allocator {human(ledger.allocator)}" if ledger.allocator else ""
     return PlacementError(
         f"no room for {name}: {ledger.place} would have to hold {ledger.total:,} bytes "
         f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "

@@ -80,11 +80,12 @@ class RangeTable:
         """Entry [i, j]: bytes of free units i to j - 1 on this device; devices of one type that
         nothing is pinned to are alike."""
         budget, floor = self.budgets[device], self.offer.floors[device]
-        key = budget.device.type, floor, budget.place if self.offer.pinned[device] else None
+        place = budget.place if self.offer.pinned[device] else None
+        key = budget.device.type, budget.segmented, floor, place
         if key not in memo:
             held = np.array([0, *(self._held(index, budget) for index in self.free)])
             held = held.cumsum()
-            table = held[None, :] - held[:, None] + self._peaks(budget.device.type, floor)
+            table = held[None, :] - held[:, None] + self._peaks(budget, floor)
             for position, index in enumerate(self.free):
                 for other, nbytes in self.costs[index].shared.items():
                     if other in self.free:
@@ -98,12 +99,12 @@ class RangeTable:
         cost = self.costs[index]
         twins = [other for other in cost.shared if self.pinned.get(other) == budget.place]
         shared = sum(cost.shared[other] for other in twins)
-        return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
+        return cost.held_on(budget) - shared
 
-    def _peaks(self, kind: str, floor: int) -> np.ndarray:
+    def _peaks(self, budget: Budget, floor: int) -> np.ndarray:
         """Entry [i, j]: the largest workspace among free units i to j - 1."""
         count = len(self.free)
-        peaks = np.array([self.costs[i].workspace[kind] for i in self.free])
+        peaks = np.array([self.costs[i].call_on(budget) for i in self.free])
         rows = np.triu(np.broadcast_to(peaks, (count, count)))
         table = np.full((count + 1, count + 1), floor, dtype=np.int64)
         table[:-1, 1:] = np.maximum(np.maximum.accumulate(rows, axis=1), floor)

@@ -1,0 +1,137 @@
+"""The promise where memory comes in segments, as on CUDA: plans on simulated devices that give
+memory by the rules of torch's caching allocator, cut to what the plan reserves.
+
+``EXKV_PROMISE=200`` (or more) runs so many plans instead of a few.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from simproc import run_sim
+from test_promise import work_at_the_edge
+from tiny import llama, mixtral, reference, save, small
+
+from exkv import CACHES, Cache, Model, PlacementError, place, sim
+from exkv.caching_allocator import CachingAllocator, Rules
+from exkv.planning.plan import OBJECTIVES
+
+MEBI = 1 << 20
+CASES = int(os.environ.get("EXKV_PROMISE", "24"))
+SEGMENTS = {"EXKV_SIM_ALLOCATOR": "cuda"}
+WIDE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SHAPES = {
+    "dense": lambda: llama(**WIDE, intermediate_size=1408, num_hidden_layers=6, vocab_size=8000),
+    "tied": lambda: llama(num_hidden_layers=5, vocab_size=4000, tie_word_embeddings=True),
+    "experts": lambda: mixtral(hidden_size=256, num_hidden_layers=3, num_local_experts=8),
+    "many experts": lambda: small("Qwen3Moe", num_experts=64, num_experts_per_tok=4)(
+        num_hidden_layers=3, moe_intermediate_size=64, decoder_sparse_step=1, head_dim=16
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        name: str(save(reference(make()), tmp_path_factory.mktemp("model")))
+        for name, make in SHAPES.items()
+    }
+
+
+def plans(folders, cases, seed):
+    """Plan on cards of any size, cut them to what is reserved, load by the plan, and work at the
+    edge; then the same with a byte less."""
+    rng = random.Random(seed)
+    outcomes, wrong = {"held": 0, "refused": 0, "several devices": 0}, []
+    for case in range(cases):
+        name, weights = rng.choice(sorted(folders)), rng.choice([None, None, "int8", "int4"])
+        model = Model(folders[name], max_input_len=rng.choice([16, 64]), weights=weights)
+        kind, length, rows = rng.choice(list(CACHES)), rng.choice([17, 90, 300]), rng.choice([1, 3])
+        cache = CACHES[kind](model, length, rows)
+        options = {
+            "objective": rng.choice([each for each in OBJECTIVES if each != "speed"]),
+            "last_id_only": rng.random() < 0.3,
+        }
+        what = [case, name, weights, model.max_input_len, kind, length, rows, options]
+        for index in range(torch.accelerator.device_count()):
+            sim.set_capacity(index, rng.randrange(12, 90) * MEBI)
+        try:
+            plan = place(model, cache, **options)
+        except PlacementError:
+            outcomes["refused"] += 1
+            continue
+        for ledger in plan.ledgers:
+            taken = ledger.budget.in_use_by_others
+            sim.set_capacity(ledger.device.index, taken + (ledger.total if ledger.units else 1))
+        try:
+            model.load(plan=plan)
+            work_at_the_edge(model, cache, options["last_id_only"])
+            outcomes["held"] += 1
+            outcomes["several devices"] += len(set(plan.devices)) > 1
+            as_planned = list(model.device_map.values()) == list(plan.devices)
+            wrong += [] if as_planned else [[*what, "another device"]]
+            wrong += [[*what, each] for each in model.report.surprises()]
+        except (torch.OutOfMemoryError, PlacementError) as error:
+            wrong.append([*what, str(error)])
+        model.unload()
+        left = [torch.accelerator.memory_reserved(i) for i in range(len(plan.ledgers))]
+        wrong += [[*what, "left behind", left]] if any(left) else []
+        fullest = max(plan.ledgers, key=lambda ledger: ledger.total)
+        taken = fullest.budget.in_use_by_others
+        sim.set_capacity(fullest.device.index, taken + fullest.total - 1)
+        try:
+            model.load(plan=plan)
+            wrong.append([*what, "loaded with a byte less"])
+            model.unload()
+        except PlacementError as error:
+            if error.needed - error.available != 1:
+                wrong.append([*what, "a byte less", str(error)])
+        del cache
+    return outcomes, wrong
+
+
+def test_plans_hold_on_cards_cut_to_what_they_reserve(folders):
+    outcomes, wrong = run_sim(
+        plans, "90M,90M,90M", args=[folders, CASES, 11], env=SEGMENTS, timeout=60 * CASES
+    )
+    assert wrong == []
+    assert outcomes["held"] >= CASES / 2
+    assert sum(outcomes[each] for each in ("held", "refused")) == CASES
+    assert outcomes["several devices"] > 0
+
+
+def loaded(folder):
+    """What each step of a load reserves, with an allocation for a unit's weights and its cache."""
+    model = Model(folder, max_input_len=64)
+    cache = Cache(model, 300, 2)
+    reserved = []
+    model.load(callback=lambda *_: reserved.append(torch.accelerator.memory_reserved(0)))
+    units = [
+        [sum(unit.nbytes.values()), 0 if unit.spec.layer is None else cache.layers[0].nbytes()]
+        for unit in model.units
+    ]
+    segments = [segment_of(p) for unit in model.units for p in unit.module.parameters()]
+    storages = len(set(segments))
+    model.unload()
+    return reserved, units, storages, torch.accelerator.memory_reserved(0)
+
+
+def segment_of(parameter):
+    return parameter.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("name", ["dense", "many experts"])
+def test_a_unit_lies_in_one_allocation_and_reserves_what_the_model_of_the_allocator_says(
+    folders, name
+):
+    reserved, units, storages, left = run_sim(loaded, "256M", args=[folders[name]], env=SEGMENTS)
+    assert storages == len(units) and left == 0
+    allocator, rules, expected = CachingAllocator(Rules()), Rules(), [0]
+    for unit in units:
+        for nbytes in filter(None, unit):
+            allocator.allocate(rules.stretch(nbytes))
+        expected.append(allocator.reserved)
+    assert reserved == expected
