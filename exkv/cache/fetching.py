@@ -1,8 +1,9 @@
 """Copies between host memory and a layer's device: prefetch before attention, write-back after it.
 
-Rows are copied whole, from and to pinned memory, on a side stream. Only consumers wait: attention
-waits for the prefetch by an event on the device, and the host waits for new values when it next
-reads or writes the storage, a call later.
+Rows are copied whole, from and to pinned memory, on a side stream. Prefetches of a call take turns
+in two buffers: while attention reads the one, the next layer's tokens arrive in the other. The
+current stream waits for each copy by an event before it lets go of what the copy reads or writes,
+so that nothing needs ``record_stream``, whose memory comes back only when the host next looks.
 """
 
 from __future__ import annotations
@@ -24,55 +25,84 @@ class Prefetch:
 
     Args:
         lengths: of the call that it serves.
+        memory: the buffer that the copy arrives in.
+        spare: the other buffer, for the layer after this one; None where there is none yet.
     """
 
-    def __init__(self, lengths: Lengths, here: Tensors, copies: devices.SideStream) -> None:
+    def __init__(
+        self,
+        lengths: Lengths,
+        here: Tensors,
+        copies: devices.SideStream,
+        memory: torch.Tensor,
+        spare: torch.Tensor | None = None,
+    ) -> None:
         self.lengths = lengths
-        self._here = here
+        self.memory, self.spare = memory, spare
+        self._here: Tensors | None = here
         self._copies = copies
+
+    def __del__(self) -> None:
+        if self._here is not None:  # of a call that failed: the copy still writes to the buffer
+            self._copies.wait()
 
     @classmethod
     def start(
-        cls, tensors: Tensors, arrangement: Arrangement, device: torch.device, lengths: Lengths
+        cls,
+        tensors: Tensors,
+        arrangement: Arrangement,
+        device: torch.device,
+        lengths: Lengths,
+        *,
+        memory: torch.Tensor | None = None,
+        spare: torch.Tensor | None = None,
     ) -> Prefetch:
-        """Start to copy the rows' tokens to tensors with room for the call's new ones."""
-        if lengths.pages is not None:
-            return cls._start_pages(tensors, device, lengths)
-        rows, slots = len(lengths.past), arrangement.slots
-        here = {
-            name: torch.empty(
-                (rows, extent(slots(name, 0, lengths.kv_len)), *tensor.shape[2:]),
-                dtype=tensor.dtype,
-                device=device,
-            )
-            for name, tensor in tensors.items()
-        }
+        """Start to copy the rows' tokens to tensors with room for the call's new ones.
+
+        Args:
+            memory: uint8, for the copy to arrive in if it is large enough; else it is allocated.
+            spare: kept for the layer after this one.
+        """
+        layout = _layout(tensors, arrangement, lengths)
+        memory = _enough(memory, devices.layout_bytes(layout), device)
+        here = devices.views(memory, layout)
         copies = devices.SideStream(device)
-        with copies:
+        with copies:  # behind whoever read the buffer before
             for name, tensor in tensors.items():
-                copies.uses(here[name])
-                stored = [slots(name, 0, past) for past in lengths.past]
+                if lengths.pages is not None:
+                    here[name].copy_(tensor[lengths.pages.flatten().long()])
+                    continue
+                stored = [arrangement.slots(name, 0, past) for past in lengths.past]
                 here[name][:, _shared_end(stored) :].zero_()  # padding is read, though masked
                 for row, each in enumerate(stored):
                     _copy(here[name][row], tensor[row], each)
-        return cls(lengths, here, copies)
-
-    @classmethod
-    def _start_pages(cls, tensors: Tensors, device: torch.device, lengths: Lengths) -> Prefetch:
-        """Start to copy paged rows: their pages are laid out one after another, row by row."""
-        assert lengths.pages is not None
-        index = lengths.pages.flatten().long()
-        copies = devices.SideStream(device)
-        with copies:
-            here = {name: tensor[index].to(device) for name, tensor in tensors.items()}
-            for tensor in here.values():
-                copies.uses(tensor)
-        return cls(lengths, here, copies)
+        return cls(lengths, here, copies, memory, spare)
 
     def arrive(self) -> Tensors:
-        """The copy; the current stream waits for its end."""
+        """The copy, once; the current stream waits for its end."""
+        assert self._here is not None, "a copy is read once"
+        here, self._here = self._here, None
         self._copies.wait()
-        return self._here
+        return here
+
+
+def _layout(tensors: Tensors, arrangement: Arrangement, lengths: Lengths) -> devices.Layout:
+    """What arrives: rows up to the call's end, or the pages of all rows one after another."""
+    if lengths.pages is not None:
+        count = lengths.pages.numel()
+        return {name: ((count, *each.shape[1:]), each.dtype) for name, each in tensors.items()}
+    rows, slots = len(lengths.past), arrangement.slots
+    return {
+        name: ((rows, extent(slots(name, 0, lengths.kv_len)), *each.shape[2:]), each.dtype)
+        for name, each in tensors.items()
+    }
+
+
+def _enough(memory: torch.Tensor | None, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The buffer, or a new one where it is too small or elsewhere."""
+    if memory is not None and memory.device == device and memory.nbytes >= nbytes:
+        return memory
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _shared_end(stored: list[Slots]) -> int:
@@ -100,17 +130,21 @@ class WriteBack:
         # The block table may change before these values are written.
         pages = None if lengths.pages is None else lengths.pages.clone()
         self.lengths = replace(lengths, pages=pages)
-        new = {name: value.contiguous() for name, value in new.items()}
+        self._new: Tensors = {name: value.contiguous() for name, value in new.items()}
         self._copies = devices.SideStream(device)
         with self._copies:
-            for value in new.values():
-                self._copies.uses(value)
             # torch allocates pinned memory for the target of a non-blocking copy to the host.
             self._here = {
-                name: value.to(devices.CPU, non_blocking=True) for name, value in new.items()
+                name: value.to(devices.CPU, non_blocking=True) for name, value in self._new.items()
             }
+
+    def let_go(self) -> None:
+        """Free the values on the device: what is queued there from now on follows the copy."""
+        self._copies.wait()
+        self._new = {}
 
     def arrive(self) -> Tensors:
         """The values; waits for the copy to end."""
         self._copies.synchronize()
+        self._new = {}
         return self._here

@@ -151,7 +151,10 @@ class CacheLayer:
     ) -> Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         view = self.append(k, v, batch, params)
-        return self.spec.storage.attend(q, view, params, self.spec.dtype)
+        out = self.spec.storage.attend(q, view, params, self.spec.dtype)
+        if self._written_back:  # copied while attention ran
+            self._written_back[-1].let_go()
+        return out
 
     def append(self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams) -> View:
         """Store k, v (B, T, H_kv, D); returns what these tokens' queries see, valid until the next
@@ -210,12 +213,27 @@ class CacheLayer:
         assert prefetch.lengths == lengths, "a failed call drops its prefetch"
         here = prefetch.arrive()
         if self.after is not None and self.after.tensors:
-            self.after.prefetched = self.after.start_prefetch(lengths)
+            self.after.prefetched = self.after.start_prefetch(lengths, prefetch)
         return here
 
-    def start_prefetch(self, lengths: Lengths) -> Prefetch:
-        """Start to copy the tokens that a call of these lengths reads to the layer's device."""
-        return Prefetch.start(self.tensors, self.spec.arrangement, self._placed, lengths)
+    def start_prefetch(self, lengths: Lengths, before: Prefetch | None = None) -> Prefetch:
+        """Start to copy the tokens that a call of these lengths reads to the layer's device, to the
+        buffer that the layer before does not read.
+
+        Args:
+            before: that layer's.
+        """
+        memory, spare = (None, None) if before is None else (before.spare, before.memory)
+        if before is not None:
+            before.spare = None
+        return Prefetch.start(
+            self.tensors,
+            self.spec.arrangement,
+            self._placed,
+            lengths,
+            memory=memory,
+            spare=spare,
+        )
 
     def _write_back(self, new: Tensors, lengths: Lengths) -> None:
         """Start to copy new values (B, T, ...) to an offloaded storage; :meth:`settle` stores

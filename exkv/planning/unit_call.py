@@ -54,11 +54,12 @@ def run_unit(
 @contextlib.contextmanager
 def amid_others(layer: CacheLayer, batch: Batch) -> Iterator[None]:
     """The cache's layer as it is in the middle of a call: where it is offloaded, its tokens are
-    being prefetched, and the next layer's can be."""
+    being prefetched, and the next layer's can be, to a buffer that the layer before has read."""
     after = layer.after
     if layer.offloaded:
         own = batch if layer.shared is None else layer.shared.rest(batch)
-        layer.prefetched = layer.start_prefetch(own.lengths)
+        layer.prefetched = prefetch = layer.start_prefetch(own.lengths)
+        prefetch.spare = torch.empty_like(prefetch.memory)
         layer.after = after and _stand_in(after, layer.device)
     try:
         yield

@@ -116,3 +116,84 @@ def test_what_lies_behind_the_tokens_of_a_row_is_zero():
     here = Prefetch.start(stored, Stored, torch.device("cpu"), lengths).arrive()["k"]
     assert here.shape == (2, 6, 1, 2)
     assert here[..., 0, 0].tolist() == [[1, 1, 1, 1, 1, 0], [2, 2, 0, 0, 0, 0]]
+
+
+# Streams that lag ------------------------------------------------------------------------------
+
+
+def with_streams_that_lag(folder, make, broken):
+    """How far the logits are from those of a cache on the device, how many copies lost their
+    memory, and the most buffers that a call's layers had."""
+    model = Model(folder, max_input_len=32)
+    caches = [
+        KVCache(model, 64, 3, residence=residence, **MAKES[make])
+        for residence in (OnHost(), KVCache(model, 4).layers[0].spec.residence)
+    ]
+    model.load_autosplit(caches[0])
+    sim.let_streams_lag()
+    start, buffers, most = Prefetch.start, set(), []
+
+    def noting(*args, memory=None, **options):
+        prefetch = start(*args, memory=None if broken == "freed early" else memory, **options)
+        buffers.add(prefetch.memory.data_ptr())
+        if broken == "freed early":
+            prefetch._here = {name: torch.zeros_like(x) for name, x in prefetch._here.items()}
+            prefetch.memory = prefetch.memory[:0].clone()
+        return prefetch
+
+    Prefetch.start = noting
+    if broken == "not waited for":
+        Prefetch.arrive = lambda self: self._here
+    forward = model.forward_chunk
+
+    def counting(*args, **options):
+        buffers.clear()
+        out = forward(*args, **options)
+        most.append(len(buffers))
+        return out
+
+    model.forward_chunk = counting
+    away, here = (ragged_calls(model, cache) for cache in caches)
+    return (away - here).abs().max().item(), sim.lifetime_errors(), max(most)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_copies_that_end_late_change_nothing_and_take_turns_in_two_buffers(tmp_path, make):
+    folder = str(save(reference(llama(num_hidden_layers=5)), tmp_path / "model"))
+    difference, lost, buffers = run_sim(with_streams_that_lag, "64M", args=[folder, make, ""])
+    assert (difference, lost, buffers) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("broken", ["not waited for", "freed early"])
+def test_streams_that_lag_find_who_reads_or_frees_too_early(tmp_path, broken):
+    folder = str(save(reference(llama(num_hidden_layers=3)), tmp_path / "model"))
+    difference, lost, _ = run_sim(with_streams_that_lag, "64M", args=[folder, "float", broken])
+    assert difference > 0
+    assert (lost > 0) == (broken == "freed early")
+
+
+def left_to_a_stream(recorded):
+    """A copy that is waited for, and one whose source is gone before."""
+    sim.let_streams_lag()
+    device, host = torch.device("sim:0"), torch.ones(4)
+    here, stream = torch.zeros(4, device=device), torch.Stream(device)
+    with stream:
+        here.copy_(host, non_blocking=True)
+        copied = stream.record_event()
+    seen = [here.tolist()]
+    torch.accelerator.current_stream(device).wait_event(copied)
+    seen.append(here.tolist())
+    with stream:
+        lost = torch.zeros(4, device=device)
+        lost.copy_(host, non_blocking=True)
+    if recorded:
+        lost.record_stream(stream)
+    del lost
+    return seen, sim.lifetime_errors()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_stream_that_lags_copies_when_it_is_waited_for(recorded):
+    seen, lost = run_sim(left_to_a_stream, "64M", args=[recorded])
+    assert seen == [[0.0] * 4, [1.0] * 4]
+    assert lost == (0 if recorded else 1)
