@@ -111,11 +111,14 @@ EXAMPLES: dict[str, Example] = {
         sizes=(("max_new_tokens = 512", "max_new_tokens = 64"),), prints=("Batch 4 of 4",)
     ),
     "examples/deprecated/cfg": Example(
-        sizes=(("    max_new_tokens = 200", "    max_new_tokens = 40"),), prints=("cfg_scale = 2.0",)
+        sizes=(("    max_new_tokens = 200", "    max_new_tokens = 40"),),
+        prints=("cfg_scale = 2.0",),
     ),
     "examples/deprecated/inference": Example(prints=("Response generated in",)),
     "examples/deprecated/lm_format_enforcer": Example(
-        prints=("Parsed JSON:",), sizes=(("max_new_tokens = 200", "max_new_tokens = 600"),), able=True
+        prints=("Parsed JSON:",),
+        sizes=(("max_new_tokens = 200", "max_new_tokens = 600"),),
+        able=True,
     ),
     "examples/deprecated/lora": Example(prints=("Yes LoRA:",)),
     "examples/deprecated/minimal_chat": Example(**_TURNS),
@@ -131,7 +134,10 @@ def environment() -> str:
     """The Python of an environment in ``build/`` that has what the programs need, and behind that
     what this one has."""
     folder = ROOT / "build" / "upstream"
-    python, wanted = folder / "bin" / "python", Path(__file__).with_name("upstream-requirements.txt")
+    python, wanted = (
+        folder / "bin" / "python",
+        Path(__file__).with_name("upstream-requirements.txt"),
+    )
     done = folder / "requirements.txt"
     if not done.is_file() or done.read_text() != wanted.read_text():
         venv.create(folder, with_pip=True, clear=True)
@@ -194,7 +200,12 @@ def run(python: str, copy: Path, model: Path, name: str, example: Example) -> st
     script.write_text(text.replace(str(model), smollm2()) if example.able else text)
     arguments = [str(model) if each == "MODEL" else each for each in example.arguments]
     command = [python, "-m", "exkv.compat.exllamav2", str(script), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "EXKV_SIM_DEVICES": example.devices, "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "EXKV_SIM_DEVICES": example.devices,
+        "OMP_NUM_THREADS": "1",
+    }
     try:
         done = subprocess.run(
             command,

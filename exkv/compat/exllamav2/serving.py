@@ -72,7 +72,9 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         def named(name: str) -> type:
             if name.startswith("_"):  # what Python itself asks for
                 raise AttributeError(f"{module.__name__} has no {name!r}")
-            return gone(name, module.__name__, instead_of(name) or instead_of(f"{module.__name__}.{name}"))
+            return gone(
+                name, module.__name__, instead_of(name) or instead_of(f"{module.__name__}.{name}")
+            )
 
         vars(module)["__getattr__"] = named
 
