@@ -16,6 +16,7 @@ from rich.progress import Progress
 from exkv.cache import KeepAll, KVCache, Storage
 from exkv.cli.loading import Prepared, prepare
 from exkv.cli.picture import draw_bars
+from exkv.decode import Generator
 from exkv.devices import allocated_memory
 from exkv.model import Model
 from exkv.planning import Ledger
@@ -40,6 +41,9 @@ class Session:
         most: most tokens of an answer.
         answers: number of answers so far, so that each has its own seed.
     """
+
+    models: list[Model]
+    generator: Generator
 
     def __init__(self, args: argparse.Namespace, show: Answers, notes: Console) -> None:
         self.show, self.notes = show, notes
