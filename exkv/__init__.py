@@ -63,7 +63,10 @@ finally:
     if _collects:
         gc.enable()
 
-sim.enable_from_env()
+try:
+    sim.enable_from_env()
+except ValueError as error:  # of a variable: one sentence, for whatever program this is
+    raise SystemExit(str(error)) from None
 
 __all__ = [
     "CACHES",

@@ -84,11 +84,19 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTensor:
-    """What a stored tensor must be: of this shape, in one of these dtypes, of which the first is
-    the one that needs no cast."""
+    """What a stored tensor must be.
+
+    Attributes:
+        shape: of the tensor.
+        dtypes: it has one of these; the first needs no cast.
+        block: bytes of a packed block, for a tensor of bytes that has floats in them.
+        halves: the first bytes of a block's float16s, which must be finite.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    block: int = 1
+    halves: tuple[int, ...] = ()
 
     @classmethod
     def of_floats(cls, shape: tuple[int, ...], dtype: torch.dtype) -> ExpectedTensor:

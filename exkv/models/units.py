@@ -77,7 +77,10 @@ def unit_spec(
 
     def in_formats(module: nn.Module) -> nn.Module:
         for each, matrix in _matrices(module):
-            matrix.use_format(chosen[each])
+            try:
+                matrix.use_format(chosen[each])
+            except ValueError as error:
+                raise ValueError(f"{rename(each)}: {error}") from None
         return module
 
     with torch.device("meta"):
@@ -115,7 +118,7 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
     """The units of the config's architecture, in the order in which a token passes them.
 
     Raises:
-        ValueError: the architecture isn't known.
+        ValueError: the architecture isn't known, or a matrix can't be in its format.
     """
     family = FAMILIES.get(config.architecture)
     if family is None:
@@ -123,7 +126,12 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
             f"{config.path or 'the config'}: architecture {config.architecture!r} is not "
             f"supported; known are: {', '.join(sorted(FAMILIES))}"
         )
-    return family.units(config, dtype)
+    try:
+        return family.units(config, dtype)
+    except ValueError as error:
+        if config.path is None or str(config.path) in str(error):
+            raise
+        raise ValueError(f"{config.path}: {error}") from None
 
 
 class PlacedUnit(Protocol):

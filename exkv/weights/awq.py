@@ -18,7 +18,8 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.ops.registry import define_op
 from exkv.ops.weight_groups import CHUNK, pack_codes
 
-from .bits import check_finite, stored_scale, unpack, words, words_of
+from .bits import stored_scale, unpack, words, words_of
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat

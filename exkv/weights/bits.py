@@ -129,17 +129,6 @@ def order_of(groups: torch.Tensor, size: int, name: str) -> torch.Tensor:
     return order
 
 
-def check_finite(name: str, values: torch.Tensor) -> None:
-    """ValueError where a scale is no number, or infinite."""
-    wrong = values.isfinite().logical_not_().flatten()
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{int(wrong.sum())} of {values.numel()} {name} are not finite, the first is number "
-            f"{first}, {values.flatten()[first].item()}: download the model again"
-        )
-
-
 def check_permutation(name: str, order: torch.Tensor) -> None:
     """ValueError unless every input is there once."""
     expected = torch.arange(len(order), dtype=order.dtype)

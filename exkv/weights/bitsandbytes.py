@@ -24,7 +24,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import parse_json_object
 from exkv.checkpoint.value_checks import is_int, is_number
 
-from .bits import check_finite
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
@@ -233,9 +233,9 @@ def _format_found(
     format: Bnb4Format, layer: str, size: Size, headers: Headers | None
 ) -> Bnb4Format:
     """With blocks of the size that the number of absmax says, and the length of the JSON."""
-    if headers is None:
+    absmax = None if headers is None else headers.get(f"{layer}.weight.absmax")
+    if headers is None or absmax is None:  # a load says that it is missing
         return format
-    absmax = headers[f"{layer}.weight.absmax"]
     of_size = [b for b in BLOCKS if absmax.shape == (math.ceil(size[0] * size[1] / b),)]
     state = headers.get(f"{layer}.{format._state_name()}")
     length = state.shape[0] if state is not None and len(state.shape) == 1 else 0

@@ -29,7 +29,8 @@ from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import pack_codes
 
 from . import mxfp4, nvfp4
-from .bits import check_finite, order_of, pack, stored_scale, unpack, words, words_of
+from .bits import order_of, pack, stored_scale, unpack, words, words_of
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .fp8 import Fp8Format

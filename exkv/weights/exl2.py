@@ -32,7 +32,8 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig, open_checkpoint
 from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import BLOCK, CHUNK, unpack_codes
 
-from .bits import check_finite, check_permutation, words_of
+from .bits import check_permutation, words_of
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .methods import FormatOf, register

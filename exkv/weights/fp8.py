@@ -21,7 +21,7 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 
-from .bits import check_finite
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .methods import FormatOf, register

@@ -10,7 +10,7 @@ the file, where the CPU's kernels read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -67,7 +67,9 @@ class BlockFormat(TiledFormat):
         return f"gguf {self.type.name}"
 
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        return _stored(self.type, size)
+        (weight,) = _stored(self.type, size).values()
+        each = _HALVES[self.type.name]
+        return {"weight": replace(weight, block=self.type.nbytes, halves=each)}
 
     def layout(self, size: Size) -> Layout:
         return {"weight": ((size[0], _row_bytes(self.type, size)), torch.uint8)}
@@ -293,6 +295,16 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     return _grouped(codes, _half(blocks, 0) * _signed(low | high, 32)).flatten(1)
 
 
+#: Where blocks have 16-bit floats, in bytes.
+_HALVES: dict[str, tuple[int, ...]] = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
 _UNPACK: dict[str, Unpack] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,

@@ -26,13 +26,13 @@ from exkv.checkpoint.files import quoted
 from .bits import (
     SCALE_DTYPES,
     check_constant,
-    check_finite,
     order_of,
     stored_scale,
     unpack,
     words,
     words_of,
 )
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat

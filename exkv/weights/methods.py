@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.files import quoted
 
 from .floats import FLOATS
 from .format import Size, WeightFormat
@@ -76,10 +77,10 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     """
     settings = config.quantization
     method = None if settings is None else settings.get("quant_method")
-    if settings is not None and (method is None or method not in METHODS):
+    if settings is not None and not (isinstance(method, str) and method in METHODS):
         known = ", ".join(filter(None, METHODS)) or "none yet"
         raise ValueError(
-            f"{config.path or 'the config'}: quantization_config (quant_method {method!r}) is not "
+            f"{config.path or 'the config'}: quantization_config (quant_method {quoted(method)}) is not "
             f"supported; known are: {known}. Take the model's unquantized version"
         )
     return importlib.import_module(METHODS[method]).formats_of(config, dtype)

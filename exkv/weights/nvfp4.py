@@ -19,7 +19,7 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor
 
-from .bits import check_finite
+from .finite import check_finite
 from .format import Layout, Size, Tensors
 from .fp8 import E4M3, float8_values
 from .mxfp4 import float4_values

@@ -24,6 +24,7 @@ from exkv.checkpoint.facts import Facts, facts_of
 from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import CHUNK
 
+from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
@@ -58,8 +59,7 @@ class OnLoad(GroupFormat):
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weight = stored["weight"]
-        if not weight.isfinite().all():
-            raise ValueError("the weights are not all finite; they cannot be made integers")
+        check_finite("weights", weight)
         made = rounded(weight, self.bits, self.group, self.scale)
         return self.pack(made.codes, made.scale)
 

@@ -6,6 +6,9 @@ page is touched twice. To an accelerator: through two pinned buffers, one of whi
 the other is copied; what is stored in another dtype is converted on the device. Only what a format
 makes anew of stored tensors goes by way of mapped files. For tensors with no memory behind them, on
 simulated devices that run dry, no file is read.
+
+Every piece is checked for NaN and infinity right after it was read, while it is in the processor's
+cache (``finite.py``).
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from exkv import devices, sim
-from exkv.checkpoint import CheckpointError, WeightReader
+from exkv.checkpoint import CheckpointError, ExpectedTensor, WeightReader
 
+from .finite import first_in_stored, first_not_finite
 from .source import Source
 
 #: Bytes that are read, or copied to a device, at once.
@@ -41,7 +46,8 @@ def read_parameters(
         shapes: shape and dtype of every parameter, on ``meta``.
 
     Raises:
-        CheckpointError: a file was changed or replaced since it was opened.
+        CheckpointError: a file was changed or replaced since it was opened, or holds a number that
+            is not finite.
         torch.OutOfMemoryError: the device is full.
     """
     wanted = {name: shapes[name] for source in sources for name in source.parameters}
@@ -63,34 +69,80 @@ class _Made:
     Attributes:
         values: on the host, in the stored dtype where a format left them as they are stored.
         stored: the stored tensor whose bytes these are, or None.
+        source: what makes it.
+        file: of the source's tensors, for messages.
+        dtype: on the device.
     """
 
     parameter: str
     values: torch.Tensor
     stored: str | None
+    source: Source
+    file: Path
+    dtype: torch.dtype
+
+    @property
+    def expected(self) -> ExpectedTensor:
+        """The stored tensor's."""
+        assert self.stored is not None
+        return self.source.stored[self.stored]
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """The first byte of every piece, and how many it has: whole blocks, if it has some."""
+        step = PIECE // self.expected.block * self.expected.block
+        nbytes = self.values.nbytes
+        return ((first, min(step, nbytes - first)) for first in range(0, nbytes, step))
+
+    def check_piece(self, piece: torch.Tensor, first: int) -> None:
+        """CheckpointError for a number that is not finite in bytes from the ``first`` on."""
+        found = first_in_stored(piece, self.values.dtype, self.expected, self.dtype)
+        if found is not None:
+            packed = bool(self.expected.halves)
+            unit = self.expected.block if packed else self.values.dtype.itemsize
+            what = "a scale of block" if packed else "number"
+            raise self._damaged(f"{self.stored}: {what} {first // unit + found}")
+
+    def check(self) -> None:
+        """CheckpointError for a number among all values that is not finite."""
+        dtype = self.dtype if self.dtype.is_floating_point else None
+        found = first_not_finite(self.values, dtype)
+        if found is not None:
+            name = self.stored or f"{next(iter(self.source.stored))}: {self.parameter}"
+            raise self._damaged(f"{name}: number {found}")
+
+    def _damaged(self, place: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.file}: {place} is NaN, infinite or too large for {self.dtype}: download the "
+            "model again"
+        )
 
 
-def _converted(checkpoint: WeightReader, sources: Iterable[Source]) -> Iterator[_Made]:
+def _converted(
+    checkpoint: WeightReader, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
+) -> Iterator[_Made]:
     for source in sources:
         stored = {name: checkpoint.tensor(name) for name in source.stored}
-        for parameter, values in _convert(checkpoint, source, stored).items():
+        file = checkpoint.info(next(iter(stored))).file
+        for parameter, values in _convert(file, source, stored).items():
             same = (name for name, tensor in stored.items() if tensor is values)
-            yield _Made(parameter=parameter, values=values, stored=next(same, None))
-
-
-def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """The first byte of every piece, and how many it has."""
-    return ((first, min(PIECE, nbytes - first)) for first in range(0, nbytes, PIECE))
+            yield _Made(
+                parameter=parameter,
+                values=values,
+                stored=next(same, None),
+                source=source,
+                file=file,
+                dtype=shapes[parameter].dtype,
+            )
 
 
 def _convert(
-    checkpoint: WeightReader, source: Source, stored: Mapping[str, torch.Tensor]
+    file: Path, source: Source, stored: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """CheckpointError, with the file, where the tensors hold what cannot be."""
     try:
         return source.convert(stored)
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.info(next(iter(stored))).file}: {error}") from None
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +152,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _read_to_host(
     checkpoint: WeightReader, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    found = list(_converted(checkpoint, sources))
+    found = list(_converted(checkpoint, sources, shapes))
     mapped = {
         each.parameter: each.values
         for each in found
@@ -123,17 +175,31 @@ def _steps(
     checkpoint: WeightReader, made: _Made, target: torch.Tensor
 ) -> Iterator[Callable[[], object]]:
     """What brings a parameter's values into memory, to be called in any threads."""
-    name = made.stored
-    if name is None or made.values.dtype != target.dtype:
-        yield partial(target.copy_, made.values)
-    elif target is made.values:
-        devices.count_mapped(checkpoint.mapping(name), target.nbytes)
-        for first, count in _pieces(target.nbytes):
-            yield partial(checkpoint.fetch, name, first, count)
+    if made.stored is None or made.values.dtype != target.dtype:
+        yield partial(_copy, made, target)
+        return
+    if target is made.values:
+        devices.count_mapped(checkpoint.mapping(made.stored), target.nbytes)
+    for first, count in made.pieces():
+        yield partial(_read_piece, checkpoint, made, target, first, count)
+
+
+def _copy(made: _Made, target: torch.Tensor) -> None:
+    target.copy_(made.values)
+    made.check()
+
+
+def _read_piece(
+    checkpoint: WeightReader, made: _Made, target: torch.Tensor, first: int, count: int
+) -> None:
+    """Have bytes of a stored tensor in memory, those of a mapped one where they lie."""
+    assert made.stored is not None
+    piece = _bytes(target)[first : first + count]
+    if target is made.values:
+        checkpoint.fetch(made.stored, first, count)
     else:
-        whole = _bytes(target)
-        for first, count in _pieces(target.nbytes):
-            yield partial(checkpoint.read_into, name, whole[first : first + count], first)
+        checkpoint.read_into(made.stored, piece, first)
+    made.check_piece(piece, first)
 
 
 def _read_to_accelerator(
@@ -145,15 +211,17 @@ def _read_to_accelerator(
     stored = [name for source in sources for name in source.stored]
     largest = max((checkpoint.info(name).nbytes for name in stored), default=0)
     staging = Staging(min(PIECE, largest), device)
-    for each in _converted(checkpoint, sources):
+    for each in _converted(checkpoint, sources, made):
         if each.stored is None:
             made[each.parameter].copy_(each.values)
+            each.check()
             continue
         dtype, target = each.values.dtype, made[each.parameter].view(-1)
-        for first, count in _pieces(each.values.nbytes):
+        for first, count in each.pieces():
             with staging.buffer(count) as buffer:
                 if not sim.is_dry(target):
                     checkpoint.read_into(each.stored, buffer, first)
+                    each.check_piece(buffer, first)
                 begin = first // dtype.itemsize
                 part = target[begin : begin + count // dtype.itemsize]
                 staging.copy(part, buffer.view(dtype))

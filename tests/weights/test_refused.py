@@ -372,6 +372,31 @@ def test_damaged_tensors_are_refused(sound, tmp_path, name):
         load(tmp_path, config, tensors)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_layer_too_many_is_said_to_be_missing(sound, tmp_path, name):
+    config, tensors = sound(name)
+    with pytest.raises(ValueError, match=r"model.layers.1\.\S+ is missing"):
+        load(tmp_path, {**config, "num_hidden_layers": 2}, tensors)
+
+
+@pytest.mark.parametrize("method", [["gptq"], {}, 4, None, True])
+def test_a_method_that_is_no_name_is_refused(sound, tmp_path, method):
+    config, tensors = sound("gptq 4")
+    config["quantization_config"]["quant_method"] = method
+    with pytest.raises(ValueError, match=rf"{tmp_path}: .*quant_method .*known are: gptq"):
+        load(tmp_path, config, tensors)
+
+
+@pytest.mark.parametrize("name", ["gptq 4", "awq rows", "compressed nvfp4", "mxfp4", "int8"])
+def test_a_size_that_a_format_does_not_have_is_refused_by_layer(sound, tmp_path, name):
+    config, tensors = sound(name)
+    config["intermediate_size"] = 200 if name != "compressed nvfp4" else 199
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}.*: model.layers.0.mlp.\w+_proj: .*(200|199)"
+    ):
+        load(tmp_path, config, tensors)
+
+
 @pytest.mark.parametrize("name", UNSOUND)
 def test_settings_that_cannot_be_are_refused(sound, tmp_path, name):
     recipe, settings, words = UNSOUND[name]

@@ -1,0 +1,74 @@
+"""Finds NaN and infinity among weights while they are read.
+
+One such number makes every logit NaN, and nothing else tells of it. A pass over values that were
+read just now costs little beside reading them (`docs/quantized-weights.md` has figures).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor
+
+_E4M3 = torch.float8_e4m3fn
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def first_not_finite(values: torch.Tensor, dtype: torch.dtype | None = None) -> int | None:
+    """The number of the first value that is NaN or infinite, row after row; None where all are
+    finite, and for integers.
+
+    Args:
+        values: floats of any number of dimensions.
+        dtype: to which they are cast afterwards, with a largest number of its own.
+    """
+    if values.numel() == 0:
+        return None
+    if values.dtype == _E4M3:
+        codes = values.view(torch.uint8) & 0x7F
+        return None if int(codes.amax()) < 0x7F else _first(codes == 0x7F)
+    if values.dtype not in _FLOATS:
+        return None
+    most = torch.finfo(values.dtype if dtype is None else dtype).max
+    low, high = (float(end) for end in values.aminmax())  # NaN if any is
+    if -most <= low and high <= most:
+        return None
+    return _first((values.abs() <= most).logical_not_())
+
+
+def first_in_stored(
+    piece: torch.Tensor, stored: torch.dtype, expected: ExpectedTensor, dtype: torch.dtype
+) -> int | None:
+    """:func:`first_not_finite` of bytes of a stored tensor.
+
+    Args:
+        piece: uint8 (n,), whole values or blocks.
+        stored: dtype of the tensor.
+        expected: says where packed blocks have floats.
+        dtype: of the parameter that is made of it.
+
+    Returns:
+        The value's number in the piece, or the block's.
+    """
+    if not expected.halves:
+        return first_not_finite(piece.view(stored), dtype if dtype.is_floating_point else None)
+    blocks = piece.view(-1, expected.block)
+    halves = [blocks[:, place : place + 2] for place in expected.halves]
+    values = torch.cat(halves, 1).view(torch.float16)
+    found = first_not_finite(values)
+    return None if found is None else found // len(halves)
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """ValueError that names the first of some scales that is NaN or infinite."""
+    first = first_not_finite(values)
+    if first is not None:
+        count = int(values.isfinite().logical_not_().sum())
+        raise ValueError(
+            f"{count} of {values.numel()} {name} are not finite, the first is number {first}, "
+            f"{values.flatten()[first].item()}: download the model again"
+        )
+
+
+def _first(wrong: torch.Tensor) -> int:
+    return int(wrong.flatten().nonzero()[0])
