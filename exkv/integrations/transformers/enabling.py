@@ -1,14 +1,15 @@
 """``enable()``: ``model.generate(..., cache_implementation="exkv")``.
 
-transformers keeps a fixed list of names for ``cache_implementation``, which nobody can add to. What
-is public is ``generate`` itself: ``enable`` wraps it, takes out the names that are exkv's, and
-passes a cache. The classes of caches that left transformers are put back into it (``named.py``).
+transformers' list of names for ``cache_implementation`` is fixed. So ``enable`` wraps ``generate``,
+takes exkv's names out of a call, and passes a cache. Cache classes that left transformers are put
+back into it (``named.py``).
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import sys
 from typing import Any
 
@@ -28,9 +29,9 @@ from .cache import HFCache
 from .named import NAMED, NamedCache
 from .versions import cache_argument, with_cache_renamed
 
-#: Names that transformers removed, or takes for its static cache nowadays.
+#: Names that transformers removed, or now takes for its static cache.
 _REMOVED = ("sink", "sliding_window", "hybrid")
-#: Arguments of ``generate`` that an ``HFCache`` takes the place of.
+#: Arguments of ``generate`` that an ``HFCache`` replaces.
 _SETTINGS = ("cache_implementation", "cache_config")
 _stock_generate: Any = None
 _stock_classes: list[tuple[Any, str, Any]] = []
@@ -50,6 +51,9 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
     """
     global _stock_generate
     disable()
+    # Executes transformers' __init__ once more, whereupon what was added before is gone; loading a
+    # model imports it.
+    importlib.import_module("transformers.processing_utils")
     _stock_generate = stock = GenerationMixin.generate
     names = _names(every_name)
 
@@ -70,8 +74,8 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
 
 def _places() -> list[Any]:
-    """Modules in which transformers' classes are found: it puts one of its own making in its place,
-    and sometimes does so again later, when others hold the earlier one."""
+    """Modules that have transformers' classes: the package replaces itself in ``sys.modules``, and
+    callers may hold an earlier one."""
     now = sys.modules["transformers"]
     return [transformers, *([] if now is transformers else [now]), cache_utils]
 
@@ -93,7 +97,7 @@ def disable() -> None:
 def _with_cache(
     model: PreTrainedModel, kwargs: dict[str, Any], names: set[str], defaults: dict[str, Any]
 ) -> dict[str, Any]:
-    """The call with a cache in place of one of exkv's names, if it has one."""
+    """Replace one of exkv's names in a call by a cache."""
     given = kwargs.get("generation_config")
     name = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
     if name not in names:
@@ -111,7 +115,7 @@ def _with_cache(
 
 
 def _names(every: bool) -> set[str]:
-    """What ``cache_implementation`` takes."""
+    """Names that ``cache_implementation`` takes."""
     if every:
         return {"exkv", *CACHES, "static", "quantized"}
     return {"exkv", *_REMOVED, *(set(CACHES) - set(ALL_CACHE_IMPLEMENTATIONS))}
