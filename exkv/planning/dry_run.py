@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -26,6 +26,7 @@ from .live_storages import LiveStorages
 from .op_calls import READING, SHORTER, Call, named_arguments
 from .shapes import result_of
 
+T = TypeVar("T")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -104,6 +105,15 @@ class DryRun(LiveStorages, TorchDispatchMode):
                 self._follow(tensor)
         self.inputs = len(self.trace)
 
+    def measured(self, call: Callable[[], T]) -> tuple[T, int]:
+        """Make a call: its result, and the bytes at its peak beyond what was there."""
+        before, begun = self.peak, self.current
+        self.peak = begun
+        out = call()
+        taken = self.peak - begun
+        self.peak = max(before, self.peak)
+        return out, taken
+
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -112,9 +122,9 @@ class DryRun(LiveStorages, TorchDispatchMode):
             with self:  # so that what it is made of counts
                 return self._own_op(func.name().removeprefix("exkv::"), args)
         # SDPA, for one, is made of others, and converts its mask.
-        if func.namespace == "aten" and _is_composite(func):
+        if func.namespace == "aten" and (key := _composite_key(func)) is not None:
             with self:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
+                return func._op_dk(key, *args, **kwargs)
         return self._shapes(func, args, kwargs)
 
     # One of exkv's ops --------------------------------------------------------------------
@@ -182,8 +192,11 @@ class DryRun(LiveStorages, TorchDispatchMode):
 
 
 @functools.cache
-def _is_composite(op: OpOverload) -> bool:
-    return op.has_kernel_for_dispatch_key(_COMPOSITE)
+def _composite_key(op: OpOverload) -> torch._C.DispatchKey | None:
+    """By which the op is made of others; None where it is one kernel."""
+    if op is torch.ops.aten._safe_softmax.default:  # SDPA's, which marks the scores that are -inf
+        return torch._C.DispatchKey.CompositeExplicitAutograd
+    return _COMPOSITE if op.has_kernel_for_dispatch_key(_COMPOSITE) else None
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:

@@ -102,6 +102,8 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         if func is torch.Tensor.to and isinstance(args[1] if len(args) > 1 else None, _A_DEVICE):
             return args[0]._to(*args[1:], **(kwargs or {}))
+        if func is torch.Tensor.view and not isinstance(args[1], torch.dtype):
+            func = torch.Tensor.reshape  # stock caches are contiguous, and models rely on it
         return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
 
     @classmethod

@@ -1,11 +1,12 @@
-"""What the blocks of a transformers model take: the model's own code, run on shapes.
+"""Measure what the blocks of a transformers model take, by running its own code on shapes.
 
-The model is built and called in a ``DryRun``, which follows the storages that come and go, as
-exkv's own models are (``exkv.planning.workspace``). Blocks that are alike are run once.
+The model is built and called in a ``DryRun``, as exkv's own models are
+(``exkv.planning.workspace``). Equal blocks run once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     EncoderDecoderCache,
@@ -29,31 +31,30 @@ from transformers import (
 from exkv.devices import rounded
 from exkv.planning.dry_run import DryRun, ShapeTensor
 
-from .attention import NAME
+from .attention import NAME, planned_padding
 from .cache import HFCache
 from .layer import UNLIMITED, HFLayer
 from .lazy import LazyTensor
-from .versions import LinearAttentionCacheLayerMixin, cache_argument
+from .versions import LinearAttentionCacheLayerMixin, cache_argument, no_init_weights
 
-#: Copies of the last logits, in float32, that ``generate`` makes to choose a token.
+#: Float32 copies of the last logits that ``generate`` makes to choose a token.
 _COPIES_OF_LOGITS = 6
-#: Numbers of 8 bytes for every token that ``generate`` holds: ids, masks, positions, and the
-#: caller's own.
+#: Int64 tensors (B, T) that ``generate`` holds: ids, masks, positions, and the caller's own.
 _COPIES_OF_IDS = 6
-#: Tokens with which the decoder of an encoder-decoder begins, where nothing is said.
+#: First call of an encoder-decoder's decoder, in tokens, by default.
 _FIRST_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What ``generate`` may be asked.
+    """The largest calls that ``generate`` may make.
 
     Attributes:
-        max_input_len: tokens a row of one call; None for all, of an encoder-decoder's decoder for
-            the few with which it begins.
-        encoder_len: tokens that an encoder takes; None for ``max_seq_len``. (Whisper's take
-            features of one length.)
-        cache, cross_cache: kinds, the latter of what a decoder keeps of its encoder's output.
+        max_input_len: tokens a row of one call; None for all, or for an encoder-decoder's decoder
+            the few of its first call.
+        encoder_len: tokens of the encoder's input; None for ``max_seq_len``. (Whisper's features
+            have a fixed length.)
+        cache, cross_cache: kinds of the decoder's own cache, and of the one for the encoder's keys.
     """
 
     max_seq_len: int
@@ -68,12 +69,12 @@ class Promise:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """A block, or what stands before or behind the blocks; in bytes.
+    """A block, or a module before or after the blocks; sizes in bytes.
 
     Attributes:
         tensors: identity -> bytes of its parameters and buffers.
-        follows: modules without parameters, and tensors of none of the units, that stand where
-            this one does.
+        follows: names of other modules and tensors that lie where this one does: those without
+            parameters, and those that share its tensors.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Unit:
 def measured(
     config: PretrainedConfig, dtype: torch.dtype, promise: Promise, device_type: str
 ) -> list[Unit]:
-    """The model's units with what each takes on devices of this type.
+    """Measure each of the model's units on a type of device.
 
     Raises:
         ValueError: a model that transformers can't build from its config alone, or whose encoder
@@ -97,58 +98,98 @@ def measured(
     with run, torch.no_grad(), run.device:
         model = _built(config, dtype)
         units = _units_of(model)
-        calls = _Calls(model, promise)
-        with _known_values_only(model):
+        with _on_shapes(model):
+            calls = _Calls(model, promise)
             calls.first()  # which creates caches and states
-        calls.make_room()
-        layers = _layers_by_unit(model, units, calls.caches)
-        for unit, kept in layers.items():
-            unit.cache = sum(map(_layer_bytes, kept))
-        with _following(units, layers, run):
-            calls.measure(run)
+            calls.make_room()
+            layers = _layers_by_unit(model, units, calls.caches)
+            for unit, kept in layers.items():
+                unit.cache = sum(map(_layer_bytes, kept))
+            with _following(units, layers, run):
+                calls.measure(run)
     for unit, kept in layers.items():
         unit.workspace = max(unit.workspace, sum(map(_growth, kept)))
     vocabulary = config.get_text_config(decoder=True).vocab_size
     logits = rounded(promise.batch_size * vocabulary * 4) * _COPIES_OF_LOGITS
     for unit in units[0], units[-1]:  # made on the last, copied to the first
         unit.workspace = max(unit.workspace, logits + calls.held_ids)
-    return units
+    return _joined(units)
+
+
+def _joined(units: Sequence[Unit]) -> list[Unit]:
+    """Units that share a tensor (tied embeddings, a block of several layers) as one: accelerate
+    ties weights anew after it placed them, so they lie on one device."""
+    joined: list[Unit] = []
+    for unit in units:
+        first = next((each for each in joined if each.tensors.keys() & unit.tensors.keys()), None)
+        if first is None:
+            joined.append(unit)
+            continue
+        first.follows += [unit.name, *unit.follows]
+        first.tensors |= unit.tensors
+        first.cache += unit.cache
+        first.workspace = max(first.workspace, unit.workspace)
+    return joined
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    options = {"dtype": dtype, "attn_implementation": NAME}
-    autos: list[Any] = [AutoModelForCausalLM]
+    """The model under the attention "exkv", or transformers' default where it has its own kinds."""
+    auto = _auto_class(config)
+    try:
+        with no_init_weights():  # which asks for values
+            try:
+                model = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
+            except KeyError as error:  # looked up among the model's own
+                if error.args != (NAME,):
+                    raise
+                model = auto.from_config(config, dtype=dtype, attn_implementation=None)
+    except Exception as error:
+        raise ValueError(
+            f"transformers can't build {auto._model_mapping[type(config)].__name__} from this "
+            f"config: {_in_a_line(error)}"
+        ) from error
+    model.tie_weights()
+    return model.eval()
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
     if config.is_encoder_decoder:
-        autos = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq]
+        autos = AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
     for auto in autos:
         if type(config) in auto._model_mapping:
-            return auto.from_config(config, **options).eval()
+            return auto
     raise ValueError(
         f"transformers has no model that generates text from a {type(config).__name__}"
     )
 
 
 @contextmanager
-def _known_values_only(model: PreTrainedModel) -> Iterator[None]:
-    """ValueError where a model's code asks for values, of which a run on shapes has none."""
+def _on_shapes(model: PreTrainedModel) -> Iterator[None]:
+    """ValueError where a model's code fails on shapes, mostly since it asks for values."""
     try:
         yield
-    except NotImplementedError as error:
-        what = str(error).partition(" raises")[0]
+    except ValueError:
+        raise
+    except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} decides by values of tensors what to run, and a plan runs it "
-            f"on shapes: transformers {transformers.__version__} can't be planned for it ({what})"
-        ) from None
+            f"{type(model).__name__} can't be planned: a plan runs it on shapes without values, "
+            f"where its code in transformers {transformers.__version__} fails: {_in_a_line(error)}"
+        ) from error
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 # Calls ------------------------------------------------------------------------------------------
 
 
 class _Calls:
-    """The calls of a model whose memory counts, over caches as ``generate`` gets them."""
+    """The calls of a model that are measured, over caches as ``generate`` gets them."""
 
     def __init__(self, model: PreTrainedModel, promise: Promise) -> None:
-        self.model, self.promise = model, promise
+        self.model, self.promise, self.past = model, promise, 0
         self.is_pair = bool(model.config.is_encoder_decoder)
         length = promise.max_seq_len
         chunk = promise.max_input_len or (_FIRST_TOKENS if self.is_pair else length)
@@ -160,6 +201,7 @@ class _Calls:
             cross = HFCache(model.config, promise.cross_cache, **dict(promise.cross_config))
             self.caches.append(cross)
             self.cache = EncoderDecoderCache(own, cross)
+        self.masked = not self.is_pair
         self._name = cache_argument(model)
 
     @property
@@ -168,18 +210,30 @@ class _Calls:
         return _COPIES_OF_IDS * rounded(self.promise.batch_size * self.promise.max_seq_len * 8)
 
     def first(self) -> None:
-        """One token into an empty cache, behind all that an encoder takes."""
-        self._call(1, **self._encoded())
+        """A short prompt into an empty cache, behind all that an encoder takes."""
+        few = min(2, self.promise.max_seq_len)
+        with contextlib.suppress(RuntimeError):  # it decides by the mask's values: without one then
+            return self._call(few, **self._encoded())
+        self.masked = False
+        for cache in self.caches:
+            cache.reset()
+        self._call(few, **self._encoded())
 
     def make_room(self) -> None:
-        """See that caches are as large as they get."""
-        for layer in self.caches[0].attention_layers:
-            assert layer.store is not None  # the first call made it
-            layer.store.make_room(self.promise.max_seq_len)
+        """Grow caches to their full size; layers that only images fill have none.
+
+        Raises:
+            ValueError: the model put nothing into the cache.
+        """
+        layers = self.caches[0].attention_layers
+        stores = [layer.store for layer in layers if layer.store is not None]
+        if layers and not stores:
+            raise ValueError(f"{type(self.model).__name__} stores nothing in a cache: it has none")
+        for store in stores:
+            store.make_room(self.promise.max_seq_len)
 
     def measure(self, run: DryRun) -> None:
-        """A prompt that fills the cache, and a token behind it; of an encoder-decoder first what
-        the encoder takes."""
+        """Run a prompt that fills the cache, and the last token alone; an encoder first."""
         run.peak = run.current
         held = [self._ids(self.promise.max_seq_len) for _ in range(_COPIES_OF_IDS)]
         held += self._input_of_encoder().values()  # the caller's own
@@ -194,19 +248,25 @@ class _Calls:
         del held
 
     def _set_past(self, past: int) -> None:
+        self.past = past
+        rows = self.promise.batch_size
+        pads = planned_padding(rows, past + 1) if self.masked else (0,) * rows
         for layer in self.caches[0].attention_layers:
-            _set_alike(layer, past, self.promise.batch_size)
+            _set_filled(layer, past, pads)
 
     def _set_cross_empty(self) -> None:
         for layer in self.caches[1].attention_layers:
-            _set_alike(layer, 0, self.promise.batch_size)
+            _set_filled(layer, 0, (0,) * self.promise.batch_size)
         self.cache.is_updated = dict.fromkeys(self.cache.is_updated, False)
 
     def _call(self, tokens: int, **given: Any) -> None:
-        """As ``generate`` calls the model."""
+        """Call the model as ``generate`` does."""
         name = "decoder_input_ids" if self.is_pair else "input_ids"
-        if "position_ids" in inspect.signature(self.model.forward).parameters:
+        known = inspect.signature(self.model.forward).parameters
+        if "position_ids" in known:
             given["position_ids"] = self._ids(tokens)
+        if self.masked and "attention_mask" in known:
+            given["attention_mask"] = self._mask(tokens)
         self.model(
             **{name: self._ids(tokens), self._name: self.cache},
             **given,
@@ -216,8 +276,15 @@ class _Calls:
     def _ids(self, tokens: int) -> torch.Tensor:
         return torch.zeros((self.promise.batch_size, tokens), dtype=torch.int64)
 
+    def _mask(self, tokens: int) -> torch.Tensor:
+        """Of padded rows; written out where the attention isn't exkv's, which asks for values."""
+        rows, length = self.promise.batch_size, self.past + tokens
+        if self.model.config._attn_implementation == NAME:
+            return torch.ones((rows, length), dtype=torch.int64)
+        return torch.ones((rows, 1, tokens, length), dtype=torch.bool)
+
     def _encoded(self) -> dict[str, Any]:
-        """What the encoder, if there is one, passes to the decoder."""
+        """The encoder's output as an argument of the decoder, if there is an encoder."""
         if not self.is_pair:
             return {}
         given = self._input_of_encoder()
@@ -246,7 +313,7 @@ class _Calls:
 
 
 def _last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """What ``generate`` passes for that, where the model knows it."""
+    """The argument that asks for the last logits, where the model has it."""
     supports = getattr(model, "_supports_logits_to_keep", None)
     return {"logits_to_keep": 1} if supports is not None and supports() else {}
 
@@ -255,7 +322,7 @@ def _last_logits_only(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _units_of(model: PreTrainedModel) -> list[Unit]:
-    """In the order of their registration; modules without parameters go with the first."""
+    """Split a model in registration order; modules without parameters go with the first unit."""
     blocks = set(model._no_split_modules or ())
     whole = {name for name, module in model.named_modules() if type(module).__name__ in blocks}
     holders = {outer for name in whole for outer in _outer_names(name)} - whole
@@ -278,26 +345,26 @@ def _units_of(model: PreTrainedModel) -> list[Unit]:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers that lie in no module inside."""
+    """Parameters and buffers of the module itself, without its children's."""
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 
 
 def _key(x: torch.Tensor) -> int:
-    """The same for tensors that share a storage."""
+    """Identify a tensor by its storage."""
     meta = x.meta if isinstance(x, ShapeTensor) else x
     return meta.untyped_storage()._cdata
 
 
 def _outer_names(name: str) -> Iterator[str]:
-    """Of all modules in which this one lies."""
+    """Names of the modules that contain this one."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         yield ".".join(parts[:count])
 
 
 def _children(module: nn.Module, prefix: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that are placed whole on one device."""
+    """The largest modules that are placed as a whole."""
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         if full in holders:
@@ -309,8 +376,8 @@ def _children(module: nn.Module, prefix: str, holders: set[str]) -> Iterator[tup
 def _layers_by_unit(
     model: PreTrainedModel, units: Sequence[Unit], caches: Sequence[HFCache]
 ) -> dict[Unit, list[Any]]:
-    """The layers of caches that lie in each unit."""
-    decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
+    """The cache layers of each unit."""
+    decoder: Any = model.get_decoder()
     inner = set(decoder.modules())  # an encoder's layers have numbers, too, and no cache
     unit_of = {
         index: unit
@@ -327,7 +394,7 @@ def _layers_by_unit(
 
 
 def _layer_bytes(layer: Any) -> int:
-    """Bytes of a layer's keys, values and states once it is full."""
+    """Bytes of a full layer: keys, values and states."""
     states = 0
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         kept = (*layer.conv_states.values(), *layer.recurrent_states.values())
@@ -339,10 +406,10 @@ def _layer_bytes(layer: Any) -> int:
     return states + layer.nbytes()  # an encoder's: it holds all that it ever will
 
 
-def _set_alike(layer: HFLayer, past: int, rows: int) -> None:
-    """Let the layer say that so many tokens are in each row."""
-    lens = (past,) * rows
-    layer.set_rows(lens, (0,) * rows, lens)
+def _set_filled(layer: HFLayer, past: int, pads: Sequence[int]) -> None:
+    """Have the layer report ``past`` tokens a row, including left padding."""
+    lens = [past - pad for pad in pads]
+    layer.set_rows(lens, pads, lens)
 
 
 def _is_limited(layer: HFLayer) -> bool:
@@ -350,7 +417,7 @@ def _is_limited(layer: HFLayer) -> bool:
 
 
 def _growth(layer: Any) -> int:
-    """Bytes beside a full layer that its last step of growth takes for a moment."""
+    """Transient bytes of a layer's last growth, beside the full layer."""
     if not isinstance(layer, HFLayer) or layer.store is None or not _is_limited(layer):
         return 0
     return layer.store.growth_peak("meta")
@@ -361,7 +428,7 @@ def _growth(layer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of a tensor that a block returns."""
+    """Shape of a tensor that a block returns."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -378,7 +445,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """A call of a block: what it took at its peak beside what was there, and what it returned."""
+    """A call of a block: bytes at its peak beyond what was there, and what it returned."""
 
     taken: int
     returned: Any
@@ -388,9 +455,9 @@ class _Passage:
 def _following(
     units: Sequence[Unit], layers: Mapping[Unit, Sequence[Any]], run: DryRun
 ) -> Iterator[None]:
-    """While a model runs, note the peak within each unit and right before it: of all that is alive
-    then beside the weights and caches, since the model itself holds some of it as long as it runs,
-    e.g. its embeddings. A unit like one before returns the same shapes at once."""
+    """While a model runs, record the peak within each unit and right before it: live bytes beyond
+    weights and caches, since the model holds some tensors throughout, e.g. embeddings. A unit equal
+    to an earlier one returns the same shapes at once."""
     base = run.current
     known: dict[Any, _Passage] = {}
 
@@ -400,9 +467,8 @@ def _following(
         before, at_begin = run.peak, run.current
         case = what, _signature((args, kwargs))
         if case not in known:
-            run.peak = run.current
-            out = forward(*args, **kwargs)
-            known[case] = _Passage(run.peak - at_begin, tree_map_only(torch.Tensor, _Shape.of, out))
+            out, taken = run.measured(lambda: forward(*args, **kwargs))
+            known[case] = _Passage(taken, tree_map_only(torch.Tensor, _Shape.of, out))
         else:
             out = tree_map_only(_Shape, _Shape.made, known[case].returned)
         unit.workspace = max(unit.workspace, max(before, at_begin + known[case].taken) - base)
@@ -421,7 +487,7 @@ def _following(
 
 
 def _kind(module: nn.Module, layers: Sequence[Any]) -> Any:
-    """Equal for blocks that do the same to tensors of the same shapes."""
+    """A key that is equal for blocks that compute the same."""
     numbers = [
         (name, key, value)
         for name, inner in module.named_modules()
@@ -434,7 +500,7 @@ def _kind(module: nn.Module, layers: Sequence[Any]) -> Any:
 
 
 def _signature(values: Any) -> Any:
-    """Equal for arguments of the same shapes."""
+    """A key that is equal for arguments of the same shapes."""
     leaves, structure = tree_flatten(values)
     return tuple(map(_of_value, leaves)), str(structure)
 

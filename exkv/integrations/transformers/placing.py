@@ -1,6 +1,6 @@
-"""``plan_device_map``: where every block of a transformers model goes, cache and workspace counted.
+"""``plan_device_map``: place every block of a transformers model, with its cache and workspace.
 
-``measuring.py`` says what each block takes; exkv's planner does the rest.
+``measuring.py`` measures the blocks; exkv's planner places them.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ def plan_device_map(
     """Module -> device, for ``from_pretrained(device_map=...)`` or accelerate's
     ``dispatch_model``.
 
-    It is good for ``HFCache(config, cache, max_seq_len=max_seq_len, **cache_config)`` (of an
-    encoder-decoder as the first of an ``EncoderDecoderCache``, with ``HFCache(config, cross_cache,
-    **cross_config)`` as the second), calls of up to ``max_input_len`` tokens a row, and the
-    attention "exkv".
+    It holds for ``HFCache(config, cache, max_seq_len=max_seq_len, **cache_config)`` (for an
+    encoder-decoder the first of an ``EncoderDecoderCache``, with ``HFCache(config, cross_cache,
+    **cross_config)`` as the second), for calls of up to ``max_input_len`` tokens a row, and for the
+    attention "exkv", or transformers' default where the model has its own kinds. Modules that share
+    a tensor lie on one device. A model of images and text is planned for text.
 
     Args:
         model: loaded or not, or its config.
-        max_seq_len: tokens of a row; of an encoder-decoder, of its decoder.
-        max_input_len: tokens that one call brings a row; None for all, of an encoder-decoder for
-            the four or fewer with which its decoder begins.
-        encoder_len: tokens that an encoder takes; None for ``max_seq_len``. Of features the config
-            tells the number.
+        max_seq_len: tokens of a row; of an encoder-decoder's decoder.
+        max_input_len: tokens a row in one call; None for all, or for the first four or fewer of an
+            encoder-decoder's decoder.
+        encoder_len: tokens of an encoder's input; None for ``max_seq_len``. The config gives the
+            number of features.
         cache: kind of cache, with the settings of ``cache_config``.
-        cross_cache: of what an encoder-decoder keeps of its encoder's output.
-        devices, reserve: as of ``exkv.planning.make_budgets``.
-        objective: as of ``Model.load``: "pack", "balance", "fewest".
+        cross_cache: kind of the cache for an encoder's keys, with ``cross_config``.
+        devices, reserve: see ``exkv.planning.make_budgets``.
+        objective: see ``Model.load``: "pack", "balance", "fewest".
         dtype: of the weights; None for the config's, or float32.
 
     Raises:
         PlacementError: it does not fit; the error says where, and by how much.
-        ValueError: a model that transformers can't build from its config, or a setting that makes
-            no sense.
+        ValueError: transformers can't build the model from its config, or its code can't run on
+            shapes, or a setting makes no sense.
     """
     config = model if isinstance(model, PretrainedConfig) else model.config
     if dtype is None and isinstance(model, PreTrainedModel):
@@ -92,7 +93,7 @@ def plan_blocks(
     objective: str = "pack",
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Unit], Plan]:
-    """The model's units, and where each goes; arguments and errors as of
+    """Measure the model's units and place them; arguments and errors as of
     :func:`plan_device_map`."""
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     kinds = {budget.device.type for budget in budgets}
@@ -104,14 +105,7 @@ def plan_blocks(
 def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
     kinds = {budget.device.type for budget in budgets}
     costs: list[UnitCost] = []
-    holder: dict[int, int] = {}  # tensor -> the last unit that has it
-    for index, unit in enumerate(units):
-        # Units on a device follow each other: of those with one tensor on a device the last has it.
-        shared: dict[int, int] = {}
-        for key, nbytes in unit.tensors.items():
-            if key in holder:
-                shared[holder[key]] = shared.get(holder[key], 0) + nbytes
-            holder[key] = index
+    for unit in units:
         weights = sum(unit.tensors.values())
         costs.append(
             UnitCost(
@@ -120,7 +114,6 @@ def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
                 cache=unit.cache,
                 workspace=dict.fromkeys(kinds, unit.workspace),
                 traffic=weights + unit.cache,
-                shared=shared,
             )
         )
     return costs
@@ -128,6 +121,7 @@ def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
 
 def map_of(units: Sequence[Unit], plan: Plan) -> dict[str, str]:
     """Module -> device."""
-    placed = {unit.name: str(unit.device) for unit in plan.units}
-    first = placed[units[0].name]
-    return {**placed, **dict.fromkeys(units[0].follows, first)}
+    where: dict[str, str] = {}
+    for unit, placed in zip(units, plan.units, strict=True):
+        where |= dict.fromkeys((unit.name, *unit.follows), str(placed.device))
+    return where

@@ -30,8 +30,11 @@ if TYPE_CHECKING or SINCE_5:
         LinearAttentionLayer,
         get_layer_types_and_kwargs,
     )
+    from transformers.initialization import no_init_weights
     from transformers.masking_utils import sdpa_mask
 else:
+    from transformers.modeling_utils import no_init_weights
+
     DYNAMIC_LAYER_TYPE_MAPPING: dict[str, Any] = {}
 
     class LinearAttentionCacheLayerMixin:
@@ -125,6 +128,7 @@ __all__ = [
     "LinearAttentionLayer",
     "cache_argument",
     "get_layer_types_and_kwargs",
+    "no_init_weights",
     "query_count",
     "sdpa_mask",
     "with_cache_renamed",
