@@ -137,7 +137,7 @@ class Model(Transformer):
             )
         if device_map not in (None, "auto", "sequential"):
             devices = [torch.device(device_map)]
-        chosen = arguments.one_of("dtype", dtype, "torch_dtype", torch_dtype)
+        chosen: Any = arguments.one_of("dtype", dtype, "torch_dtype", torch_dtype)
         model = cls(folder, dtype=None if chosen == "auto" else chosen)
         model.load(devices=devices)
         return model
