@@ -46,7 +46,8 @@ def plan_foreign(
         config = config_of(folder.parent if folder.is_file() else folder)
     except (ValueError, KeyError, OSError):
         raise refused from None
-    length = args.max_seq_len or getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    length = args.max_seq_len or getattr(text, "max_position_embeddings", None)
     if length is None:
         raise ValueError("--max-seq-len is needed: the config tells no length")
     promise = Promise(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from hf_families import ENCODER_DECODERS, WITH_STATES
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 from exkv.cli import main
 from exkv.integrations.transformers import plan_device_map
@@ -40,6 +41,22 @@ def test_a_model_of_transformers_is_planned_as_the_map_for_it_is(tmp_path, capsy
     )
     ledgers = found["plans"][0]["ledgers"]
     assert all(ledger["weights"] and ledger["workspace"] for ledger in ledgers)
+
+
+def test_a_model_of_images_and_text_is_planned_at_its_texts_length(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=320, max_position_embeddings=96)
+    images = CLIPVisionConfig(**sizes, num_attention_heads=4, image_size=28, patch_size=14)
+    config = LlavaConfig(text_config=text, vision_config=images, image_token_index=319)
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    call = ("--devices", "1G,1G", "--objective", "balance", "--json")
+    status, out, err = plan(capsys, tmp_path, *call)
+    assert status == 0, err
+    found = json.loads(out)
+    expected = plan_device_map(config, max_seq_len=96, devices="1G,1G", objective="balance")
+    assert found["device_map"] == expected
+    assert any("vision_tower" in name for name in expected)
 
 
 def test_what_does_not_fit_or_is_not_asked_of_such_models_is_said(tmp_path, capsys, monkeypatch):
