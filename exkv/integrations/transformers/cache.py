@@ -1,4 +1,4 @@
-"""``HFCache``: a cache of any of exkv's kinds for a model of transformers."""
+"""``HFCache``: any kind of exkv's caches for a transformers model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .versions import (
     get_layer_types_and_kwargs,
 )
 
-#: Tokens by which storage grows at first: a short text takes no more than transformers' caches.
+#: First step of growth, in tokens: a short text takes no more than in transformers' caches.
 _FIRST_STEP = 32
-#: Kinds whose storage is there at once, for the model's longest text where nothing is said.
+#: Kinds allocated at once; for the model's longest text by default.
 _STATIC = ("static", "offloaded_static")
-#: Layers with keys and values by token, and those that have a state beside them.
+#: Layers with keys and values of each token, and a state of fixed size.
 _HYBRID = ("hybrid", "hybrid_sliding")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *_HYBRID)
-#: Layers whose state has one size, whatever the text; transformers' own layers keep it.
+#: Layers with a state of fixed size, which stay transformers' own.
 _STATES = ("conv", "linear_attention", "dummy")
 
 
@@ -53,18 +53,17 @@ class _Windows:
 
 
 class HFCache(DynamicCache):
-    """Keys and values of a transformers model as exkv keeps them; for ``cache=``, or
+    """Keys and values of a transformers model in exkv's storage; for ``cache=``, or
     ``past_key_values=`` before transformers 5.24.
 
     Args:
         config: the model's.
         kind: of cache, by exkv's names or Hugging Face's: see ``exkv.cache.make_cache``.
-        max_seq_len: tokens that a row can hold, for which there is room at once; None for no limit,
-            and storage that grows with the text, but for the static kinds, which take the model's
-            ``max_position_embeddings`` then.
-        max_cache_len: transformers' word for it.
+        max_seq_len: capacity in tokens a row, allocated at once. None for no limit and storage that
+            grows with the text; static kinds then take the model's ``max_position_embeddings``.
+        max_cache_len: transformers' name for it.
         dtype: of stored floats; None for the keys'.
-        options: what the kind takes, e.g. ``nbits``, ``window_length``, ``num_sink_tokens``.
+        options: the kind's settings, e.g. ``nbits``, ``window_length``, ``num_sink_tokens``.
 
     Raises:
         ValueError: an unknown kind, a setting that makes no sense, or layers that no cache of exkv
@@ -73,7 +72,7 @@ class HFCache(DynamicCache):
     """
 
     def __new__(cls, config: Any = None, kind: str = "dynamic", **_: Any) -> HFCache:
-        """Of the static kinds a ``StaticCache`` as well, which others may check for."""
+        """An :class:`HFStaticCache` for static kinds."""
         return super().__new__(HFStaticCache if cls is HFCache and kind in _STATIC else cls)
 
     def __init__(
@@ -110,15 +109,15 @@ class HFCache(DynamicCache):
 
     @property
     def attention_layers(self) -> list[HFLayer]:
-        """Those that exkv keeps; others hold a state of one size."""
+        """Layers in exkv's storage; others have a state of fixed size."""
         return [layer for layer in self.layers if isinstance(layer, HFLayer)]
 
     def nbytes(self) -> int:
-        """Bytes that keys and values take now, wherever they lie."""
+        """Bytes of keys and values now, on all devices."""
         return sum(layer.nbytes() for layer in self.attention_layers)
 
     def nbytes_by_device(self) -> dict[str, int]:
-        """The same on each device, by its name."""
+        """Bytes on each device, by its name."""
         total: dict[str, int] = {}
         for layer in self.attention_layers:
             for tensor in layer.store.tensors.values() if layer.store is not None else ():
@@ -127,18 +126,18 @@ class HFCache(DynamicCache):
         return total
 
     def convert(self, **properties: Any) -> None:
-        """Store the same in another way: ``storage`` or ``residence``, of every layer.
+        """Change ``storage`` or ``residence`` of every layer.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for the new; layers before are converted, and
-                the cache can be used.
+            torch.OutOfMemoryError: there is no room; earlier layers are converted, and the cache
+                can be used.
         """
         self._snapshots = {}
         for layer in self.attention_layers:
             layer.convert(**properties)
 
     def rollback(self, length: int) -> None:
-        """Back to so many tokens a row after a call that failed.
+        """Go back to ``length`` tokens a row after a call that failed.
 
         Raises:
             ValueError: a layer that forgets has overwritten what would be seen then.
@@ -161,15 +160,15 @@ class HFCache(DynamicCache):
         file: str | os.PathLike[str],
         device: str | Mapping[int, str | torch.device] = "cpu",
     ) -> None:
-        """Take the contents of a file that a cache for the same model, of the same kind, was saved
-        to. (Whether the weights are the same, nobody can tell here.)
+        """Read a file that a cache of the same kind for the same model was saved to. Whether the
+        weights are the same is not checked.
 
         Args:
             device: of all layers, or layer -> device.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no such file, or another model's or kind's.
+            ValueError: it is another file, or of another model or kind.
         """
         cache_file.load(self, file, device)
 
@@ -177,17 +176,17 @@ class HFCache(DynamicCache):
 
     @property
     def snapshots(self) -> list[int]:
-        """Lengths to which :meth:`crop` and :meth:`rewind` can go back whatever the layers are."""
+        """Lengths to which :meth:`crop` and :meth:`rewind` can go back, whatever the layers."""
         return sorted(self._snapshots)
 
     def snapshot(self, length: int | None = None) -> None:
-        """Note what layers are now that can't go back by themselves: rings, and states of one size.
+        """Copy the layers that can't be cropped, rings and states of fixed size, as they are now.
 
-        It is good until rows change or the cache goes back further, and takes as much memory as
-        those layers.
+        It lasts until rows change or the cache goes back further, and takes as much memory as those
+        layers.
 
         Args:
-            length: tokens so far, left padding counted; needed where no layer has attention.
+            length: tokens so far, including left padding; needed if no layer has attention.
         """
         if length is None:
             length = self._known_length()
@@ -202,10 +201,10 @@ class HFCache(DynamicCache):
         return max(layer.get_seq_length() for layer in self.attention_layers)
 
     def rewind(self, length: int) -> None:
-        """Back to a length of which there is a snapshot.
+        """Go back to the length of a snapshot.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none of this length.
         """
         if length not in self._snapshots:
             raise ValueError(f"there is no snapshot of {length} tokens: {self._what_there_is()}")
@@ -217,7 +216,7 @@ class HFCache(DynamicCache):
         return f"there are snapshots of {known}; call snapshot() where you will want to go back to"
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens; of a positive number, keep so many.
+        """Drop the last ``-tokens_to_remove`` tokens; a positive number is how many to keep.
 
         Raises:
             ValueError: a layer that forgets has overwritten what would be seen then.
@@ -246,18 +245,18 @@ class HFCache(DynamicCache):
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row ``i`` what row ``beam_idx[i]`` was; snapshots are gone then."""
+        """Make row ``i`` what row ``beam_idx[i]`` was, and drop snapshots."""
         self._snapshots = {}
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
 
     def activate_past_recording(self) -> None:
-        """From now on tokens can be taken back, although some layers forget others."""
+        """From now on tokens can be cropped, although some layers forget others."""
         for layer in self.layers:
             if isinstance(layer, HFLayer | LinearAttentionCacheLayerMixin):
                 layer.activate_past_recording()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows, in this order; of layers with a state, too. Snapshots are gone then."""
+        """Keep these rows, in this order, in all layers, and drop snapshots."""
         self._snapshots = {}
         rows = torch.arange(self._rows())[torch.as_tensor(indices).cpu()]
         for layer in self.layers:
@@ -267,7 +266,7 @@ class HFCache(DynamicCache):
                 layer.batch_select_indices(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make every row into ``repeats`` rows beside each other."""
+        """Repeat every row ``repeats`` times, next to each other."""
         self.batch_select_indices(torch.arange(self._rows()).repeat_interleave(repeats))
 
     @property
@@ -276,7 +275,7 @@ class HFCache(DynamicCache):
         return self._rows() or -1
 
     def _rows(self) -> int:
-        """Rows of whatever layer has some."""
+        """Rows of the first layer that has any."""
         for layer in self.layers:
             if isinstance(layer, HFLayer):
                 return layer.batch_size
@@ -298,7 +297,7 @@ class HFCache(DynamicCache):
     # Older forms --------------------------------------------------------------------------
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Tokens that there is room for at most; -1 for no limit."""
+        """Largest number of tokens a row; -1 for no limit."""
         return self.layers[layer_idx].get_max_length()
 
     @property
@@ -362,26 +361,26 @@ class HFCache(DynamicCache):
 
 
 class HFStaticCache(HFCache, StaticCache):
-    """An :class:`HFCache` of a static kind: with a ``max_seq_len``, keys and values are handed out
-    at that length, as a stock static cache's."""
+    """An :class:`HFCache` of a static kind. With a ``max_seq_len``, it hands out keys and values at
+    that length, as stock static caches do."""
 
     @property
     def is_compileable(self) -> bool:
-        """What stock static caches say, by which transformers makes masks that hide what lies
-        behind the last token. The attention "exkv" needs none."""
+        """True as of stock static caches, for whose padding transformers makes masks; the attention
+        "exkv" needs none."""
         padded = any(layer.full_length for layer in self.attention_layers)
         return padded and self._config._attn_implementation != NAME
 
 
 def _is_recurrent(layer: Any) -> bool:
-    """Whether the layer has a state of all tokens, which none can be taken out of."""
+    """Whether the layer has a state that sums up all tokens and can't be cropped."""
     return any(getattr(layer, "is_recurrent_states_initialized", {}).values())
 
 
 def layer_specs(
     config: PretrainedConfig, kind: str, max_seq_len: int | None = None, **options: Any
 ) -> list[LayerSpec | None]:
-    """Each layer's spec, but for its shape; None for layers that keep a state of one size.
+    """Each layer's spec without its shape; None for layers with a state of fixed size.
 
     Raises:
         ValueError, TypeError: as of :class:`HFCache`.
@@ -407,19 +406,19 @@ def layer_specs(
 
 
 def _growing(spec: LayerSpec) -> LayerSpec:
-    """Storage that is there for the tokens that came, not for all that may come."""
+    """Have storage grow with the tokens."""
     if spec.growth not in (Static(), Dynamic()):
         return spec
     return replace(spec, growth=Dynamic(first=_FIRST_STEP))
 
 
 def _without_pages(spec: LayerSpec) -> LayerSpec:
-    """Rows in order: a page table belongs to a cache of exkv's, and transformers' has none."""
+    """Replace pages by rows in order: transformers' caches have no block table."""
     return replace(spec, growth=Static()) if isinstance(spec.growth, Paged) else spec
 
 
 def _window(layer_type: str, arguments: dict[str, Any]) -> int:
-    """Tokens that the model's layer sees; 0 for all. (Chunks are told by the mask alone.)"""
+    """The layer's sliding window; 0 for none. (Chunks are in the mask alone.)"""
     slides = layer_type in ("sliding_attention", "hybrid_sliding")
     return arguments["sliding_window"] if slides else 0
 
@@ -432,7 +431,7 @@ def _layer(
     dtype: torch.dtype | None,
     static: bool,
 ) -> Any:
-    """exkv's layer for keys and values, and transformers' own for a state of one size."""
+    """Make exkv's layer for keys and values, or transformers' own for a state of fixed size."""
     if spec is None:
         return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
     window = _window(layer_type, arguments)
@@ -445,7 +444,7 @@ def _layer(
 
 
 def _check_layer_types(layer_types: Sequence[str]) -> None:
-    """ValueError for a kind of layer that no cache of exkv can serve."""
+    """ValueError for a type of layer that exkv has no cache for."""
     unknown = sorted(set(layer_types) - {*_ATTENTION, *_STATES})
     if unknown:
         raise ValueError(
@@ -462,7 +461,7 @@ def _longest_text(text: PretrainedConfig, kind: str) -> int:
 
 
 def _rotary_tables(text: PretrainedConfig, kind: str) -> RotaryTables:
-    """The model's rotary positions, by which queries are rotated back to the sinks."""
+    """The model's rotary tables, by which queries are rotated back to the sinks."""
     refused = {key for family in FAMILIES.values() for key in family.refuses}
     values = {key: value for key, value in text.to_dict().items() if key not in refused}
     try:

@@ -1,10 +1,9 @@
 """One attention layer of an :class:`HFCache`: transformers' methods over exkv's ``CacheLayer``.
 
 transformers stores keys and values in ``update`` and attends afterwards, with a mask that
-``update`` does not know. So ``update`` only notes the tokens of the call (:class:`Call`), and
-returns stand-ins for all keys and values. Who attends to these through exkv (``attention.py``) has
-them stored without their left padding, and read as they lie; for anybody else they become plain
-tensors, padded on the left as transformers has them.
+``update`` does not know. So ``update`` only records the call's tokens (:class:`Call`) and returns
+stand-ins for all keys and values. exkv's attention (``attention.py``) stores them without left
+padding and reads them as stored; for any other use they become plain tensors, padded on the left.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ from exkv.ops.attention import AttentionParams
 from .lazy import LazyTensor, outside_graphs
 from .versions import SINCE_5, query_count
 
-#: Tokens that a reorder copies at once.
+#: Tokens copied at once by a reorder.
 _MOVED_AT_ONCE = 1024
 
 
 class Rows:
-    """Tokens of each row: those that are stored, and the padding on their left. A value; layers
-    that hold as many share one, and what was found out about it.
+    """Stored tokens and left padding of each row: a value that layers of one length share.
 
     Attributes:
         length: of the longest row, left padding counted.
@@ -54,17 +52,17 @@ class Rows:
         self._after: Rows | None = None
 
     def after(self) -> Rows:
-        """With one more token each."""
+        """The rows with one more token each."""
         if self._after is None:
             self._after = Rows(tuple(past + 1 for past in self.lens), self.pads)
         return self._after
 
 
 class Batches:
-    """The last call's lengths as tensors, which all layers on a device share.
+    """Tensors of the last call's lengths, shared by all layers on a device.
 
     Args:
-        tables: the model's rotary positions, for kinds that rotate queries back; None for others.
+        tables: the model's rotary tables, for kinds that rotate queries back; else None.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -75,7 +73,7 @@ class Batches:
         self._decoding: dict[torch.device, Batch] = {}
 
     def rows(self, lens: Sequence[int], pads: Sequence[int]) -> Rows:
-        """The one value for all layers that hold as many."""
+        """The shared ``Rows`` of these lengths."""
         of = tuple(lens), tuple(pads)
         found = self._rows.get(of)
         if found is None:
@@ -83,7 +81,7 @@ class Batches:
         return found
 
     def decoding(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> Batch:
-        """Of one token for each of these rows."""
+        """The batch of a decode step of these rows."""
         if self._decoded is not rows:
             self._decoded, self._decoding = rows, {}
         found = self._decoding.get(device)
@@ -95,7 +93,7 @@ class Batches:
     def of(
         self, past: tuple[int, ...], new: tuple[int, ...], device: torch.device, dtype: torch.dtype
     ) -> Batch:
-        """Of rows with so many tokens that bring so many."""
+        """The batch of rows with ``past`` tokens and ``new`` ones."""
         known = self._known.get(device)
         if known is None or known.lengths.past != past or known.lengths.new != new:
             lengths = Lengths(past=past, new=new)
@@ -116,13 +114,13 @@ class Batches:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Keys and values that one call brings, and what became of them.
+    """New keys and values of one call, and how they were stored.
 
     Attributes:
-        k, v: (B, T, H_kv, D); of no tokens where a call only reads.
+        k, v: (B, T, H_kv, D); T = 0 if a call only reads.
         tokens: T.
-        params: by which the tokens were stored; None before they are.
-        rolled: padding on the left of each row that was not stored; None for none.
+        params: the attention's when the tokens were stored; None before.
+        rolled: left padding of each row, which was not stored; None for none.
     """
 
     layer: HFLayer
@@ -144,11 +142,11 @@ class Call:
         params: AttentionParams,
         rolled: tuple[int, ...] | None = None,
     ) -> None:
-        """Note how; a view that few ask for may be made when somebody does."""
+        """Record how; a function makes the view on demand."""
         self._view, self.params, self.rolled = view, params, rolled
 
     def view(self) -> View:
-        """What the queries of these tokens see, once they are stored."""
+        """What the call's queries see, once its tokens are stored."""
         assert self._view is not None, "the tokens are not stored yet"
         if callable(self._view):
             self._view = self._view()
@@ -163,13 +161,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where native ops write and read a layer's tokens, which holds for an epoch.
+    """Where native ops write and read a layer's tokens; valid for one epoch.
 
     Attributes:
-        place: None where tokens have no lasting places.
+        place: None if tokens have no fixed places.
         tensors: of the storage.
-        ring: the ring in which rows come round; 0 before there is room for all of it.
-        enough: tokens a row for which there is room, or need not be more.
+        ring: size of the ring; 0 before the storage has room for all of it.
+        enough: tokens a row up to which no growth is needed.
     """
 
     epoch: int
@@ -181,7 +179,7 @@ class Places:
 
 @dataclass(slots=True)
 class Undo:
-    """What was overwritten since the last crop, of a layer that forgets, and what came since."""
+    """What a layer that forgets has overwritten since the last crop, and the tokens since then."""
 
     tensors: Mapping[str, torch.Tensor]
     rows: Rows
@@ -190,22 +188,22 @@ class Undo:
 
 
 class HFLayer(CacheLayerMixin):
-    """Keys and values of one layer as exkv keeps them.
+    """Keys and values of one layer in exkv's storage.
 
     Args:
-        template: the layer's spec but for its shape, which the first tokens tell.
-        window: tokens that the model's layer sees; 0 for all.
-        dtype: of stored floats; None for the one that holds keys and values.
+        template: the layer's spec without its shape, which the first tokens give.
+        window: the model layer's sliding window; 0 for none.
+        dtype: of stored floats; None for the keys' and values'.
         batches: shared by the layers of a cache.
         static: whether keys and values are handed out at the cache's full length, with zeros after
             the last token, as stock static layers do; where tokens lie in order.
 
     Attributes:
         store: None before the first tokens.
-        dims: width of a head of keys, and of values.
-        rows: tokens that are stored of each row, and its left padding.
-        after: the next layer, whose tokens this one prefetches where they are offloaded.
-        record_past: whether tokens can be taken back although the layer forgets.
+        dims: head width of keys, and of values.
+        rows: stored tokens and left padding of each row.
+        after: the next layer, whose offloaded tokens this one prefetches.
+        record_past: whether tokens can be cropped although the layer forgets.
     """
 
     is_compileable = False
@@ -243,7 +241,7 @@ class HFLayer(CacheLayerMixin):
     def lazy_initialization(
         self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
     ) -> None:
-        """Create the storage for rows like these, (B, H_kv, any, D)."""
+        """Allocate storage for rows like these, (B, H_kv, any, D)."""
         value_states = key_states if value_states is None else value_states
         rows, heads, _, key_dim = key_states.shape
         self.dims = key_dim, value_states.shape[-1]
@@ -273,7 +271,7 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def lens(self) -> tuple[int, ...]:
-        """Tokens that are stored of each row, left padding not counted."""
+        """Stored tokens of each row, without left padding."""
         return self.rows.lens
 
     @property
@@ -283,11 +281,11 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def written(self) -> tuple[int, ...]:
-        """The most tokens of each row that ever were stored since the first one."""
+        """Most tokens of each row stored at any time since the cache was empty."""
         return tuple(map(max, self._written, self.rows.lens))
 
     def set_rows(self, lens: Sequence[int], pads: Sequence[int], written: Sequence[int]) -> None:
-        """Say what is stored."""
+        """Set what is stored."""
         self.rows, self._written = self.batches.rows(lens, pads), tuple(written)
 
     @property
@@ -304,7 +302,7 @@ class HFLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take tokens, (B, H_kv, T, D); stand-ins for all keys and values that they see."""
+        """Take tokens, (B, H_kv, T, D); returns stand-ins for all keys and values that they see."""
         self.settle()
         rows, heads, tokens, _ = key_states.shape
         if self.store is None or (rows != len(self.rows.lens) and not self.rows.length):
@@ -334,7 +332,7 @@ class HFLayer(CacheLayerMixin):
         return self._widened(x.detach() if x.requires_grad else x).transpose(1, 2)
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        """Heads of values and keys as wide as each other."""
+        """Pad heads so that keys and values have one width."""
         if self.dims[0] == self.dims[1]:
             return x
         missing = max(self.dims) - x.shape[-1]
@@ -343,7 +341,7 @@ class HFLayer(CacheLayerMixin):
     def _stand_ins(
         self, call: Call, shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For keys and values of this shape but for the heads' widths."""
+        """Stand-ins for keys and values of this shape, (B, H_kv, N)."""
 
         def stand_in(which: int) -> torch.Tensor:
             dtype, full = dtypes[which], (*shape, self.dims[which])
@@ -354,7 +352,7 @@ class HFLayer(CacheLayerMixin):
         return stand_in(0), stand_in(1)
 
     def settle(self) -> None:
-        """Store tokens of a call to which nobody attended."""
+        """Store the tokens of a call that no attention has stored."""
         if self._call is None:
             return
         if not self._call.stored:
@@ -365,7 +363,7 @@ class HFLayer(CacheLayerMixin):
         return AttentionParams(scale=1.0, window=self.window)
 
     def _commit(self, call: Call, pads: tuple[int, ...], params: AttentionParams) -> None:
-        """Store a call's tokens, without the left padding where they are the first ones."""
+        """Store a call's tokens; the first ones without left padding."""
         first = not self.rows.filled
         if self._commit_in_place(call, params):
             return
@@ -386,8 +384,8 @@ class HFLayer(CacheLayerMixin):
             self._call = None
 
     def _commit_in_place(self, call: Call, params: AttentionParams) -> bool:
-        """Store one token a row behind others by one op; False where a layer's tokens have no
-        lasting places, or are of another dtype."""
+        """Append one token a row by one op; False if tokens have no fixed places, or another
+        dtype."""
         found = self._next_places(call)
         if found is None:
             return False
@@ -397,7 +395,7 @@ class HFLayer(CacheLayerMixin):
         return True
 
     def _decode(self, call: Call, q: torch.Tensor, params: AttentionParams) -> torch.Tensor | None:
-        """The same, and attention of q (B, 1, H, D) to all that is stored then, by one op."""
+        """Append, and attend with q (B, 1, H, D) to all tokens, by one op."""
         found = self._next_places(call)
         if found is None:
             return None
@@ -408,7 +406,7 @@ class HFLayer(CacheLayerMixin):
         return out
 
     def _next_places(self, call: Call) -> tuple[InPlace, Batch] | None:
-        """Where one token a row behind others goes, with room for it."""
+        """Where the next token of each row goes, after growth if needed."""
         rows, store = self.rows, self._placed
         if call.tokens != 1 or not rows.filled or call.k.dtype != store.spec.dtype:
             return None
@@ -424,14 +422,14 @@ class HFLayer(CacheLayerMixin):
         return self._places.place, batch
 
     def _find_places(self) -> None:
-        """See where tokens are written and read now."""
+        """Find where tokens are written and read in this epoch."""
         epoch, store = current(), self._placed  # the epoch first: it may end meanwhile
         place = store.in_place(store.spec.dtype)
         ring = place.ring if place is not None and place.ring <= store.room else 0
         self._places = Places(epoch, place, store.tensors, ring, store.enough)
 
     def _note_one(self, call: Call, params: AttentionParams, place: InPlace, batch: Batch) -> None:
-        """Count a token a row that was stored, and remember how it is seen."""
+        """Count one stored token a row, and record how it is seen."""
         tensors = self._places.tensors
         call.was_stored(lambda: _view_in_place(tensors, place, batch, params), params)
         self.rows = self.rows.after()
@@ -439,7 +437,7 @@ class HFLayer(CacheLayerMixin):
             self._call = None
 
     def _link(self, lengths: Lengths) -> None:
-        """See that what is prefetched is for this call, here and in the next layer."""
+        """Keep prefetches only if they are for this call, here and in the next layer."""
         store = self._placed
         if store.prefetched is not None and store.prefetched.lengths != lengths:
             store.prefetched = None
@@ -452,8 +450,8 @@ class HFLayer(CacheLayerMixin):
     def attend(
         self, call: Call, q: torch.Tensor, pads: tuple[int, ...], params: AttentionParams
     ) -> torch.Tensor | None:
-        """Causal attention of q (B, T, H, D) over what is stored -> (B, T, H, D); None where rows
-        were stored with another padding, or seen by another window."""
+        """Causal attention of q (B, T, H, D) over stored keys -> (B, T, H, D); None if rows were
+        stored with other padding, or the call's tokens under another window."""
         if call.params is None:
             if self.rows.filled and pads != self.rows.pads:
                 return None
@@ -475,8 +473,8 @@ class HFLayer(CacheLayerMixin):
     def attend_all(
         self, call: Call, q: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor | None:
-        """The same where every query sees every key, as over an encoder's; None where keys aren't
-        stored in one stretch."""
+        """Attention in which every query sees every key, as over an encoder's output; None if keys
+        aren't contiguous."""
         if not call.stored and call.tokens:
             self._commit(call, self.pads, params)
         if not self._in_order or any(self.pads):
@@ -496,7 +494,7 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def _in_order(self) -> bool:
-        """Whether a row's tokens lie in one stretch, in order."""
+        """Whether each row's tokens are contiguous, in order."""
         arrangement = self.template.arrangement
         return type(arrangement) is OneStore and type(arrangement.retention) is KeepAll
 
@@ -508,7 +506,7 @@ class HFLayer(CacheLayerMixin):
     # Plain keys and values ----------------------------------------------------------------
 
     def full(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (B, H_kv, N, D) as a stock layer's ``update`` returns them."""
+        """Keys and values (B, H_kv, N, D), as a stock layer's ``update`` returns them."""
         tokens = call.tokens
         if self._in_order:
             if not call.stored and tokens:
@@ -526,7 +524,7 @@ class HFLayer(CacheLayerMixin):
         return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
 
     def _read(self, view: View | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens (B, N, H_kv, D) in order; of floats, a view where rows aren't padded."""
+        """All tokens (B, N, H_kv, D) in order; for floats a view, unless rows are padded."""
         spec, padded = self._placed.spec, any(self.pads)
         until = max(self.lens) if padded or not self.full_length else self.full_length
         stored = view.stored if isinstance(view, ContiguousView) else self._fetched()
@@ -540,7 +538,7 @@ class HFLayer(CacheLayerMixin):
         return k, v
 
     def _kept(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last ``length`` tokens (B, N, H_kv, D), those that a row lacks zeros on its left."""
+        """The last ``length`` tokens (B, N, H_kv, D), with zeros left of shorter rows."""
         store = self._placed
         k, v = (x.transpose(1, 2) for x in contents(store, self.lens))
         sizes = self.template.retention
@@ -551,7 +549,7 @@ class HFLayer(CacheLayerMixin):
         return _padded(k, moved, length).to(device), _padded(v, moved, length).to(device)
 
     def _rounded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values as they will be read, where every token is rounded at once."""
+        """New keys and values as they will be read, if storage rounds every token at once."""
         spec = self._placed.spec
         if spec.storage.recent:
             return k.to(spec.dtype), v.to(spec.dtype)
@@ -559,7 +557,7 @@ class HFLayer(CacheLayerMixin):
         return spec.storage.decode(encoded, spec.dtype, spec.head_dim)
 
     def _check_visible(self, tokens: int) -> None:
-        """ValueError where keys and a mask of transformers' can't say what queries see."""
+        """ValueError if a mask of transformers' can't express what queries see."""
         kept, seen = self.template.retention, self.rows.length + tokens
         if isinstance(kept, Sinks) and seen > kept.sinks + kept.size:
             raise ValueError(
@@ -575,7 +573,7 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute there
-        """What is stored, (B, H_kv, N, D); None before the first tokens."""
+        """Stored keys, (B, H_kv, N, D); None before the first tokens."""
         return None if self.store is None else self._stored()[0]
 
     @property
@@ -595,18 +593,18 @@ class HFLayer(CacheLayerMixin):
 
     @outside_graphs
     def get_seq_length(self) -> int:
-        """Tokens of the longest row, left padding counted."""
+        """Tokens of the longest row, including left padding."""
         self.settle()
         return self.rows.length
 
     @outside_graphs
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """How many keys such a call sees, its own included, and the position of the first."""
+        """Number of keys that such a call sees, its own included, and position of the first."""
         self.settle()
         return self._sizes(query_count(query_length))
 
     def _sizes(self, tokens: int) -> tuple[int, int]:
-        """The same beside a call whose tokens are not stored yet."""
+        """Mask sizes for a call whose tokens are not stored yet."""
         if self.full_length:
             return self.full_length, 0
         past, window = self.rows.length, self.template.retention
@@ -616,7 +614,7 @@ class HFLayer(CacheLayerMixin):
         return kept + tokens, past - kept
 
     def get_max_length(self) -> int:
-        """Tokens that there is room for at most; -1 for no limit."""
+        """Largest number of tokens a row; -1 for no limit."""
         limit = self.template.max_seq_len
         return -1 if limit >= UNLIMITED else limit
 
@@ -628,14 +626,14 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute there
-        """Whether tokens can be taken back: all are kept, or their record, or a window has room
-        for as many as the layer ever holds."""
+        """Whether tokens can be cropped: nothing is forgotten, what is overwritten is recorded, or
+        the window is as large as the cache."""
         spec = self.template
         forgets = spec.arrangement.lost(spec.max_seq_len, spec.retention.sinks + 1)
         return self.record_past or not forgets
 
     def activate_past_recording(self) -> None:
-        """From now on tokens can be taken back, although the layer forgets others."""
+        """From now on tokens can be cropped, although the layer forgets others."""
         self.record_past = True
 
     def _note_undo(self, call: Call, pads: tuple[int, ...]) -> None:
@@ -646,7 +644,7 @@ class HFLayer(CacheLayerMixin):
         self._undo.chunks.append((call.k, call.v))
 
     def overwritten(self) -> Undo | None:
-        """A copy of what the next tokens may overwrite; None where there is no such thing."""
+        """A copy of what the next tokens may overwrite; None if they overwrite nothing."""
         self.settle()
         return None if self.store is None or self._in_order else self._copied(self.pads)
 
@@ -662,7 +660,7 @@ class HFLayer(CacheLayerMixin):
         self._restore(undo)
 
     def _overwrites(self, name: str) -> bool:
-        """Whether new tokens take the place of others in this tensor."""
+        """Whether new tokens overwrite others in this tensor."""
         arrangement = self.template.arrangement
         grows = isinstance(arrangement, TwoTiers) and not arrangement.window
         return not grows or name.startswith("recent_")
@@ -677,7 +675,7 @@ class HFLayer(CacheLayerMixin):
         self.cut(after_crop(self.get_seq_length(), tokens_to_remove))
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens, left padding counted."""
+        """Truncate to ``length`` tokens, including left padding."""
         if self.store is None:
             return
         self.settle()
@@ -695,7 +693,7 @@ class HFLayer(CacheLayerMixin):
             self._forget()
 
     def _check_kept(self, length: int) -> None:
-        """ValueError where what the next token would see was overwritten."""
+        """ValueError if tokens that the next one would see were overwritten."""
         arrangement, kept = self.template.arrangement, [max(length - pad, 0) for pad in self.pads]
         lost = [arrangement.lost(*pair) for pair in zip(self.written, kept, strict=True)]
         if any(lost) and length:
@@ -706,7 +704,7 @@ class HFLayer(CacheLayerMixin):
             )
 
     def _redo(self, undo: Undo, removed: int) -> None:
-        """Back to where the record begins, and on again without the last tokens."""
+        """Go back to where the record begins, and store its tokens again without the last ones."""
         self._restore(undo)
         k, v = (torch.cat(x, dim=1) for x in zip(*undo.chunks, strict=True))
         if kept := k.shape[1] - removed:
@@ -732,7 +730,7 @@ class HFLayer(CacheLayerMixin):
             self._check_kept(length)
 
     def reset(self) -> None:
-        """Forget all tokens; storage that grew is given back."""
+        """Forget all tokens, and release storage that grew."""
         if self.store is not None:
             self._call, self._places = None, _NO_PLACES
             self.store.prefetched = None
@@ -796,11 +794,11 @@ class HFLayer(CacheLayerMixin):
         self.full_length = self.full_length if self._in_order else 0
 
     def offload(self) -> None:
-        """Keep the storage in host memory."""
+        """Move the storage to host memory."""
         self.convert(residence=OnHost())
 
     def prefetch(self) -> None:
-        """Keep the storage on the layer's device."""
+        """Move the storage to the layer's device."""
         self.convert(residence=OnDevice())
 
     def nbytes(self) -> int:
@@ -827,7 +825,7 @@ _NO_PLACES = Places(-1, None, {}, 0, 0)
 def _view_in_place(
     tensors: Mapping[str, torch.Tensor], place: InPlace, batch: Batch, params: AttentionParams
 ) -> View:
-    """What one token a row sees that was stored so."""
+    """What one token a row sees after it was stored in place."""
     size = place.ring
     return ContiguousView(
         stored=tensors,
@@ -845,23 +843,23 @@ def _stored_keys(place: InPlace, batch: Batch) -> int:
 
 
 def _common_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
-    """That which holds both; they are stored alike."""
+    """The dtype that holds both."""
     return torch.promote_types(keys.dtype, values.dtype)
 
 
 def after_crop(length: int, tokens_to_remove: int) -> int:
-    """Tokens that ``crop`` leaves of so many; see :meth:`HFLayer.crop`."""
+    """Tokens that ``crop`` leaves of ``length``; see :meth:`HFLayer.crop`."""
     says_what_stays = tokens_to_remove > 0 or not (tokens_to_remove or SINCE_5)
     kept = tokens_to_remove if says_what_stays else length + tokens_to_remove
     return min(max(kept, 0), length)
 
 
-#: Tokens that no text has: the length of a cache without a limit.
+#: The length of a cache without a limit: more tokens than any text has.
 UNLIMITED = 1 << 40
 
 
 def _rolled(x: torch.Tensor, pads: tuple[int, ...] | None, way: int) -> torch.Tensor:
-    """Each row of x (B, T, ...) moved on by its padding: to the left with 1, back with -1."""
+    """Roll each row of x (B, T, ...) by its padding: to the left with 1, back with -1."""
     if pads is None:
         return x
     steps = torch.arange(x.shape[1], device=x.device)
@@ -871,7 +869,7 @@ def _rolled(x: torch.Tensor, pads: tuple[int, ...] | None, way: int) -> torch.Te
 
 
 def _padded(x: torch.Tensor, pads: Sequence[int], length: int) -> torch.Tensor:
-    """Rows of x (B, N, ...) behind so many zeros each, as (B, length, ...)."""
+    """Pad each row of x (B, N, ...) with ``pads`` zeros on the left -> (B, length, ...)."""
     index = torch.arange(length, device=x.device) - torch.tensor(pads, device=x.device).unsqueeze(1)
     if not x.shape[1]:
         return x.new_zeros((len(x), length, *x.shape[2:]))
@@ -881,7 +879,7 @@ def _padded(x: torch.Tensor, pads: Sequence[int], length: int) -> torch.Tensor:
 
 
 def _folded(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """(B, T, H, D) -> (B, 1, H * T, D): queries that see the same keys as heads of one query."""
+    """Fold queries that see the same keys into heads: (B, T, H, D) -> (B, 1, H * T, D)."""
     rows, length, heads, dim = q.shape
     grouped = q.view(rows, length, kv_heads, heads // kv_heads, dim).transpose(1, 2)
     return grouped.reshape(rows, 1, heads * length, dim)
