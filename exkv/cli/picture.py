@@ -21,7 +21,7 @@ from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
 #: Characters of a line if the width of the page is unknown.
-PAGE_WIDTH = 118
+PAGE_WIDTH = 130
 #: Most cells of the largest device's bar.
 _BAR_WIDTH = 72
 _NAME_WIDTH = 9

@@ -120,7 +120,8 @@ bool left_to_stream(at::Tensor& self, const at::Tensor& src, bool non_blocking) 
   if (non_blocking && plain) {
     return queue_copy(index, self.mutable_data_ptr(), src.const_data_ptr(), self.nbytes());
   }
-  finish_device(index);
+  const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kSim, index), current_stream(index));
+  finish(stream, given(stream));
   return false;
 }
 
