@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import logging
 import math
 import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from exkv.caching_allocator import Rules
+from exkv.errors import Attempt
+
+logger = logging.getLogger(__name__)
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Tensors = dict[str, torch.Tensor]
@@ -64,33 +69,63 @@ def allocation_bytes(nbytes: int, device_type: str) -> int:
     return nbytes if rules is None else rules.stretch(nbytes)
 
 
-def default_devices() -> list[torch.device]:
+def present_devices() -> list[torch.device]:
     """All accelerators in order, or the CPU if there is none that reports its memory (Apple's
-    doesn't, and planning needs it)."""
+    doesn't, and planning needs it). Counts them only: none gets a context by that."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not _reports_memory():
+    if accelerator is None or accelerator.type == "mps":
         return [CPU]
     return [
         torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())
     ]
 
 
-def _reports_memory() -> bool:
+def refusal(device: torch.device) -> str | None:
+    """Why a device can't be used now, in its driver's words; None if it can.
+
+    A GPU that is full, or that another process has in exclusive mode, has no room for this
+    process's context, and answers no question. One that answers has a context from then on.
+    """
+    if device.type == "cpu":
+        return None
     try:
-        torch.accelerator.get_memory_info(0)
-    except RuntimeError:
-        return False
-    return True
+        torch.accelerator.get_memory_info(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
-def resolve_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
-    """Devices with an index each, from names; ``"cpu"`` may come last, for overflow.
+def check_usable(device: torch.device) -> None:
+    """ValueError with the driver's reason where a device can't be used now."""
+    if (why := refusal(device)) is not None:
+        raise ValueError(f"device {device} can't be used now: {why}")
+
+
+def usable_devices(devices: Sequence[torch.device]) -> list[torch.device]:
+    """Those of the devices that can be used now. A warning says why others are left out.
+
+    Raises:
+        ValueError: none of them can.
+    """
+    refusals = {device: refusal(device) for device in devices}
+    reasons = [f"{device}: {why}" for device, why in refusals.items() if why is not None]
+    if len(reasons) == len(devices):
+        raise ValueError(
+            f"no device can be used now ({'; '.join(reasons)}); free one of them, or give "
+            'devices=["cpu"] for the host'
+        )
+    for reason in reasons:
+        logger.warning("left out: %s", reason)
+    return [device for device, why in refusals.items() if why is None]
+
+
+def resolve_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
+    """Devices with an index each, from names; ``"cpu"`` may come last, for overflow. Doesn't ask
+    whether they can be used now.
 
     Raises:
         ValueError: an unknown or absent device, a duplicate, or the CPU before the end.
     """
-    if devices is None:
-        return default_devices()
     if isinstance(devices, str | torch.device):
         devices = [devices]
     resolved = [_resolve(device) for device in devices]
@@ -107,17 +142,17 @@ def _resolve(device: str | torch.device) -> torch.device:
     try:
         device = torch.device(device)
     except RuntimeError:
-        raise ValueError(f"no such device: {device!r}; this machine has: {_names_here()}") from None
+        raise ValueError(f"no such device: {device!r}; this machine has: {_present()}") from None
     if device.type == "cpu":
         return CPU
     device = torch.device(device.type, device.index or 0)
-    if device not in default_devices():
-        raise ValueError(f"device {device} is not on this machine, which has: {_names_here()}")
+    if device not in present_devices():
+        raise ValueError(f"device {device} is not on this machine, which has: {_present()}")
     return device
 
 
-def _names_here() -> str:
-    return ", ".join(map(str, default_devices()))
+def _present() -> str:
+    return ", ".join(map(str, present_devices()))
 
 
 def default_margin(device: torch.device) -> int:
@@ -261,15 +296,27 @@ def zeros(
 ) -> dict[str, torch.Tensor]:
     """Zeros in one allocation on the storage device; host memory is pinned if that speeds up copies
     to ``near``."""
-    pinned = storage_device.type == "cpu" and _pins_for(near)
     nbytes = allocation_bytes(layout_bytes(layout), storage_device.type)
-    memory = torch.zeros(nbytes, dtype=torch.uint8, device=storage_device, pin_memory=pinned)
+    make = functools.partial(torch.zeros, nbytes, dtype=torch.uint8, device=storage_device)
+    memory = _pinned(make, near) if storage_device.type == "cpu" else make()
     return views(memory, layout)
 
 
 def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Uninitialised uint8 (nbytes,) on the host; pinned if that speeds up the device's copies."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_pins_for(device))
+    return _pinned(functools.partial(torch.empty, nbytes, dtype=torch.uint8), device)
+
+
+def _pinned(make: Callable[..., torch.Tensor], near: torch.device) -> torch.Tensor:
+    """A tensor in pinned memory if that speeds up copies to a device, and if there is room: the
+    system may allow less pinned memory than it has memory."""
+    if not _pins_for(near):
+        return make()
+    # Pinning makes a context on the current device, which may be one that the user left out.
+    with torch.accelerator.device_index(near.index), Attempt() as attempt:
+        return make(pin_memory=True)
+    logger.warning("copies to %s are slower, host memory can't be pinned: %s", near, attempt.why)
+    return make()
 
 
 def _pins_for(device: torch.device) -> bool:

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from exkv.planning.plan import Plan
+
+#: What a full device or a full host is called in errors that have no type of their own.
+_OUT_OF_MEMORY = re.compile(
+    "out of memory"  # the CUDA and HIP runtimes: pinned memory, streams, and exkv's own launches
+    "|cudaErrorMemoryAllocation|hipErrorOutOfMemory|OUT_OF_(DEVICE|HOST)_MEMORY"
+    "|CU[A-Z]+_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"
+    # A handle takes memory, and this is what cuBLAS says where there is none for it.
+    "|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate"
+    "|CPUAllocator: (can't allocate|not enough) memory"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left, in whatever words.
+
+    torch's caching allocator raises ``torch.OutOfMemoryError``. Everything else that allocates on a
+    GPU (cuBLAS and cuDNN handles, pinned memory, a kernel's launch, a graph) raises a plain
+    RuntimeError or ``torch.AcceleratorError`` with the library's own words.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # Exact types: other errors may quote these words, and have a meaning of their own.
+    return type(error) in (RuntimeError, torch.AcceleratorError) and bool(
+        _OUT_OF_MEMORY.search(str(error))
+    )
+
+
+class Attempt:
+    """A context manager that ends its block where memory runs out; other errors pass through.
+
+    >>> with Attempt() as attempt:
+    ...     return call()
+    >>> logger.warning("no room: %s", attempt.why)  # the error's frames and tensors are gone
+
+    Attributes:
+        why: the error's message; "" if the block went through.
+    """
+
+    why = ""
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if error is None or not is_out_of_memory(error):
+            return False
+        self.why = str(error) or type(error).__name__
+        return True
 
 
 class PlacementError(torch.OutOfMemoryError):

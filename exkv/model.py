@@ -18,7 +18,7 @@ from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
 from exkv.decode import GenerateOutput, generate
 from exkv.decode.prompts import PromptIds
-from exkv.errors import OutOfMemoryError, PlacementError
+from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
 from exkv.loading.losses import losses_of
@@ -479,17 +479,15 @@ class Model(Transformer):
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         try:
-            return super().forward(*args, **kwargs)
+            with Attempt() as attempt:
+                return super().forward(*args, **kwargs)
         except PlacementError:  # names the device and what would fit
             raise
-        except torch.OutOfMemoryError as error:
-            reason = str(error)
-        # Here the error's traceback, whose frames hold the call's tensors, is gone.
         accelerators.release_idle_memory()
         changes = "" if self.report is None else f"{'. '.join(self.report.changes())}. "
         raise OutOfMemoryError(
             f"a forward call ran out of memory; the cache has the tokens that it had before, and a "
-            f"shorter call can go on. {changes}What torch said: {reason}"
+            f"shorter call can go on. {changes}What torch said: {attempt.why}"
         )
 
     def generate(
@@ -508,9 +506,10 @@ def split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
     """Budgets of a manual split; errors as of :func:`split_caps`."""
-    offered = devices_to_load(names)
+    named = devices_to_load(names)
     if gpu_split is None or (isinstance(gpu_split, list | tuple) and not gpu_split):
-        return make_budgets(offered)
+        return make_budgets(named)
+    offered = named or accelerators.present_devices()
     caps = split_caps(gpu_split, list(map(str, offered)))
     return make_budgets(offered[: len(caps)], cap=caps)
 

@@ -26,6 +26,7 @@ from exkv.sizes import SIZE_FORMS, checked_bytes, parse_sizes
 from exkv_ext import simulator
 
 __all__ = [
+    "MEMORY_ERRORS",
     "allocation_count",
     "copy_fault",
     "enable",
@@ -36,12 +37,16 @@ __all__ = [
     "lifetime_errors",
     "mirror_ops",
     "let_streams_lag",
+    "refuse",
     "reset_transfer_bytes",
     "set_capacity",
+    "touches",
     "transfer_bytes",
 ]
 
 _MAX_DEVICES = 64
+#: Errors by which real devices say that memory ran out; the first four as in ``ledger.h``.
+MEMORY_ERRORS = ("torch", "cublas", "runtime", "launch", "pinned")
 #: Kernels of the simulated devices that differ from the CPU's.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -181,19 +186,43 @@ def set_capacity(index: int, nbytes: int) -> None:
     _enabled_native().set_capacity(index, nbytes)
 
 
-def fail_allocation(n: int | None) -> None:
-    """Make the ``n``-th allocation from now on (1 is the next) raise OutOfMemoryError, once.
+def fail_allocation(n: int | None, error: str = "torch") -> None:
+    """Make the ``n``-th allocation from now on (1 is the next) fail once; ``None`` cancels it.
 
-    Allocations are counted over all simulated devices. ``None`` cancels it.
+    Args:
+        n: counted over all simulated devices; for ``"pinned"`` over pinned host allocations.
+        error: what is raised, one of :data:`MEMORY_ERRORS`: "torch" is the caching allocator's
+            OutOfMemoryError; "cublas", "runtime" and "launch" are a full GPU in the words of
+            cuBLAS, the CUDA runtime (``torch.AcceleratorError``) and a kernel's launch; "pinned"
+            is a failed allocation of pinned memory, in the CUDA runtime's words.
     """
     if n is not None and n < 1:
         raise ValueError(f"the next allocation is number 1: {n} is not possible")
-    _enabled_native().fail_charge(n or 0)
+    if error not in MEMORY_ERRORS:
+        raise ValueError(f"error is {error!r}; it must be one of {', '.join(MEMORY_ERRORS)}")
+    if error == "pinned":
+        _enabled_native().fail_pinned(n or 0)
+    else:
+        _enabled_native().fail_charge(n or 0, MEMORY_ERRORS.index(error))
 
 
-def allocation_count() -> int:
-    """Attempted allocations of at least one byte so far, over all simulated devices."""
-    return _enabled_native().charge_count()
+def allocation_count(*, pinned: bool = False) -> int:
+    """Attempted allocations of at least one byte so far, over all simulated devices; of pinned host
+    memory if ``pinned``."""
+    native = _enabled_native()
+    return native.pinned_count() if pinned else native.charge_count()
+
+
+def touches(index: int) -> int:
+    """Times that something reached ``sim:index`` that makes a real device's context: an allocation,
+    a new stream, or the question for its free memory. Counting devices is no such thing."""
+    return _enabled_native().touches(index)
+
+
+def refuse(index: int, why: str | None) -> None:
+    """Have ``sim:index`` answer everything that :func:`touches` counts with an AcceleratorError, as
+    a GPU does that is full or in exclusive use; ``None`` cancels it."""
+    _enabled_native().refuse(index, why or "")
 
 
 def copy_fault(src: int, dst: int, on: bool = True) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from exkv import devices, epochs
 from exkv.batch import Lengths
 from exkv.checkpoint import ModelConfig, WeightReader
-from exkv.errors import PlacementError
+from exkv.errors import Attempt, PlacementError
 
 from .checks import MOST_ROWS, whole, whole_type
 from .file import Elsewhere, load, save
@@ -320,9 +320,9 @@ class KVCache(Rows):
         """Allocate layers; returns the one that ran out of memory, once the error's frames are
         gone."""
         for index in missing:
-            try:
+            with Attempt() as attempt:
                 self.layers[index].allocate(cache_map[index])
-            except torch.OutOfMemoryError:
+            if attempt.why:
                 return index
         return None
 

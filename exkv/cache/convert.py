@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from exkv import devices
+from exkv.errors import Attempt
 
 from .spans import token_spans
 from .spec import LayerSpec
@@ -42,14 +43,10 @@ def restored(
     copy: HostCopy, old: LayerSpec, new: LayerSpec, room: int, device: torch.device
 ) -> dict[str, torch.Tensor] | None:
     """The copy's contents, stored by the ``old`` spec, in tensors of the ``new`` spec with room for
-    ``room`` tokens a row; None if the device has no room.
-
-    No error is raised for that: its traceback would keep what was allocated alive.
-    """
-    try:
+    ``room`` tokens a row; None if the device has no room."""
+    with Attempt():
         return _restore(copy, old, new, room, device)
-    except torch.OutOfMemoryError:
-        return None
+    return None
 
 
 def _restore(

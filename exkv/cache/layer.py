@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.epochs import WatchedDict, advance
+from exkv.errors import Attempt
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
@@ -494,12 +495,10 @@ def _flat(pool: Tensor) -> Tensor:
 
 def _moved(tensor: Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:
     """Move rows within their device; returns False, with nothing moved, if it is full."""
-    try:
+    with Attempt() as attempt:
         to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
         tensor[index(to, part)] = tensor[index(rows, part)]
-    except torch.OutOfMemoryError:
-        return False
-    return True
+    return not attempt.why
 
 
 def _move_by_host(tensor: Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
+
+from exkv.errors import is_out_of_memory
 
 from .errors import ClusterError, LeftOut, WireError
 from .launchers import SECRET
@@ -156,4 +157,4 @@ class Follower:
 
 def _kind(error: Exception) -> str:
     """The prefix by which the driver tells kinds of failures apart."""
-    return "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
+    return "out of memory: " if is_out_of_memory(error) else ""

@@ -26,7 +26,7 @@ from torch import Tensor
 from exkv.cache import KVCache
 from exkv.cache.paging.swap import SwappedPages
 from exkv.checkpoint import ModelConfig
-from exkv.errors import ContentsLostError
+from exkv.errors import ContentsLostError, is_out_of_memory
 from exkv.loading import LoadReport
 from exkv.loading.options import LoadOptions
 from exkv.model import Model, split_caps
@@ -681,7 +681,9 @@ class ClusterModel(Model):
                 finally:
                     self.cluster.answers()
             return
-        except (torch.OutOfMemoryError, ClusterError) as error:
+        except RuntimeError as error:
+            if not isinstance(error, ClusterError) and not is_out_of_memory(error):
+                raise
             reason = str(error)
         with contextlib.suppress(WireError):
             self.unload()

@@ -93,7 +93,7 @@ class Replica:
 
     def allocated(self) -> dict[str, int]:
         """Bytes in live tensors on each of this host's accelerators."""
-        found = {str(d): devices.allocated_memory(d) for d in devices.default_devices()}
+        found = {str(d): devices.allocated_memory(d) for d in devices.present_devices()}
         return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
     def has_copy(self, path: str, weights_are: str) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exkv.errors import Attempt
 from exkv.sampling import SamplingParams
 from exkv.sampling.banned_strings import BannedStrings, fold
 from exkv.sampling.grammar import ConstraintState
@@ -272,10 +273,10 @@ class _History:
         ids = torch.from_numpy(self._ids[: self._length])
         if device.type == "cpu":
             return ids
-        try:
-            if self._there is None:
+        if self._there is None:
+            with Attempt():
                 self._there = torch.empty(len(self._ids), dtype=torch.int64, device=device)
-        except torch.OutOfMemoryError:
+        if self._there is None:
             return ids
         if self._length - self._arrived == 1:
             self._there[self._arrived] = int(self._ids[self._arrived])

@@ -12,6 +12,7 @@ import torch
 
 from exkv.cache import KVCache
 from exkv.cache.paging.pool import PagePool
+from exkv.errors import Attempt
 from exkv.models import Transformer
 from exkv.sampling.bounds import check_count
 from exkv.text import Tokenizer
@@ -249,10 +250,9 @@ class Engine:
 
     def iterate_for_streams(self) -> list[Event]:
         """Run one step; out of memory with a single job ends that job, and the queue goes on."""
-        try:
+        with Attempt() as attempt:
             return self.iterate()
-        except torch.OutOfMemoryError as error:
-            reason = torch.OutOfMemoryError(str(error))  # the error's frames hold tensors
+        reason = torch.OutOfMemoryError(attempt.why)
         with self._stepping, self._lease:
             events = self._scheduler.fail_all(reason)
         if not events:

@@ -14,6 +14,7 @@ import torch
 from exkv import devices
 from exkv.cache import KVCache, LayerSpec, OnHost, Storage
 from exkv.cache.base import CacheOwner
+from exkv.errors import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +125,11 @@ class Rescue:
             torch.OutOfMemoryError: no step is left that would free memory.
         """
         while self._left:
-            try:
+            with Attempt() as attempt:
                 return call()
-            except torch.OutOfMemoryError as error:
-                why = str(error)
-            # Here the error's traceback, whose frames hold the call's tensors, is gone.
             step = self._next(specs_of(cache), cache.model)
             if step is not None:
-                self._convert(cache, step, during, why)
+                self._convert(cache, step, during, attempt.why)
         return call()
 
     def build(self, model: CacheOwner, kind: type[KVCache], specs: Sequence[LayerSpec]) -> KVCache:
@@ -142,10 +140,9 @@ class Rescue:
             PlacementError: no room for the cache, and no step is left that would help.
         """
         while self._left:
-            try:
+            with Attempt() as attempt:
                 return kind.of(model, specs)
-            except torch.OutOfMemoryError as error:
-                why = str(error)
+            why = attempt.why
             step = self._next(specs, model)
             if callable(step):
                 offloaded = self.build(
@@ -179,10 +176,10 @@ class Rescue:
     def _convert(self, cache: KVCache, step: Step, during: str, why: str) -> None:
         """Take a step. If it runs out of memory itself, converting some layers may be enough."""
         before, specs = cache_bytes(cache), specs_of(cache)
-        try:
+        with Attempt() as attempt:
             step(cache) if callable(step) else cache.convert(**STEPS[step])
-        except torch.OutOfMemoryError as error:
-            logger.warning("%s itself ran out of memory half-way: %s", _name(step), error)
+        if attempt.why:
+            logger.warning("%s itself ran out of memory half-way: %s", _name(step), attempt.why)
         devices.release_idle_memory()
         self._tell(
             Fallback(
@@ -258,10 +255,10 @@ def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, in
 
 def moved_to_devices(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
     """Move the layers to where these specs store them, as far as they fit."""
-    try:
+    with Attempt() as attempt:
         cache.convert(residence=specs[0].residence)
-    except torch.OutOfMemoryError as error:
-        logger.warning("some layers of the cache stay in host memory: %s", error)
+    if attempt.why:
+        logger.warning("some layers of the cache stay in host memory: %s", attempt.why)
     return cache
 
 

@@ -1,8 +1,8 @@
 """Carry a plan out: read each unit to its device, allocate its part of every cache, probe it.
 
 ``load_units`` is the whole load. It stages one unit after the other, whole or not at all; a unit
-for which memory really runs out is taken back and goes on to the next device. Whatever ends the
-load early, an error, Ctrl-C or a generator that is dropped, every device is left as it was found.
+that runs out of memory is rolled back and goes on to the next device. Whatever ends the load early,
+an error, Ctrl-C or a generator that is dropped, every device is left as it was found.
 
 Beside this file: ``plan_checks`` refuses a plan that no longer holds, ``route`` plans again behind
 a full device, ``report`` has what was measured.
@@ -20,6 +20,7 @@ from exkv import devices
 from exkv.batch import Batch
 from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
+from exkv.errors import Attempt
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import adapted
 from exkv.planning import Ledger, Plan, Scenario, UnitCost, Workload
@@ -148,26 +149,21 @@ class _Load:
 
     def stage(self, unit: Unit) -> None:
         """Put the unit on its device, or where that is full on one behind it."""
-        while not self._try_stage(unit, self.route.devices[unit.index]):
-            self.route.go_on_after(unit.index)
+        while why := self._try_stage(unit, self.route.devices[unit.index]):
+            self.route.go_on_after(unit.index, why)
 
-    def _try_stage(self, unit: Unit, device: torch.device) -> bool:
-        """Stage the unit; on out-of-memory take all of it back and return False.
-
-        The clean-up is outside the ``except``: there the error's traceback, whose frames
-        hold the tensors that were made, is gone.
-        """
-        try:
+    def _try_stage(self, unit: Unit, device: torch.device) -> str:
+        """Stage the unit; where memory runs out, roll it back and return the reason."""
+        with Attempt() as attempt:
             self._stage(unit, device)
-            return True
-        except torch.OutOfMemoryError as error:
-            reason = str(error)
+            return ""
         unit.release()
         for layer in self._cache_layers(unit):
             layer.free()
         devices.release_idle_memory()
-        logger.warning("%s did not fit on %s and was taken back: %s", unit.name, device, reason)
-        return False
+        why = attempt.why
+        logger.warning("%s did not fit on %s and was rolled back: %s", unit.name, device, why)
+        return why
 
     def _stage(self, unit: Unit, device: torch.device) -> None:
         """Weights, caches, and one forward call at the worst shape that was promised."""

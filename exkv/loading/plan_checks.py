@@ -33,7 +33,7 @@ def check_devices(plan: Plan) -> None:
         )
     for ledger in plan.ledgers:
         try:
-            devices.resolve_devices([ledger.device])
+            devices.check_usable(*devices.resolve_devices([ledger.device]))
         except ValueError as error:
             raise ValueError(
                 f"the plan can't be carried out here, make a new one: {error}"

@@ -44,8 +44,9 @@ class Route:
         placed = plan_where(self._costs, budgets, where, plan.objective, plan.order, plan.role)
         return replace(placed.promising(plan), link=plan.link)
 
-    def go_on_after(self, index: int) -> None:
-        """The device of this unit is full: plan it and those after it for the devices behind.
+    def go_on_after(self, index: int, why: str) -> None:
+        """The device of this unit is full, as the error ``why`` says: plan the unit and those after
+        it for the next devices.
 
         Raises:
             PlacementError: there are none, or they have no room for the rest.
@@ -53,7 +54,7 @@ class Route:
         full = self.devices[index]
         self._budgets = self._behind(full, set(self.devices[:index]))
         if not self._budgets:
-            raise self._out_of_devices(self._costs[index], full)
+            raise self._out_of_devices(self._costs[index], full, why)
         # What is tied to a unit that is placed already is not there beside it.
         rest = [replace(cost, shared={}) for cost in self._costs[index:]]
         try:
@@ -63,7 +64,8 @@ class Route:
         except PlacementError as error:
             raise PlacementError(
                 f"{full} ran out of memory at {self._costs[index].name}, where the plan had room "
-                f"for it (another program may have taken it), and behind it there is {error}",
+                f"for it (another program may have taken it), and behind it there is {error}. It "
+                f"ran out with: {why}",
                 unit=error.unit,
                 device=error.device,
                 needed=error.needed,
@@ -81,7 +83,7 @@ class Route:
         position = next((i for i, b in enumerate(self._budgets) if b.device == full), None)
         return [] if position is None else self._budgets[position + 1 :]
 
-    def _out_of_devices(self, cost: UnitCost, device: torch.device) -> PlacementError:
+    def _out_of_devices(self, cost: UnitCost, device: torch.device, why: str) -> PlacementError:
         cache, workspace = cost.cache_on(device), cost.workspace[device.type]
         needed, available = cost.weights + cache + workspace, devices.available_memory(device)
         return PlacementError(
@@ -89,7 +91,7 @@ class Route:
             f"takes {needed:,} bytes there (weights {human(cost.weights)}, cache {human(cache)}, "
             f"workspace {human(workspace)}), and {available:,} were free. Another program may hold "
             "memory that was free when the load was planned; raise reserve_vram, add 'cpu' as the "
-            "last device, or use a shorter or an 8-bit cache",
+            f"last device, or use a shorter or an 8-bit cache. It ran out with: {why}",
             unit=cost.name,
             device=str(device),
             needed=needed,

@@ -22,7 +22,7 @@ from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.cache.paging.pool import PagePool
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
-from exkv.errors import PlacementError
+from exkv.errors import Attempt, PlacementError
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import LowRank
@@ -307,14 +307,12 @@ class Transformer:
         """Read its matrices for all loaded units to their devices, or none."""
         made: dict[Unit, dict[str, LowRank]] = {}
         read = [unit for unit in self.units if unit.module is not None]
-        try:
+        with Attempt():
             for unit in read:
                 assert unit.device is not None
                 made[unit] = adapter.read(unit.index, unit.device)
             return made
-        except torch.OutOfMemoryError:
-            full = read[len(made)]
-        # Here the error's traceback, whose frames hold tensors, is gone.
+        full = read[len(made)]
         made.clear()
         devices.release_idle_memory()
         assert full.device is not None

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from exkv.errors import is_out_of_memory
 from exkv_ext import cpu_isa
 
 from .registry import HOST, computes_on, define_op
@@ -449,9 +450,9 @@ def tile_dtype(x: Tensor) -> torch.dtype:
 def _in_order(x: Tensor, order: Tensor) -> Tensor:
     try:
         return x.index_select(-1, order)
-    except torch.OutOfMemoryError:
-        raise
     except (IndexError, RuntimeError) as error:  # which of them depends on x's shape
+        if is_out_of_memory(error):
+            raise
         raise ValueError(f"order must be a permutation of x's inputs ({error})") from None
 
 

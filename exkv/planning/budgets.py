@@ -40,6 +40,9 @@ class Loaded(Protocol):
         """Weights that are placed there and not read yet."""
 
 
+#: Capacity of a device of this machine that wasn't asked yet: to ask takes memory on it.
+_UNKNOWN = -1
+
 #: Every loaded model of this process.
 LOADED: weakref.WeakSet[Loaded] = weakref.WeakSet()
 
@@ -58,12 +61,12 @@ def make_budgets(
     """Budgets for the devices named.
 
     Args:
-        devices: None for every accelerator of this machine (or its CPU, where there is none);
-            names of devices that are here; or sizes of cards, which needn't be:
+        devices: None for every accelerator of this machine that can be used now (or its CPU, where
+            it has none); names of devices that are here; or sizes of cards, which needn't be:
             ``"24G,24G,8G"`` are ``cuda:0`` to ``cuda:2``, empty.
         reserve: bytes to leave free, one number for all or a list with one for each device; the
             host as overflow may be left out.
-        cap: the most to use on each device; 0 leaves it out.
+        cap: the most to use on each device; 0 leaves it out, and it is asked for nothing.
         margin: for what no arithmetic sees; None for a default by device type: nothing on the
             host and the simulated accelerator, 160 MiB on a GPU.
         cpu: the host as overflow: True for what is free, or bytes, or text.
@@ -75,7 +78,8 @@ def make_budgets(
             a driver's context, or "exact", to the rounded byte, as ``exkv.sim`` does by default.
 
     Raises:
-        ValueError: an unknown device, a size that is none, a negative or overlong list.
+        ValueError: an unknown device, or one that can't be used now, a size that is none, a
+            negative or overlong list.
     """
     if hosts is not None:
         if devices is not None:
@@ -95,17 +99,39 @@ def make_budgets(
     used = [budget for budget in budgets if budget.cap != 0]
     if not used:
         raise ValueError("cap leaves every device out: give one of them a size above 0")
-    return used
+    return _filled_in(used, named=devices is not None)
 
 
-def devices_to_load(devices: Devices | None) -> list[torch.device]:
-    """Devices of this machine; sizes of cards are for plans.
+def _filled_in(budgets: Sequence[Budget], *, named: bool) -> list[Budget]:
+    """The budgets, with what devices of this machine say of their memory now; without those that
+    can't be used, unless the user named them."""
+    unknown = [budget.device for budget in budgets if budget.capacity == _UNKNOWN]
+    for device in unknown if named else ():
+        accelerators.check_usable(device)
+    usable = unknown if named or not unknown else accelerators.usable_devices(unknown)
+    return [
+        _as_asked(budget) if budget.capacity == _UNKNOWN else budget
+        for budget in budgets
+        if budget.capacity != _UNKNOWN or budget.device in usable
+    ]
+
+
+def _as_asked(budget: Budget) -> Budget:
+    """What a device has now, with the numbers that the user gave."""
+    given = {name: getattr(budget, name) for name in ("reserve", "margin", "cap", "bandwidth")}
+    return replace(present_budget(budget.device), **given)
+
+
+def devices_to_load(devices: Devices | None) -> list[torch.device] | None:
+    """Devices of this machine, None for all; sizes of cards are for plans.
 
     Raises:
         ValueError: a size, or a device that isn't here.
     """
-    names = None if devices is None else _names(devices)
-    if sizes := [name for name in names or () if _is_size(name)]:
+    if devices is None:
+        return None
+    names = _names(devices)
+    if sizes := [name for name in names if _is_size(name)]:
         raise ValueError(
             f"devices has the size {sizes[0]!r}: a plan takes sizes, but a model is loaded to "
             "devices by their names, such as cuda:0; gpu_split says how much to use of each"
@@ -119,7 +145,7 @@ def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
     Raises:
         ValueError: a device isn't here.
     """
-    here = {*accelerators.default_devices(), accelerators.CPU}
+    here = {*accelerators.present_devices(), accelerators.CPU}
     for budget in budgets:
         if budget.host or budget.device not in here:
             raise ValueError(
@@ -187,14 +213,22 @@ def _promised_workspace(device: torch.device, plans: Iterable[Plan | None]) -> i
 
 
 def _offered(devices: Devices | None) -> list[Budget]:
-    names = None if devices is None else _names(devices)
-    sized = [_is_size(name) for name in names or ()]
-    if names is not None and any(sized):
+    """Budgets of devices by their names, not asked yet, or of cards by their sizes."""
+    if devices is None:
+        return list(map(_not_asked, accelerators.present_devices()))
+    names = _names(devices)
+    sized = list(map(_is_size, names))
+    if any(sized):
         return _cards(names, sized)
     try:
-        return [present_budget(device) for device in accelerators.resolve_devices(names)]
+        return list(map(_not_asked, accelerators.resolve_devices(names)))
     except ValueError as error:
         raise ValueError(f"{error}; sizes of cards look like 24G, 512M or 2x1.5G") from None
+
+
+def _not_asked(device: torch.device) -> Budget:
+    margin = accelerators.default_margin(device)
+    return Budget(device=device, capacity=_UNKNOWN, margin=margin)
 
 
 def _names(devices: Devices) -> list[str | torch.device]:

@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from exkv.errors import Attempt
+
 T = TypeVar("T")
 
 
@@ -61,9 +63,7 @@ def to_host(ids: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
 def where_there_is_room(call: Callable[[Tensor], T], logits: Tensor) -> T:
     """Call with logits on their device, or on the host if the device is full: no plan promises room
     beside the logits."""
-    try:
-        return call(logits)
-    except torch.OutOfMemoryError:
-        if logits.is_cpu:
-            raise
+    if not logits.is_cpu:
+        with Attempt():
+            return call(logits)
     return call(logits.cpu())

@@ -170,6 +170,7 @@ class SimAllocator final : public c10::DeviceAllocator {
   }
   void resetPeakStats(c10::DeviceIndex index) override { Ledger::get().reset_peak(index); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+    Ledger::get().touch(index);
     const DeviceBooks b = Ledger::get().books(index);
     const size_t taken = b.context + b.reserved;
     return {b.capacity > taken ? b.capacity - taken : 0, b.capacity};
@@ -209,6 +210,7 @@ class PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const c10::Device host(c10::DeviceType::CPU);
     if (nbytes == 0) return {nullptr, host};
+    Ledger::get().count_pinned();
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, kAlignment, nbytes) == 0, "The host has no ", nbytes,
                 " bytes left for pinned memory.");

@@ -10,8 +10,33 @@
 namespace exkv::sim {
 
 namespace {
+
 thread_local c10::DeviceIndex current_device_index = 0;
+
+void throw_runtime_error() {
+  constexpr int32_t kMemoryAllocation = 2;  // cudaErrorMemoryAllocation
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                              kMemoryAllocation,
+                              "CUDA error: out of memory (injected by exkv.sim.fail_allocation)");
 }
+
+// Throws what libraries beside the caching allocator do where a device is full.
+void throw_in_words(FailureWords words, c10::DeviceIndex index) {
+  switch (words) {
+    case FailureWords::kAllocator:
+      return;
+    case FailureWords::kCublas:
+      TORCH_CHECK(false, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ",
+                  "`cublasCreate(handle)` (injected by exkv.sim.fail_allocation)");
+    case FailureWords::kRuntime:
+      return throw_runtime_error();
+    case FailureWords::kLaunch:
+      TORCH_CHECK(false, "a kernel on sim:", static_cast<int>(index),
+                  " failed to launch: out of memory (injected by exkv.sim.fail_allocation)");
+  }
+}
+
+}  // namespace
 
 c10::DeviceIndex current_device() { return current_device_index; }
 void set_current_device(c10::DeviceIndex index) { current_device_index = index; }
@@ -70,6 +95,7 @@ std::optional<Charge> Ledger::booked(Device& device, size_t nbytes) {
 }
 
 Charge Ledger::charge(c10::DeviceIndex index, size_t nbytes) {
+  touch(index);
   const bool injected = injected_failure();
   Device& device = devices_[index];
   std::unique_lock<std::mutex> lock(device.mutex);
@@ -80,6 +106,7 @@ Charge Ledger::charge(c10::DeviceIndex index, size_t nbytes) {
     ++b.ooms;
     const DeviceBooks snapshot = b;
     lock.unlock();
+    if (injected) throw_in_words(fail_words_.load(), index);
     out_of_memory(index, nbytes, snapshot, injected);
   }
   b.allocated += charge->nbytes;
@@ -167,9 +194,36 @@ void Ledger::reset_accumulated(c10::DeviceIndex index) {
   b.charged_bytes = b.released_bytes = 0;
 }
 
-void Ledger::fail_charge(int64_t n) {
+void Ledger::fail_charge(int64_t n, FailureWords words) {
   TORCH_CHECK(n >= 0, "The number of the allocation that fails cannot be ", n, ".");
+  fail_words_.store(words);
   fail_at_.store(n == 0 ? 0 : charge_count() + n);
+}
+
+void Ledger::fail_pinned(int64_t n) {
+  TORCH_CHECK(n >= 0, "The number of the allocation that fails cannot be ", n, ".");
+  fail_pinned_at_.store(n == 0 ? 0 : pinned_count() + n);
+}
+
+void Ledger::count_pinned() {
+  int64_t expected = pinned_count_.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (fail_pinned_at_.compare_exchange_strong(expected, 0)) throw_runtime_error();
+}
+
+void Ledger::touch(c10::DeviceIndex index) {
+  constexpr int32_t kDevicesUnavailable = 46;  // cudaErrorDevicesUnavailable
+  Device& device = devices_[check_index(index)];
+  ++device.touches;
+  std::lock_guard<std::mutex> lock(device.mutex);
+  if (device.refusal.empty()) return;
+  throw c10::AcceleratorError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                              kDevicesUnavailable, device.refusal);
+}
+
+void Ledger::refuse(c10::DeviceIndex index, const std::string& why) {
+  Device& device = devices_[check_index(index)];
+  std::lock_guard<std::mutex> lock(device.mutex);
+  device.refusal = why;
 }
 
 void Ledger::note_transfer(int src, int dst, size_t nbytes) {

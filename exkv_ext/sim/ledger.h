@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -52,6 +53,10 @@ struct Charge {
   Segments::Block* block = nullptr;
 };
 
+// In whose words an allocation that is asked to fail does so: the caching allocator's, cuBLAS's,
+// the CUDA runtime's, those of a kernel's launch.
+enum class FailureWords { kAllocator, kCublas, kRuntime, kLaunch };
+
 class Ledger {
  public:
   // Leaked on purpose: tensors may outlive every static destructor.
@@ -80,8 +85,19 @@ class Ledger {
   void reset_accumulated(c10::DeviceIndex index);
 
   // The n-th charge from now on (1 is the next) fails once; 0 clears.
-  void fail_charge(int64_t n);
+  void fail_charge(int64_t n, FailureWords words);
+  // The same of pinned allocations, which fail in the runtime's words.
+  void fail_pinned(int64_t n);
+  void count_pinned();
+  int64_t pinned_count() const { return pinned_count_.load(std::memory_order_relaxed); }
   int64_t charge_count() const { return charge_count_.load(std::memory_order_relaxed); }
+
+  // Called for whatever makes a real device's context: allocations, new streams, the question for
+  // free memory. Throws if the device refuses.
+  void touch(c10::DeviceIndex index);
+  int64_t touches(c10::DeviceIndex index) const { return devices_[check_index(index)].touches; }
+  // From now on a touch fails with this text; empty clears.
+  void refuse(c10::DeviceIndex index, const std::string& why);
 
   // Copies between places. A place is a device index, or -1 for the host.
   void note_transfer(int src, int dst, size_t nbytes);
@@ -96,6 +112,8 @@ class Ledger {
     mutable std::mutex mutex;
     DeviceBooks books;
     std::unique_ptr<Segments> segments;
+    std::atomic<int64_t> touches{0};
+    std::string refusal;
   };
 
   bool injected_failure();
@@ -112,6 +130,9 @@ class Ledger {
   bool charge_temporaries_ = false;
   std::atomic<int64_t> charge_count_{0};
   std::atomic<int64_t> fail_at_{0};
+  std::atomic<FailureWords> fail_words_{FailureWords::kAllocator};
+  std::atomic<int64_t> pinned_count_{0};
+  std::atomic<int64_t> fail_pinned_at_{0};
   std::atomic<int64_t> transferred_[kPlaces * kPlaces] = {};
   std::atomic<bool> faults_[kPlaces * kPlaces] = {};
 };

@@ -31,8 +31,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [&](int index) { sim::set_current_device(ledger.check_index(index)); });
   m.def("capacity", [&](int index) { return ledger.books(index).capacity; });
   m.def("set_capacity", [&](int index, int64_t nbytes) { ledger.set_capacity(index, nbytes); });
-  m.def("fail_charge", [&](int64_t n) { ledger.fail_charge(n); });
+  m.def("fail_charge", [&](int64_t n, int words) {
+    ledger.fail_charge(n, static_cast<sim::FailureWords>(words));
+  });
+  m.def("fail_pinned", [&](int64_t n) { ledger.fail_pinned(n); });
+  m.def("pinned_count", [&] { return ledger.pinned_count(); });
   m.def("charge_count", [&] { return ledger.charge_count(); });
+  m.def("touches", [&](int index) { return ledger.touches(index); });
+  m.def("refuse", [&](int index, const std::string& why) { ledger.refuse(index, why); });
   m.def("set_copy_fault", [&](int src, int dst, bool on) { ledger.set_copy_fault(src, dst, on); });
   m.def("set_lag", &sim::set_lag);
   m.def("lags", &sim::lags);

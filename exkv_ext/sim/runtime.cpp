@@ -54,6 +54,7 @@ struct SimGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override {
     static std::atomic<c10::StreamId> last{0};
     const c10::DeviceIndex index = Ledger::get().check_index(device.index());
+    Ledger::get().touch(index);
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, index), ++last);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {

@@ -407,7 +407,16 @@ def test_a_token_that_no_text_comes_of_ends_that_job_alone(make):
     count_pages(engine)
 
 
-def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch):
+#: A full GPU in the words of the allocator, of a library, and of the CUDA runtime.
+FULL = [
+    torch.OutOfMemoryError("from outside"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
+def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch, full):
     jobs = random_jobs(12, seed=3)
     expected = alone(make, {}, jobs)
     engine, count = make(30, max_running=4), itertools.count()
@@ -415,7 +424,7 @@ def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch):
 
     def failing(*args, **kwargs):
         if next(count) % 7 == 6:
-            raise torch.OutOfMemoryError("from outside")
+            raise full
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine.model, "forward", failing)
@@ -451,14 +460,15 @@ def test_jobs_that_are_put_away_take_no_more_than_they_may(make, monkeypatch, aw
     assert engine.stats.most_running > 1 or not away_tokens
 
 
-def test_a_job_that_has_no_room_alone_ends_and_those_that_wait_go_on(make, monkeypatch):
+@pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
+def test_a_job_that_has_no_room_alone_ends_and_those_that_wait_go_on(make, monkeypatch, full):
     jobs = [Job(prompt=[5, 6, 7], settings=GREEDY, max_new_tokens=3, seed=i) for i in range(3)]
     engine, failing = make(40, max_running=1), iter([True, True])
     forward = engine.model.forward
 
     def full_twice(*args, **kwargs):
         if next(failing, False):
-            raise torch.OutOfMemoryError("from outside")
+            raise full
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(engine.model, "forward", full_twice)

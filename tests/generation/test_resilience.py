@@ -211,7 +211,7 @@ def test_forty_beams_store_their_prompt_once_and_never_move_it(folder):
 STRIDE = 37
 
 
-def at_every_allocation(folder, options, stride):
+def at_every_allocation(folder, options, stride, error):
     """For each allocation of a call, what comes of it where that one fails."""
     model, weights = small(folder)
     call = {**options, "on_oom": ["offload"], "return_dict_in_generate": True}
@@ -220,7 +220,7 @@ def at_every_allocation(folder, options, stride):
     points = sim.allocation_count() - before
     wrong, during = [], []
     for point in range(1, points + 1, stride):
-        sim.fail_allocation(point)
+        sim.fail_allocation(point, error)
         out = model.generate(PROMPTS[:2], **call)
         sim.fail_allocation(None)
         during += [fallback.during for fallback in out.fallbacks]
@@ -230,9 +230,10 @@ def at_every_allocation(folder, options, stride):
     return expected, len(range(1, points + 1, stride)), wrong, during
 
 
+@pytest.mark.parametrize("error", sim.MEMORY_ERRORS[:4])
 @pytest.mark.parametrize("options", [{"max_new_tokens": 3}, FEW], ids=["greedy", "beams"])
-def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options):
-    result = run_sim(at_every_allocation, "64M", args=[folder, options, STRIDE])
+def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options, error):
+    result = run_sim(at_every_allocation, "64M", args=[folder, options, STRIDE, error])
     expected, points, wrong, during = result
     assert expected == expected_of(folder, PROMPTS[:2], **options)
     assert points > 200 / STRIDE
@@ -241,7 +242,7 @@ def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options):
     assert len(during) > 0.7 * points  # the others are moves of rows, which find a way by the host
 
 
-def given_at_every_allocation(folder, on_oom, stride):
+def given_at_every_allocation(folder, on_oom, stride, errors):
     """The same with a cache that is given, which must be right after an error, too."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=16)
@@ -255,7 +256,7 @@ def given_at_every_allocation(folder, on_oom, stride):
     for point in range(1, points + 1, stride):
         cache.convert(residence=OnDevice())
         cache.reset()
-        sim.fail_allocation(point)
+        sim.fail_allocation(point, errors[point // stride % len(errors)])
         try:
             found = model.generate(PROMPTS[:2], **call).tolist()
         except OutOfMemoryError:
@@ -269,7 +270,8 @@ def given_at_every_allocation(folder, on_oom, stride):
 
 @pytest.mark.parametrize("on_oom", ["raise", ["offload"]], ids=str)
 def test_a_given_cache_is_right_whichever_allocation_fails(folder, on_oom):
-    result = run_sim(given_at_every_allocation, "64M", args=[folder, on_oom, STRIDE])
+    errors = sim.MEMORY_ERRORS[:4]
+    result = run_sim(given_at_every_allocation, "64M", args=[folder, on_oom, STRIDE, errors])
     expected, points, wrong, raised = result
     assert expected == expected_of(folder, PROMPTS[:2], **FEW)
     assert wrong == []
@@ -357,7 +359,7 @@ def rounded_half_way():
     return texts
 
 
-def converted_at_every_allocation(folder):
+def converted_at_every_allocation(folder, error):
     """What layers hold after a conversion that ran out of memory half-way, beside what they held:
     the largest difference over the largest value, by how they store it."""
     model, _ = small(folder)
@@ -366,7 +368,7 @@ def converted_at_every_allocation(folder):
     wrong, failed = [], 0
     for point in range(1, 40):
         copy = cache.clone()
-        sim.fail_allocation(point)
+        sim.fail_allocation(point, error)
         try:
             copy.convert(storage=Storage(keys="int8", values="int8"))
         except torch.OutOfMemoryError:
@@ -384,13 +386,14 @@ def converted_at_every_allocation(folder):
     return failed, wrong
 
 
-def test_a_conversion_that_fails_half_way_loses_nothing(folder):
-    failed, wrong = run_sim(converted_at_every_allocation, "64M", args=[folder])
+@pytest.mark.parametrize("error", sim.MEMORY_ERRORS[:4])
+def test_a_conversion_that_fails_half_way_loses_nothing(folder, error):
+    failed, wrong = run_sim(converted_at_every_allocation, "64M", args=[folder, error])
     assert failed >= 8  # two layers of four tensors
     assert wrong == []
 
 
-def moved_at_every_allocation(folder):
+def moved_at_every_allocation(folder, errors):
     """Where a move of rows ends that finds no room, beside one that does."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=3)
@@ -402,7 +405,7 @@ def moved_at_every_allocation(folder):
     wrong = []
     for point in range(1, points + 1):
         copy = cache.clone()
-        sim.fail_allocation(point)
+        sim.fail_allocation(point, errors[point % len(errors)])
         copy.reorder([1, 2, 1])
         pairs = zip(expected.layers, copy.layers, strict=True)
         same = [torch.equal(a.tensors[n], b.tensors[n]) for a, b in pairs for n in a.tensors]
@@ -413,7 +416,8 @@ def moved_at_every_allocation(folder):
 
 
 def test_rows_are_moved_whichever_allocation_fails(folder):
-    points, wrong = run_sim(moved_at_every_allocation, "64M", args=[folder])
+    errors = sim.MEMORY_ERRORS[:4]
+    points, wrong = run_sim(moved_at_every_allocation, "64M", args=[folder, errors])
     assert points >= 8
     assert wrong == []
 

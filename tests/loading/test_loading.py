@@ -271,7 +271,7 @@ def test_a_device_that_is_full_is_not_tried_for_ever(tmp_path):
     assert said == ["sim:0 is full, and is offered again", [0, 0], 1, {}]
 
 
-def oom_at_every_allocation(folder):
+def oom_at_every_allocation(folder, error, stride):
     model = Model(folder, max_input_len=8)
     caches = [Cache(model, 8), Cache8bit(model, 8)]
     expected = [digest(on_cpu_cache(folder, type(cache))) for cache in caches]
@@ -280,8 +280,8 @@ def oom_at_every_allocation(folder):
     points = sim.allocation_count() - before
     model.unload()
     outcomes = {"clean": 0, "right": 0, "wrong": []}
-    for point in range(1, points + 1):
-        sim.fail_allocation(point)
+    for point in range(1, points + 1, stride):
+        sim.fail_allocation(point, error)
         try:
             model.load_autosplit(caches[0])
         except PlacementError:
@@ -299,7 +299,7 @@ def oom_at_every_allocation(folder):
         model.unload()
         if allocated() != [0, 0]:
             outcomes["wrong"].append([point, "left behind", allocated()])
-    return points, outcomes
+    return points, len(range(1, points + 1, stride)), outcomes
 
 
 def on_cpu_cache(folder: str, kind: type) -> torch.Tensor:
@@ -308,20 +308,27 @@ def on_cpu_cache(folder: str, kind: type) -> torch.Tensor:
     return model.forward(IDS[:1, :8], kind(model, 8))
 
 
-def test_an_oom_at_any_allocation_leaves_the_model_right_or_all_devices_clean(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "stride"), [("torch", 1), ("cublas", 3), ("runtime", 3), ("launch", 3)]
+)
+def test_an_oom_at_any_allocation_leaves_the_model_right_or_all_devices_clean(
+    tmp_path, error, stride
+):
     folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path))
-    points, outcomes = run_sim(oom_at_every_allocation, "64M,64M", args=[folder])
+    points, tried, outcomes = run_sim(
+        oom_at_every_allocation, "64M,64M", args=[folder, error, stride]
+    )
     assert points > 100
     assert outcomes["wrong"] == []
-    assert outcomes["right"] == points  # the second device takes over wherever it happens
-    wrong, free = run_sim(oom_on_the_only_device, "64M", args=[folder])
+    assert outcomes["right"] == tried  # the second device takes over wherever it happens
+    wrong, free = run_sim(oom_on_the_only_device, "64M", args=[folder, error, stride])
     assert wrong == []
     # Whatever a unit had got when memory ran out is back when the error says what was free.
     assert [len(each) for each in free] == [1] * 4
     assert free == sorted(free, reverse=True) and free[0] == [64 << 20]
 
 
-def oom_on_the_only_device(folder):
+def oom_on_the_only_device(folder, error, stride):
     """Here nothing can take over: each must end in one clean error."""
     model = Model(folder, max_input_len=8)
     cache = Cache(model, 8)
@@ -330,22 +337,57 @@ def oom_on_the_only_device(folder):
     points = sim.allocation_count() - before
     model.unload()
     wrong, free = [], {}
-    for point in range(1, points + 1):
-        sim.fail_allocation(point)
+    for point in range(1, points + 1, stride):
+        sim.fail_allocation(point, error)
         try:
             model.load_autosplit(cache)
             wrong.append([point, "loaded"])
-        except PlacementError as error:
-            free.setdefault(error.unit, set()).add(error.available)
+        except PlacementError as refused:
+            free.setdefault(refused.unit, set()).add(refused.available)
             if (
                 allocated() != [0]
                 or model.device_map
                 or cache.nbytes()
-                or "sim:0" not in str(error)
+                or "sim:0" not in str(refused)
             ):
-                wrong.append([point, str(error)])
+                wrong.append([point, str(refused)])
         sim.fail_allocation(None)
     return wrong, list(map(list, free.values()))
+
+
+def pinned_at_every_allocation(folder):
+    """Loads and calls of which one allocation of pinned memory fails: the logits are right, or the
+    error says why and nothing is left. (torch itself pins what a copy to the host is written to.)
+    """
+    model = Model(folder, max_input_len=8)
+    cache = CACHES["offloaded_static"](model, 48)
+    expected = digest(on_cpu_cache(folder, Cache))
+    before = sim.allocation_count(pinned=True)
+    model.load_autosplit(cache)
+    right = [digest(model.forward(IDS[:1, :8], cache)) == expected]
+    points = sim.allocation_count(pinned=True) - before
+    model.unload()
+    told = []
+    for point in range(1, points + 1):
+        sim.fail_allocation(point, "pinned")
+        try:
+            model.load_autosplit(cache)
+            logits = model.forward(IDS[:1, :8], cache)
+        except torch.OutOfMemoryError as error:
+            told.append("CUDA error: out of memory" in str(error))
+            logits = model.forward(IDS[:1, :8], cache) if model.loaded else None
+        right.append(logits is None or digest(logits) == expected)
+        del logits
+        model.unload()
+        right.append(allocated() == [0])
+    return points, right, told
+
+
+def test_a_failed_pinned_allocation_is_told_or_done_without(tmp_path):
+    folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path))
+    points, right, told = run_sim(pinned_at_every_allocation, "64M", args=[folder])
+    assert points > 10 and all(right) and len(right) == 2 * points + 1
+    assert all(told) and len(told) < points / 2
 
 
 def no_room_at_all(folder):

@@ -172,6 +172,73 @@ def _injected():
     return [outcome is not None for outcome in outcomes], sim.allocation_count() - before
 
 
+def _in_every_word():
+    """What each error is, and that only the allocation that was meant fails."""
+    found = {}
+    for word in sim.MEMORY_ERRORS:
+        pinned = word == "pinned"
+        where = {"pin_memory": True} if pinned else {"device": "sim:1"}
+        before, free = sim.allocation_count(pinned=pinned), torch.accelerator.get_memory_info(1)
+        sim.fail_allocation(2, word)
+        torch.empty(8, **where)
+        try:
+            torch.empty(8, **where)
+        except RuntimeError as error:
+            found[word] = [type(error).__name__, str(error), getattr(error, "error_code", None)]
+        torch.empty(8, **where)
+        assert sim.allocation_count(pinned=pinned) - before == 3
+        assert torch.accelerator.get_memory_info(1) == free
+    return found
+
+
+def test_an_allocation_fails_in_every_librarys_words():
+    found = run_sim(_in_every_word)
+    kinds = {word: kind for word, (kind, _, _) in found.items()}
+    assert kinds == {
+        "torch": "OutOfMemoryError",
+        "cublas": "RuntimeError",
+        "runtime": "AcceleratorError",
+        "launch": "RuntimeError",
+        "pinned": "AcceleratorError",
+    }
+    assert "CUBLAS_STATUS_ALLOC_FAILED" in found["cublas"][1]
+    assert "failed to launch: out of memory" in found["launch"][1]
+    assert all(
+        found[word][1].startswith("CUDA error: out of memory") for word in ("runtime", "pinned")
+    )
+    with pytest.raises(ValueError, match="error is 'none'"):
+        sim.fail_allocation(1, "none")
+
+
+def _touched():
+    start = [sim.touches(index) for index in range(3)]
+    torch.accelerator.device_count()
+    torch.accelerator.memory_allocated(0)
+    none = [sim.touches(index) for index in range(3)]
+    torch.empty(3, device="sim:1")
+    torch.accelerator.get_memory_info(2)
+    sim.refuse(0, "CUDA error: busy")
+    said = []
+    for question in (
+        lambda: torch.accelerator.get_memory_info(0),
+        lambda: torch.empty(3, device="sim:0"),
+    ):
+        try:
+            question()
+        except torch.AcceleratorError as error:
+            said.append(str(error))
+    sim.refuse(0, None)
+    torch.empty(3, device="sim:0")
+    return start, none, [sim.touches(index) for index in range(3)], said
+
+
+def test_what_makes_a_context_on_a_device_is_counted_and_can_be_refused():
+    start, none, after, said = run_sim(_touched, "64M,64M,64M")
+    assert start == none == [0, 0, 0]
+    assert after == [3, 1, 1]
+    assert said == ["CUDA error: busy"] * 2
+
+
 def _enabled_again():
     sim.enable("64M,48M,8M")  # the same list: nothing happens
     sim.enable([64 * M, "48M", 8 * M])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exkv import Model
-from exkv.devices import resolve_devices
+from exkv.devices import present_devices
 from exkv.loading.options import Callback, finished
 from exkv.model import split_budgets
 from exkv.planning import Plan, Scenario, Workload
@@ -82,7 +82,7 @@ class ExLlamaV2(Adapter):
         self.exkv.load(plan=plan, lazy=True)
         self._only_placed = True
         used = {} if plan is None else {each.device: each.total for each in plan.ledgers}
-        offered = resolve_devices(None)[: len(allocation)]
+        offered = present_devices()[: len(allocation)]
         return [
             share - used.get(device, 0) / _GB
             for share, device in zip(allocation, offered, strict=True)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from exkv import devices
 from exkv.decode.fallback import STEPS, Fallback, OnOom
+from exkv.errors import Attempt
 from exkv.generation.arguments import one_of
 
 from .cache import HFCache
@@ -96,16 +97,13 @@ class _Rescue:
         """The result of a call that can be made again after it ran out of memory."""
         while self._left:
             tokens, kept = _tokens(self.cache), list(map(states, self.cache.layers))
-            try:
+            with Attempt() as attempt:
                 return call()
-            except torch.OutOfMemoryError as error:
-                why = str(error)
-            # Here the error's traceback, whose frames hold the call's tensors, is gone.
             self.cache.rollback(tokens)
             for layer, values in zip(self.cache.layers, kept, strict=True):
                 vars(layer).update(values)
             if (step := self._next()) is not None:
-                self._convert(step, why, tokens)
+                self._convert(step, attempt.why, tokens)
         return call()
 
     def _next(self) -> str | None:
@@ -118,10 +116,10 @@ class _Rescue:
 
     def _convert(self, step: str, why: str, tokens: int) -> None:
         before = self.cache.nbytes_by_device()
-        try:
+        with Attempt() as attempt:
             self.cache.convert(**STEPS[step])
-        except torch.OutOfMemoryError as error:
-            logger.warning("%s itself ran out of memory half-way: %s", step, error)
+        if attempt.why:
+            logger.warning("%s itself ran out of memory half-way: %s", step, attempt.why)
         devices.release_idle_memory()
         after = self.cache.nbytes_by_device()
         taken = Fallback(
