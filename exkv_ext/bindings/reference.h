@@ -46,31 +46,28 @@ inline std::string WithoutCode(const std::string& device) {
          "for such a GPU, build exkv on this machine, or with its number in TORCH_CUDA_ARCH_LIST.";
 }
 
-inline int32_t DeviceOfFirst(StableIValue first) {
-  int32_t device = -1;
-  const auto tensor = torch::stable::detail::to<AtenTensorHandle>(first);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device));
-  return device;
-}
-
 using BoxedKernel = void (*)(StableIValue*, uint64_t, uint64_t);
 
-// A boxed kernel of an op whose first argument is a tensor and none a str, which leaves calls on
-// devices without code to the op Op::Reference(). Op::HasCode(device) says which these are.
+// A boxed kernel of an op whose first argument is a tensor and none a str, on that tensor's device.
+// Calls on devices without code are left to the op Op::Reference().
 template <typename Op, BoxedKernel kKernel>
 void KernelOrReference(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
-  if (Op::HasCode(DeviceOfFirst(stack[0]))) return kKernel(stack, arguments, outputs);
+  const int32_t device = Op::Device(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  const auto here = Op::MakeCurrent(device);
+  if (Op::HasCode(device)) return kKernel(stack, arguments, outputs);
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Op::Reference(), "", stack, TORCH_ABI_VERSION));
 }
 
 }  // namespace exkv
 
-// m.impl of such an op in a STABLE_TORCH_LIBRARY_IMPL; `has_code` is a function of a device.
-#define EXKV_IMPL(m, op, function, has_code)                                         \
+// m.impl of such an op, in namespace exkv, where cuda_ops.h says what a device is.
+#define EXKV_IMPL(m, op, function)                                                   \
   do {                                                                               \
     struct Op {                                                                      \
       static constexpr const char* Reference() { return "exkv::" #op "_reference"; } \
-      static bool HasCode(int32_t device) { return has_code(device); }               \
+      static OnDevice MakeCurrent(int32_t device) { return OnDevice(device); }       \
+      static int32_t Device(AtenTensorHandle tensor) { return DeviceOf(tensor); }    \
+      static bool HasCode(int32_t device) { return exkv::HasCode(device); }          \
     };                                                                               \
-    m.impl(#op, exkv::KernelOrReference<Op, TORCH_BOX(&function)>);                  \
+    m.impl(#op, KernelOrReference<Op, TORCH_BOX(&function)>);                        \
   } while (false)

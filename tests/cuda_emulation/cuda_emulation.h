@@ -245,20 +245,41 @@ inline float* KeptByGraph(float* own, int64_t count) {
   return graph.memory.back().get();
 }
 
-inline void Launch(dim3 grid, dim3 threads, size_t shared_bytes, std::function<void()> body) {
-  const Launched launched{grid, threads, shared_bytes, std::move(body)};
-  if (graph.capturing) graph.launches.push_back(launched);
-  launched.Run();
-}
-
-// What the device says of itself: see launch.cuh.
+// What a device says of itself: see launch.cuh.
 struct Device {
   bool has_code = true;
   int blocks_at_once = 4;
   bool tensor_cores = true;
 };
 
-inline Device device;
+inline Device devices[2];
+inline int current = 0;     // the device that is asked, and that launches go to
+inline int tensors_on = 0;  // the device that every tensor is on
+inline int64_t wrong = 0;   // times that one was not the other
+
+inline const Device& Current() {
+  wrong += current != tensors_on;
+  return devices[current];
+}
+
+// Makes a device the current one for a while.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : before_(std::exchange(current, device)) {}
+  ~OnDevice() { current = before_; }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_;
+};
+
+inline void Launch(dim3 grid, dim3 threads, size_t shared_bytes, std::function<void()> body) {
+  Current();
+  const Launched launched{grid, threads, shared_bytes, std::move(body)};
+  if (graph.capturing) graph.launches.push_back(launched);
+  launched.Run();
+}
 
 template <typename T>
 T Shuffle(unsigned mask, T value, unsigned source) {
@@ -341,16 +362,16 @@ template <typename Kernel>
 void AllowShared(Kernel*, int) {}
 
 inline int CurrentDevice() { return -1; }
-inline bool HasTensorCores() { return emulation::device.tensor_cores; }
+inline bool HasTensorCores() { return emulation::Current().tensor_cores; }
 
 template <typename Kernel>
 bool IsLoadable(Kernel*) {
-  return emulation::device.has_code;
+  return emulation::Current().has_code;
 }
 
 template <typename Kernel>
 int BlocksAtOnce(Kernel*, int, size_t) {
-  return emulation::device.blocks_at_once;
+  return emulation::Current().blocks_at_once;
 }
 
 // Copies that a thread has asked for: made when it waits for them, and no sooner.

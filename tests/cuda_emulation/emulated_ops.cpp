@@ -1,104 +1,72 @@
 // The ops of exkv_ext/cuda on CPU tensors, as torch.ops.exkv_emulated.<name>: the same checks and
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
-#include "../../exkv_ext/bindings/append_binding.h"
-#include "../../exkv_ext/bindings/decode_binding.h"
-#include "../../exkv_ext/bindings/experts_binding.h"
-#include "../../exkv_ext/bindings/kv_groups_binding.h"
-#include "../../exkv_ext/bindings/kv_quant_binding.h"
-#include "../../exkv_ext/bindings/linear_binding.h"
-#include "../../exkv_ext/bindings/linear_groups_binding.h"
-#include "../../exkv_ext/bindings/linear_packed_binding.h"
 #include "../../exkv_ext/bindings/reference.h"
-#include "../../exkv_ext/bindings/rope_binding.h"
-#include "../../exkv_ext/bindings/rows_binding.h"
-#include "../../exkv_ext/bindings/sections_binding.h"
-#include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/code.cuh"
-#include "../../exkv_ext/cuda/experts.cuh"
-#include "../../exkv_ext/cuda/kv_groups.cuh"
-#include "../../exkv_ext/cuda/kv_quant.cuh"
-#include "../../exkv_ext/cuda/linear.cuh"
-#include "../../exkv_ext/cuda/linear_groups.cuh"
-#include "../../exkv_ext/cuda/linear_packed.cuh"
-#include "../../exkv_ext/cuda/prefill.cuh"
-#include "../../exkv_ext/cuda/rows.cuh"
 #include "selftest.cuh"
 
 namespace exkv {
 namespace {
 
-DevicesWithCode devices;
+using emulation::OnDevice;
 
-bool HasCode(int32_t) {
-  return devices.Has(0, HasCodeHere, [] { Warn(WithoutCode("the emulated device")); });
+DevicesWithCode devices_with_code;
+
+// All tensors are on one device, whose number is set: torch has them on the CPU.
+template <typename AnyTensor>
+int32_t DeviceOf(const AnyTensor&) {
+  return emulation::tensors_on;
 }
 
-// Whether the device that is emulated is one that the kernels are built for.
-void SetCode(bool has_code) {
-  emulation::device.has_code = has_code;
-  devices.Forget();
-}
-
-std::tuple<Tensor, Tensor> QuantizeKvEmulated(const Tensor& x) {
-  return QuantizeKv(x, [](const QuantizeParams& p) { LaunchQuantize(p, nullptr); });
-}
-
-Tensor DequantizeKvEmulated(const Tensor& q, const Tensor& scale, ScalarType dtype) {
-  return DequantizeKv(q, scale, dtype,
-                      [](const DequantizeParams& p) { LaunchDequantize(p, nullptr); });
-}
-
-std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsEmulated(const Tensor& x, int64_t bits) {
-  return QuantizeGroups(x, bits, [](const PackParams& p) { LaunchPack(p, nullptr); });
-}
-
-Tensor DequantizeGroupsEmulated(const Tensor& packed, const Tensor& scale, const Tensor& offset,
-                                int64_t bits, int64_t dim, ScalarType dtype) {
-  return DequantizeGroups(packed, scale, offset, bits, dim, dtype,
-                          [](const UnpackParams& p) { LaunchUnpack(p, nullptr); });
-}
-
-Tensor HadamardEmulated(const Tensor& x) {
-  return HadamardTransform(
-      x, [](const HadamardParams& p) { LaunchHadamard(p, nullptr); }, kMostHadamard);
-}
+cudaStream_t CurrentStream(int32_t) { return nullptr; }
 
 // Enough for a few splits of a short row, in small batches only.
-constexpr int64_t kProcessors = 8;
+int64_t Processors(int32_t) { return 8; }
 
-auto DecodeEmulated(const Tensor& q) {
-  return [&q](const AttentionParams& params) {
-    Decode(q, params, kProcessors,
-           [](const AttentionParams& p, const DecodePlan& plan, float* state) {
-             float* kept = emulation::KeptByGraph(state, plan.state_floats);
-             LaunchDecode(p, plan, kept, nullptr);
-           });
-  };
+bool HasCode(int32_t device) {
+  const auto warn = [] { Warn(WithoutCode("the emulated device")); };
+  return devices_with_code.Has(device, HasCodeHere, warn);
 }
 
-void PrefillEmulated(const AttentionParams& params) { LaunchPrefill(params, nullptr); }
+std::string LaunchFailure() { return ""; }
 
-Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
-                         int64_t kv_len, bool ragged, double scale, int64_t window,
-                         double softcap) {
-  return AttentionOrReference(
-      AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
-      DecodeEmulated(q), PrefillEmulated);
+// Stands before the launcher of this name in cuda_ops.h: a graph that is captured keeps the memory.
+void LaunchDecode(const AttentionParams& params, const DecodePlan& plan, float* state,
+                  cudaStream_t stream) {
+  exkv::LaunchDecode(params, plan, emulation::KeptByGraph(state, plan.state_floats), stream);
 }
 
-Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_scale,
-                             const Tensor& v, const Tensor& v_scale, const Tensor& past_lens,
-                             int64_t kv_len, double scale, int64_t window, double softcap) {
-  return AttentionOrReference(
-      AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
-      DecodeEmulated(q), PrefillEmulated);
+}  // namespace
+}  // namespace exkv
+
+#include "../../exkv_ext/bindings/cuda_ops.h"
+
+namespace exkv {
+namespace {
+
+// Whether the devices that are emulated are ones that the kernels are built for.
+void SetCode(bool has_code) {
+  for (emulation::Device& each : emulation::devices) each.has_code = has_code;
+  devices_with_code.Forget();
 }
 
-std::tuple<Tensor, Tensor> AttentionPartEmulated(const PartArguments& a) {
-  if (!HasCode(0)) return Reference(a);
-  return AttentionOrReference(a, DecodeEmulated(a.q), PrefillEmulated);
+// Makes two devices unlike each other: the second has no tensor cores and room for fewer blocks.
+void MakeUnlike(bool unlike) {
+  emulation::devices[1] = emulation::devices[0];
+  if (!unlike) return;
+  emulation::devices[1].tensor_cores = false;
+  emulation::devices[1].blocks_at_once = 1;
 }
+
+// The device that tensors are on, and the one that is current before an op.
+void PlaceTensors(int64_t tensors_on, int64_t current) {
+  emulation::tensors_on = static_cast<int>(tensors_on);
+  emulation::current = static_cast<int>(current);
+}
+
+// The device that is current, and how many questions and launches so far met one that tensors are
+// not on.
+std::tuple<int64_t, int64_t> WrongDevice() { return {emulation::current, emulation::wrong}; }
 
 // Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
 // it doesn't take it.
@@ -122,11 +90,6 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   return floats * static_cast<int64_t>(sizeof(float));
 }
 
-void AppendKvEmulated(const AppendArguments& a) {
-  if (!HasCode(0)) return Reference(a);
-  AppendKv(a, [](const AppendParams& p) { LaunchAppend(p, nullptr); }, kAppendDim);
-}
-
 // Pieces that a row's keys are cut into.
 int64_t DecodeSplits(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t kv_len,
                      int64_t processors, int64_t blocks_at_once) {
@@ -137,9 +100,9 @@ int64_t DecodeSplits(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim,
   params.kv_heads = kv_heads;
   params.dim = dim;
   params.kv_len = kv_len;
-  const int before = std::exchange(emulation::device.blocks_at_once, blocks_at_once);
+  const int before = std::exchange(emulation::devices[0].blocks_at_once, blocks_at_once);
   const DecodePlan plan = PlanDecode(params, processors);
-  emulation::device.blocks_at_once = before;
+  emulation::devices[0].blocks_at_once = before;
   return plan.splits;
 }
 
@@ -156,119 +119,6 @@ void ReplayGraph() {
 bool PrefillTaken(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
                   int64_t kv_len) {
   return PrefillTakes({rows, queries, heads, kv_heads, dim, kv_len});
-}
-
-void LinearLayers(const std::vector<LinearParams>& layers) {
-  LaunchLinear(layers, kProcessors, nullptr);
-}
-
-Tensor LinearEmulated(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
-  return Linear(x, weight, bias, MostLinearRows, LinearLayers);
-}
-
-std::vector<Tensor> LinearsEmulated(const Tensor& x, std::vector<Tensor> weights,
-                                    std::vector<Tensor> biases) {
-  return Linears(x, weights, biases, MostLinearRows, LinearLayers);
-}
-
-// Runs the kernel of layers whose weights are in groups.
-auto LinearGroupsHere() {
-  return [](const void* data, const std::vector<GroupsParams>& layers) {
-    for (const GroupsParams& layer : layers) {
-      STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(layer.matrix.codes) % 16 == 0,
-                      "linear_groups: codes must begin at a multiple of 16 bytes; copy them");
-      LaunchLinearGroups(layer, data, nullptr);
-    }
-  };
-}
-
-Tensor LinearGroupsEmulated(const Tensor& x, std::vector<Tensor> tensors,
-                            std::vector<int64_t> layout, std::optional<Tensor> bias) {
-  return LinearsGroups("linear_groups", x, tensors, layout, {bias}, LinearGroupsHere())[0];
-}
-
-std::vector<Tensor> LinearsGroupsEmulated(const Tensor& x, std::vector<Tensor> tensors,
-                                          std::vector<int64_t> layout, std::vector<Tensor> biases) {
-  return LinearsGroups(x, tensors, layout, biases, LinearGroupsHere());
-}
-
-Tensor DequantizeWeightEmulated(std::vector<Tensor> tensors, std::vector<int64_t> layout,
-                                int64_t begin, int64_t end, ScalarType dtype) {
-  if (!HasCode(-1)) return DequantizeWeightReference(tensors, layout, begin, end, dtype);
-  return DequantizeWeight(tensors, layout, begin, end, dtype,
-                          [&](const GroupsMatrix& m, FloatType type, void* out) {
-                            LaunchDequantizeWeight(m, type, begin, end, out, nullptr);
-                          });
-}
-
-Tensor LinearPackedEmulated(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
-                            std::vector<int64_t> layout, int64_t outputs,
-                            std::optional<Tensor> bias) {
-  const int64_t name = TextNumber(TakeText(format));
-  if (!HasCode(-1)) {
-    return LinearPackedReference(x, tensors, name, layout, outputs, bias);
-  }
-  if (SectionTensors::IsSections(layout)) {
-    return LinearSections(x, tensors, layout, outputs, bias,
-                          [](const void* data, const std::vector<GroupsParams>& layers) {
-                            CheckSectionsAligned(layers[0].matrix);
-                            LaunchLinearSections(layers[0], data, nullptr);
-                          });
-  }
-  return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
-                      [&](const void* data, const PackedParams& p) {
-                        CheckAligned(p.matrix, AlignmentOf(p.matrix));
-                        LaunchLinearPacked(p, data, nullptr);
-                      });
-}
-
-Tensor DequantizePackedEmulated(std::vector<Tensor> tensors, StringHandle format,
-                                std::vector<int64_t> layout, int64_t inputs, int64_t begin,
-                                int64_t end, ScalarType dtype) {
-  const int64_t name = TextNumber(TakeText(format));
-  STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
-  if (!HasCode(-1)) {
-    return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
-  }
-  if (SectionTensors::IsSections(layout)) {
-    return DequantizeSections(tensors, layout, inputs, begin, end, dtype,
-                              [&](const GroupsMatrix& m, FloatType type, void* out) {
-                                LaunchDequantizeSections(m, type, begin, end, out, nullptr);
-                              });
-  }
-  return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
-                          [&](const PackedMatrix& m, FloatType type, void* out) {
-                            CheckAligned(m, AlignmentOf(m));
-                            LaunchDequantizePacked(m, type, begin, end, out, nullptr);
-                          });
-}
-
-Tensor ExpertProductsEmulated(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights) {
-  return ExpertProducts(x, chosen, weights,
-                        [](const ExpertsParams& p) { LaunchExpertProducts(p, nullptr); });
-}
-
-Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
-  return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
-}
-
-std::tuple<Tensor, Tensor> AddRmsNormEmulated(const Tensor& x, const Tensor& residual,
-                                              const Tensor& weight, double eps, bool offset) {
-  return AddRmsNorm(x, residual, weight, eps, offset,
-                    [](const NormParams& p) { LaunchNorm(p, nullptr); });
-}
-
-void SiluMulEmulated(Tensor gate, const Tensor& up) {
-  GateMul("silu_mul_", gate, up, [](const GateParams& p) { LaunchSiluMul(p, nullptr); });
-}
-
-void GeluMulEmulated(Tensor gate, const Tensor& up) {
-  GateMul("gelu_mul_", gate, up, [](const GateParams& p) { LaunchGeluMul(p, nullptr); });
-}
-
-std::tuple<Tensor, Tensor> RopeEmulated(const Tensor& q, const Tensor& k, const Tensor& cos,
-                                        const Tensor& sin) {
-  return Rope(q, k, cos, sin, [](const RopeParams& p) { LaunchRope(p, nullptr); });
 }
 
 Tensor SelfTest(const Tensor& x, int64_t mistake) {
@@ -342,6 +192,9 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
       "decode_splits(int rows, int heads, int kv_heads, int dim, int kv_len, int processors, "
       "int blocks_at_once) -> int");
   m.def("set_code(bool has_code) -> ()");
+  m.def("make_unlike(bool unlike) -> ()");
+  m.def("place_tensors(int tensors_on, int current) -> ()");
+  m.def("wrong_device() -> (int, int)");
   m.def("capture_graph() -> ()");
   m.def("replay_graph() -> ()");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
@@ -349,28 +202,7 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
-  EXKV_IMPL(m, quantize_kv, exkv::QuantizeKvEmulated, exkv::HasCode);
-  EXKV_IMPL(m, dequantize_kv, exkv::DequantizeKvEmulated, exkv::HasCode);
-  EXKV_IMPL(m, quantize_groups, exkv::QuantizeGroupsEmulated, exkv::HasCode);
-  EXKV_IMPL(m, dequantize_groups, exkv::DequantizeGroupsEmulated, exkv::HasCode);
-  EXKV_IMPL(m, hadamard, exkv::HadamardEmulated, exkv::HasCode);
-  EXKV_IMPL(m, linear, exkv::LinearEmulated, exkv::HasCode);
-  EXKV_IMPL(m, linears, exkv::LinearsEmulated, exkv::HasCode);
-  EXKV_IMPL(m, linear_groups, exkv::LinearGroupsEmulated, exkv::HasCode);
-  EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsEmulated, exkv::HasCode);
-  m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightEmulated));
-  m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedEmulated));
-  m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedEmulated));
-  EXKV_IMPL(m, expert_products, exkv::ExpertProductsEmulated, exkv::HasCode);
-  EXKV_IMPL(m, rms_norm, exkv::RmsNormEmulated, exkv::HasCode);
-  EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormEmulated, exkv::HasCode);
-  EXKV_IMPL(m, silu_mul_, exkv::SiluMulEmulated, exkv::HasCode);
-  EXKV_IMPL(m, gelu_mul_, exkv::GeluMulEmulated, exkv::HasCode);
-  EXKV_IMPL(m, rope, exkv::RopeEmulated, exkv::HasCode);
-  EXKV_IMPL(m, attention, exkv::AttentionEmulated, exkv::HasCode);
-  EXKV_IMPL(m, attention_int8, exkv::AttentionInt8Emulated, exkv::HasCode);
-  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartEmulated>));
-  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvEmulated>));
+  exkv::RegisterKernels(m);
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
   m.impl("matrix_product", TORCH_BOX(&exkv::MatrixProduct));
 }
@@ -378,6 +210,9 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CompositeExplicitAutograd, m) {
   m.impl("decode_splits", TORCH_BOX(&exkv::DecodeSplits));
   m.impl("set_code", TORCH_BOX(&exkv::SetCode));
+  m.impl("make_unlike", TORCH_BOX(&exkv::MakeUnlike));
+  m.impl("place_tensors", TORCH_BOX(&exkv::PlaceTensors));
+  m.impl("wrong_device", TORCH_BOX(&exkv::WrongDevice));
   m.impl("capture_graph", TORCH_BOX(&exkv::CaptureGraph));
   m.impl("replay_graph", TORCH_BOX(&exkv::ReplayGraph));
   m.impl("decode_scratch", TORCH_BOX(&exkv::DecodeScratch));
