@@ -25,6 +25,7 @@ from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.views import ContiguousView, Tensors
+from exkv.errors import Attempt, is_out_of_memory
 from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
 from exkv.layers.mlp import Experts
 from exkv.ops.attention import AttentionParams
@@ -196,8 +197,11 @@ class GraphRun:
             return None
         rows, head = len(lengths.new), parts[-1].is_head and logits != Logits.NONE
         if rows not in self._buffers:
-            self._buffers[rows] = Buffers(x, lengths, rotary, self._dtype, self.device)
-        buffers = self._buffers[rows]
+            with Attempt():
+                self._buffers[rows] = Buffers(x, lengths, rotary, self._dtype, self.device)
+        if (buffers := self._buffers.get(rows)) is None:
+            self._refused = True
+            return None
         buffers.fill(x, lengths, rotary)
         key = (rows, bucket(lengths.kv_len), head)
         recording = self._recordings.get(key)
@@ -225,16 +229,15 @@ class GraphRun:
             self._recordings.popitem(last=False)
         try:
             self._recordings[key] = self._record(step, self)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             self._refused = True  # in this epoch: the readable route needs no pool
-        except RuntimeError as reason:
-            self._refused = True
-            warnings.warn(
-                f"exkv: {self.device} captured no graph of a decode step, which is slower without "
-                f"({str(reason).splitlines()[0]})",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            if not is_out_of_memory(error):
+                warnings.warn(
+                    f"exkv: {self.device} captured no graph of a decode step, which is slower "
+                    f"without ({str(error).splitlines()[0]})",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return result
 
     def release(self) -> None:
@@ -320,25 +323,61 @@ def _views(buffer: torch.Tensor, shapes: dict[str, torch.Tensor]) -> dict[str, t
 # CUDA graphs ----------------------------------------------------------------------------------
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
+#: Graphs whose capture failed. torch's pinned allocator keeps a pointer to such a graph, and asks
+#: it in later captures whether an allocation is its own.
+_failed: list[torch.cuda.CUDAGraph] = []
 
 
 def capture(step: Callable[[], torch.Tensor], run: GraphRun) -> Recording:
     """Capture the step, whose kernels have all run before, as a CUDA graph.
 
     Raises:
-        RuntimeError: something in it cannot be captured; OutOfMemoryError if there is no room.
+        RuntimeError: something in it cannot be captured, or there is no memory for it. Nothing of
+            the capture is left.
     """
+    if run.pool is None:
+        run.pool = torch.cuda.graph_pool_handle()
     stream = _capture_stream(run.device)
     stream.wait_stream(torch.cuda.current_stream(run.device))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), contextlib.ExitStack() as ending:
-        # Other threads may allocate meanwhile.
-        graph.capture_begin(pool=run.pool, capture_error_mode="thread_local")
-        ending.callback(graph.capture_end)
-        out = step()
-    run.pool = graph.pool()
+    with torch.cuda.stream(stream):
+        try:
+            out = _captured(graph, step, run.pool)
+        except BaseException:
+            _abandon(graph, run.device, run.pool)
+            raise
     torch.cuda.current_stream(run.device).wait_stream(stream)
     return _Graph(graph, out)
+
+
+def _captured(
+    graph: torch.cuda.CUDAGraph, step: Callable[[], torch.Tensor], pool: Any
+) -> torch.Tensor:
+    # Other threads may go on allocating meanwhile.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        out = step()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # it says only that something failed before
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return out
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """Undo what a failed capture leaves open in torch's caching allocator.
+
+    ``capture_end`` ends allocation to the pool only after CUDA has ended the capture without an
+    error. Until it ends, the allocator frees no cached block when memory runs out.
+    """
+    with contextlib.suppress(RuntimeError):
+        graph.pool()  # fails unless the capture ended: then the graph itself releases its pool
+        return
+    _failed.append(graph)
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # the capture failed before it got there
+            undo(device.index, pool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,14 @@ def test_a_run_takes_one_token_a_row_and_no_huge_logits(folders, bound, monkeypa
     assert run.takes(Lengths(past=(5,), new=(1,)), Logits.LAST)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("no\nway")])
+FULL = [
+    torch.OutOfMemoryError("full"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", [*FULL, RuntimeError("no\nway")], ids=str)
 def test_a_step_that_cannot_be_captured_goes_the_readable_way(folders, bound, error, monkeypatch):
     def fails(step, run):
         raise error
@@ -142,14 +149,32 @@ def test_a_step_that_cannot_be_captured_goes_the_readable_way(folders, bound, er
     (run,) = bound
     run._recordings.clear()
     run._record = fails
-    is_full = isinstance(error, torch.OutOfMemoryError)
-    if is_full:
+    if error in FULL:
         first = model.forward(IDS[:1, :1], cache)
     else:
         with pytest.warns(RuntimeWarning, match=r"cpu captured no graph .*\(no\)"):
             first = model.forward(IDS[:1, :1], cache)
     found = [first, *(model.forward(IDS[:1, at : at + 1], cache) for at in range(1, 4))]
     assert not run._recordings
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_run_without_room_for_its_buffers_goes_the_readable_way(
+    folders, bound, error, monkeypatch
+):
+    def full(*args):
+        raise error
+
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["fp16"](model, 96)
+    monkeypatch.setattr(graph_run, "Buffers", full)
+    found = [model.forward(IDS[:1, at : at + 1], cache) for at in range(4)]
+    (run,) = bound
+    assert run._refused and not run._recordings
+    with Readable():
+        cache.reset()
+        expected = [model.forward(IDS[:1, at : at + 1], cache) for at in range(4)]
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
 
 
