@@ -51,6 +51,9 @@ from .foreign import plan_foreign
 from .loading import model_of
 from .picture import PAGE_WIDTH, as_svg, draw
 
+#: Seconds between two pictures.
+_WATCH_SECONDS = 1.0
+
 #: Loading flags that differ here: devices may be hypothetical, and one value unknown.
 _CHANGES: dict[str, dict[str, Any]] = {
     "--devices": {
@@ -107,6 +110,7 @@ def add_to(commands: Any) -> None:
     add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
     add("--last-id-only", action="store_true", help="promise logits of the last token only")
     add("--simulate", action="store_true", help="carry the plan out on simulated devices")
+    add("--watch", action="store_true", help="draw the bars anew each second, until Ctrl-C")
     add("--json", action="store_true", help="print the answer and the plan as JSON")
     add("--svg", metavar="FILE", help="write the picture as SVG too")
     parser.set_defaults(run=run)
@@ -126,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
     if args.draft_first:
         models.reverse()
         names.reverse()
+    if args.watch:
+        return _watch(args, models, names)
     answer = solve(args, models)
     seconds = time.perf_counter() - started
     remedies, again = itertools.tee(answer.remedies)
@@ -133,9 +139,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_values(answer, names, seconds), indent=1))
     else:
-        console = Console(soft_wrap=False)
-        if not console.is_terminal:
-            console = Console(width=PAGE_WIDTH)
+        console = _console()
         _print(console, args, answer, names, seconds)
         for note in itertools.chain(_notes(args, models, names), _missing(args, answer, names)):
             console.print(note, style="yellow", highlight=False, markup=False)
@@ -147,6 +151,27 @@ def run(args: argparse.Namespace) -> int:
         out = sys.stderr if args.json else sys.stdout
         simulate(answer.scenario, answer.plans, dict(zip(names, models, strict=True)), out)
     return 0 if answer.fits else 1
+
+
+def _watch(args: argparse.Namespace, models: Sequence[Model], names: Sequence[str]) -> int:
+    """Draw what fits as devices are, again and again: other programs take memory, or return it."""
+    console = _console()
+    fits = True
+    try:
+        while True:
+            started = time.perf_counter()
+            answer = solve(args, models)
+            fits = answer.fits
+            console.clear()
+            _print(console, args, answer, list(names), time.perf_counter() - started)
+            time.sleep(_WATCH_SECONDS)
+    except KeyboardInterrupt:
+        return 0 if fits else 1
+
+
+def _console() -> Console:
+    console = Console(soft_wrap=False)
+    return console if console.is_terminal else Console(width=PAGE_WIDTH)
 
 
 def _notes(
@@ -174,12 +199,16 @@ def _missing(args: argparse.Namespace, answer: Answer, names: Sequence[str]) -> 
         devices = devices_to_load(args.devices)
     except ValueError:  # sizes
         return ()
+    devices = devices or [budget.device for budget in answer.scenario.budgets]
     workload = answer.scenario.workloads[names.index("model")]
     return missing_kernels(workload.model, workload.promise, devices).values()
 
 
 def _check(args: argparse.Namespace) -> None:
     """Check what no other part of exkv would refuse."""
+    others = {"--json": args.json, "--svg": args.svg, "--simulate": args.simulate}
+    if args.watch and (given := [name for name, value in others.items() if value]):
+        raise ValueError(f"--watch and {given[0]}: one of them, --watch draws on the terminal")
     if args.link and not args.hosts:
         raise ValueError("--link joins hosts: give --hosts NAME=LIST ... too")
     if args.draft_first and not args.draft:

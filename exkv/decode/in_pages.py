@@ -32,6 +32,7 @@ from exkv.sampling.logprobs import token_logprobs
 
 from .guidance import logits_of_jobs
 from .paged_group import PagedGroup
+from .pressure import Pressure
 from .rows import Row, Rows, SwappedRow
 
 
@@ -72,6 +73,7 @@ class InPages(Rows[PagedGroup]):
         group = partial(PagedGroup, model, cache, most, proposed)
         self._groups = [group() for _ in range(groups_for(model))]
         self._arrived = group() if self.overlaps else self.groups[0]
+        self._pressure = Pressure(model, most, lambda: self._caches)
         call_len = min(chunk, cache.max_seq_len)
         #: Prefill a job's prompt, and its negative one.
         self._prompts = [cache.sharing_pool(1, call_len=call_len) for _ in range(2)]
@@ -111,11 +113,20 @@ class InPages(Rows[PagedGroup]):
 
     # Joining and leaving --------------------------------------------------------------------
 
+    @property
+    def pressed(self) -> int:  # type: ignore[override] # it is only read
+        return self._pressure.raised
+
+    @property
+    def crowded(self) -> bool:
+        running = sum(len(job.parts) for job in self.jobs)
+        return len(self.jobs) > 1 and running > self._pressure.look()
+
     def can_begin(self, row: Row) -> bool:
         """Whether there are a row, pages for its prompt or its swapped-out past, and a page for
         each running row, so that it is not preempted at once."""
         rows = sum(len(job.parts) for job in self.jobs)
-        if rows + len(row.parts) > self._most:
+        if rows + len(row.parts) > (self._pressure.rows if rows else self._most):
             return False
         if self.filling is not None and not self.can_decode(row):
             return False

@@ -150,12 +150,14 @@ class Rows(ABC, Generic[G]):
 
     Attributes:
         found_tokens: prompt tokens that were stored already, so far.
+        pressed: how many times fewer rows could run, because a device had less memory.
         preempts: whether rows can be preempted.
         overlaps: whether calls run elsewhere after they have begun.
         away_tokens: upper bound on tokens of preempted rows; None for no bound.
     """
 
     found_tokens = 0
+    pressed = 0
     preempts = False
     overlaps = False
     away_tokens: int | None = None
@@ -174,6 +176,11 @@ class Rows(ABC, Generic[G]):
     @abstractmethod
     def jobs(self) -> list[Row]:
         """All running rows."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more rows run than have room for their calls now, and one can leave."""
+        return False
 
     def can_begin(self, row: Row) -> bool:
         """Whether there is room for this row."""

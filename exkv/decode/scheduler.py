@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from exkv import devices
-from exkv.errors import ContentsLostError
+from exkv.errors import Attempt, ContentsLostError
 
 from .chooser import Choice, Chooser
 from .job import Event
@@ -50,6 +50,7 @@ class EngineStats:
         put_away: preemptions.
         out_of_memory: calls of the model that ran out of memory.
         most_running: most jobs that ran at once.
+        pressed: how many times fewer jobs could run, because another program took memory.
     """
 
     steps: int = 0
@@ -59,6 +60,7 @@ class EngineStats:
     put_away: int = 0
     out_of_memory: int = 0
     most_running: int = 0
+    pressed: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -183,6 +185,7 @@ class Scheduler:
         self._sort_in()
         if self.rows.lost:
             self._start_over()
+        self._ease()
         self._admit()
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
 
@@ -313,6 +316,15 @@ class Scheduler:
             if not row.done:
                 self._events += self.end(row, "cancelled")
 
+    def _ease(self) -> None:
+        """Preempt rows whose calls have no room any more, before one fails."""
+        while self.rows.crowded:
+            if self._under_way:  # a row is preempted with all its tokens known; some may end
+                self._settle_all()
+            else:
+                self._preempt(max(self.rows.jobs))
+        self.stats.pressed = self.rows.pressed
+
     def _admit(self) -> None:
         """Admit waiting rows in their order as long as there is room, preempting rows of lower
         priority."""
@@ -367,16 +379,14 @@ class Scheduler:
         """Make a call of the model; None if it ran out of memory, after preempting a row. A single
         row tries once more, after the allocators have released their idle memory."""
         try:
-            return call()
+            if not self.rows.preempts:  # the caller frees memory in other ways
+                return call()
+            with Attempt() as attempt:
+                return call()
         except ContentsLostError:
             self._start_over()
             return None
-        except torch.OutOfMemoryError as error:
-            self.stats.out_of_memory += 1
-            if not self.rows.preempts:
-                raise
-            reason = str(error)
-        # Here the error's traceback, whose frames hold the call's tensors, is gone.
+        self.stats.out_of_memory += 1
         devices.release_idle_memory()
         self._settle_all()  # a row is preempted with all its tokens known
         if len(self.rows.jobs) != 1:
@@ -384,13 +394,12 @@ class Scheduler:
                 self._preempt(max(self.rows.jobs))
             return None
         try:
-            return call()
+            with Attempt() as second:
+                return call()
         except ContentsLostError:  # it was a host that ran out of memory
             self._start_over()
-        except torch.OutOfMemoryError:
-            self.stats.out_of_memory += 1
-            raise
-        raise torch.OutOfMemoryError(reason)
+        self.stats.out_of_memory += bool(second.why)
+        raise torch.OutOfMemoryError(second.why or attempt.why)
 
     def _start_over(self) -> None:
         """After all stored keys and values are lost, those of preempted rows included: every row

@@ -22,7 +22,7 @@ from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.cache.paging.pool import PagePool
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
-from exkv.errors import Attempt, PlacementError
+from exkv.errors import Attempt, PlacementError, is_out_of_memory
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import LowRank
@@ -428,8 +428,8 @@ class Transformer:
             options = (last_id_only, preprocess_only, keep_chunks, each_token)
             try:
                 return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
-            except torch.OutOfMemoryError:
-                if keep_chunks or not self._in_segments:
+            except RuntimeError as error:
+                if keep_chunks or not self._in_segments or not is_out_of_memory(error):
                     raise
             # Calls of other shapes may have left pieces of segments that no request fits.
             devices.release_idle_memory()

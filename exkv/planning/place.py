@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from exkv.cache import KVCache
 from exkv.errors import PlacementError
 from exkv.models import Transformer
@@ -181,6 +183,24 @@ def with_caches(model: Transformer, plan: Plan) -> Plan:
     costs = workload.costs(workload.peaks(budgets))
     now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     return now.promising(plan)
+
+
+def call_bytes(
+    model: Transformer, plan: Plan, caches: Sequence[KVCache], *, most_rows: int
+) -> dict[torch.device, int]:
+    """Workspace of the largest call on each of this machine's accelerators, where calls with these
+    caches have ``most_rows`` rows at most."""
+    shapes = [CacheShape.of(cache) for cache in caches]
+    fewer = [s if s.batch_size <= most_rows else s.resized(batch_size=most_rows) for s in shapes]
+    workload = Workload.under(plan, model, fewer)
+    budgets = [ledger.budget for ledger in plan.ledgers]
+    costs = workload.costs(workload.peaks(budgets))
+    now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
+    return {
+        ledger.device: ledger.workspace
+        for ledger in now.ledgers
+        if ledger.units and ledger.device.type != "cpu" and not ledger.budget.host
+    }
 
 
 @dataclass(frozen=True, slots=True)

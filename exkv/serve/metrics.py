@@ -41,7 +41,14 @@ class Metrics:
             "exkv_prompt_tokens_total": ("prompt tokens processed", stats.prompt_tokens),
             "exkv_cached_tokens_total": ("prompt tokens in the prefix cache", stats.found_tokens),
             "exkv_generated_tokens_total": ("tokens generated", stats.new_tokens),
-            "exkv_preemptions_total": ("jobs preempted for lack of pages", stats.put_away),
+            "exkv_preemptions_total": (
+                "jobs preempted for lack of pages or memory",
+                stats.put_away,
+            ),
+            "exkv_memory_pressure_total": (
+                "times that fewer jobs could run, since another program had taken memory",
+                stats.pressed,
+            ),
             "exkv_out_of_memory_total": ("calls that ran out of memory", stats.out_of_memory),
         }
         lines = []

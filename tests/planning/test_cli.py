@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from apart import run_apart, run_script
 from simproc import needs_sim, run_sim
 from tiny import LLAMA_70B, llama
 
-from exkv import Model, ModelConfig, place
+from exkv import Model, ModelConfig, place, sim
 from exkv.cache import BY_LOSS, CACHES
 from exkv.cli import main
 from exkv.cli import simulate as simulating
@@ -407,3 +408,32 @@ def test_every_character_of_the_svg_has_its_place(config_70b, tmp_path, capsys):
     row = [bar for bar in bars if float(bar.get("y")) < float(label.get("y"))][-4:]
     ends = [float(bar.get("x")) + float(bar.get("width")) for bar in row]
     assert max(ends) <= float(label.get("x").split()[0]) + 0.01
+
+
+def watched(folder):
+    """Two pictures of a card that another program fills between them, and what ends it."""
+    said, pictures = io.StringIO(), []
+
+    def sleep(seconds: float) -> None:
+        pictures.append(said.getvalue())
+        if len(pictures) == 2:
+            raise KeyboardInterrupt
+        sim.set_capacity(0, 1 << 20)
+
+    time.sleep = sleep
+    with contextlib.redirect_stdout(said):
+        status = main(["plan", folder, "--max-seq-len", "64", "--watch"])
+    return status, pictures[0], pictures[1].removeprefix(pictures[0])
+
+
+def test_a_watched_plan_is_drawn_anew_as_memory_comes_and_goes():
+    status, first, second = run_sim(watched, "64M", args=[str(ROOT / DEMO)])
+    assert "It fits" in first and "It fits" not in second
+    assert "64.00 MiB" in first and "64.00 MiB" not in second and "sim:0" in second
+    assert status == 1  # as the last picture says
+
+
+@pytest.mark.parametrize("other", [["--json"], ["--svg", "x.svg"], ["--simulate"]])
+def test_only_a_terminal_is_watched(capsys, config_70b, other):
+    status, _, errors = plan(capsys, config_70b, "--devices", "48G", "--watch", *other)
+    assert status == 2 and f"--watch and {other[0]}" in errors
