@@ -1,10 +1,11 @@
 """Gathers what ``check.sh`` left in its folder into one JSON file and one table.
 
-``python tests/gpu/report.py WORK OUT``: WORK holds ``phases`` (name, exit status or ``left-out``,
-seconds), ``kernels.json`` (see ``check_kernels.py``), ``tests.xml`` (pytest's junit file, its
-properties are figures), ``decode.json`` and ``load.json`` of the benches, and a log for each phase.
-Whatever is missing, because its phase failed or was left out, is no part of the result. Exits 1 if
-a phase failed.
+``python tests/gpu/report.py WORK OUT [NAME]`` writes NAME.json and NAME.md (``gpu-check``) in OUT.
+WORK holds ``phases`` (name, exit status or ``left-out``, seconds), ``kernels.json`` (see
+``check_kernels.py``), ``tests.xml`` (pytest's junit file, its properties are figures),
+``measure-PART.json`` (see ``measure.py``), ``decode.json`` and ``load.json`` of the benches, and a
+log for each phase. What is missing because its phase failed or was left out is missing from the
+result. Exits 1 if a phase failed.
 """
 
 from __future__ import annotations
@@ -114,6 +115,7 @@ def tables(result: dict[str, Any]) -> str:
             [(p["name"], str(p["status"]), str(p["seconds"])) for p in result["phases"]],
         ),
         *_failures(result),
+        *_measurements(result["measurements"]),
         *_kernels(result["kernels"]),
         *_test_tables(result["tests"]),
     ]
@@ -126,6 +128,23 @@ def tables(result: dict[str, Any]) -> str:
 def _failures(result: dict[str, Any]) -> list[str]:
     logs = ["\n".join(["```", *p["log"], "```"]) for p in result["phases"] if p["status"]]
     return [f"## Failed, or left out\n\n{log}" for log in logs]
+
+
+def _measurements(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """What ``measure.py`` predicted and measured, a table for each part."""
+    parts = []
+    for part, rows in found.items():
+        table = [
+            (row["name"], row["unit"], _short(row["predicted"]), _short(row["measured"]))
+            for row in rows
+        ]
+        headings = ("", "unit", "predicted", "measured")
+        parts += [f"## Predicted and measured: {part}", markdown(headings, table)]
+    return parts
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.4g}"
 
 
 def _kernels(found: dict[str, Any] | None) -> list[str]:
@@ -153,18 +172,22 @@ def _test_tables(cases: list[dict[str, Any]]) -> list[str]:
     return [*parts, markdown(("figure (sizes in bytes)", "value"), rows)] if rows else parts
 
 
-def main(work: Path, out: Path) -> int:
+def main(work: Path, out: Path, name: str = "gpu-check") -> int:
     result = {
         "machine": machine(),
         "phases": phases(work),
+        "measurements": {
+            file.stem.removeprefix("measure-"): json.loads(file.read_text())
+            for file in sorted(work.glob("measure-*.json"), key=lambda file: file.stat().st_mtime)
+        },
         "kernels": _json(work / "kernels.json"),
         "tests": cases_of(work / "tests.xml"),
         "decode": _json(work / "decode.json"),
         "load": _json(work / "load.json"),
     }
-    (out / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     text = tables(result)
-    (out / "gpu-check.md").write_text(text)
+    (out / f"{name}.md").write_text(text)
     print(text)
     return int(any(phase["status"] not in (0, "left-out") for phase in result["phases"]))
 
@@ -174,4 +197,4 @@ def _json(file: Path) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

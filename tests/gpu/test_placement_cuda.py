@@ -147,7 +147,7 @@ def test_memory_that_vanishes_in_mid_load_sends_the_rest_to_the_host_and_changes
         tokens, where = load_and_run(folder, callback=take_memory)
     squeeze.release()
     record_property("units_on_device_after_oom", sum(d == DEVICE for d in where.values()))
-    assert "was taken back" in caplog.text, "no real out-of-memory error was met"
+    assert "was rolled back" in caplog.text, "no real out-of-memory error was met"
     devices = list(where.values())
     on_host = devices.index(torch.device("cpu"))
     assert on_host >= 3
