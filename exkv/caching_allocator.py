@@ -318,16 +318,17 @@ class CachingAllocator:
         enough addresses; from a new range of them where there is none."""
         for _, block in self._unmapped[small]:
             start = block.before if block.before is not None and block.before.free else block
-            room, each = 0, start
+            each: Block | None = start
+            room = 0
             while each is not None and each.free and room < size:
                 room += each.size
                 each = each.after
             if room >= size:
                 return start
         page = self._page(small=small)
-        start = -(-self._next_address // page) * page
-        block = Block(start, page << 20, small=small, mapped=False)
-        self._next_address = start + block.size
+        address = -(-self._next_address // page) * page
+        block = Block(address, page << 20, small=small, mapped=False)
+        self._next_address = address + block.size
         self._unmapped[small].append((block.address, block))
         return block
 

@@ -18,6 +18,7 @@ from exkv import devices
 from exkv.cache import KVCache
 from exkv.models import Transformer
 from exkv.planning.place import call_bytes
+from exkv.planning.plan import Plan
 from exkv.sizes import human
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Pressure:
         self.raised = 0
         self._model, self._most, self._calls, self._clock = model, most, calls, clock
         self._due = 0.0
-        self._plan: object = None
+        self._plan: Plan | None = None
         self._needed: dict[int, Mapping[torch.device, int]] = {}
 
     def look(self) -> int:
@@ -71,7 +72,7 @@ class Pressure:
 
     def _bytes(self, rows: int) -> Mapping[torch.device, int]:
         """What the largest call of so many rows takes on each accelerator."""
-        plan = getattr(self._model, "plan", None)
+        plan: Plan | None = getattr(self._model, "plan", None)
         if plan is None:
             return {}
         if plan is not self._plan:

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from exkv.decode import Job
+from exkv.sampling import Grammar
 from exkv.text import Tokenizer
 
 from .answers import DONE, UNCACHED, Choice, Form, RequestError, error_body, event, said, usage
@@ -98,7 +99,7 @@ async def asked_for(
             lambda: _prepared(model, request), limits.prompt_seconds, "the prompt"
         )
         grammar = prepared.jobs[0].grammar
-        if grammar is not None:
+        if isinstance(grammar, Grammar):
             await serving.grammars.check(grammar)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error)) from None

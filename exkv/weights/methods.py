@@ -80,8 +80,8 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     if settings is not None and not (isinstance(method, str) and method in METHODS):
         known = ", ".join(filter(None, METHODS)) or "none yet"
         raise ValueError(
-            f"{config.path or 'the config'}: quantization_config (quant_method {quoted(method)}) is not "
-            f"supported; known are: {known}. Take the model's unquantized version"
+            f"{config.path or 'the config'}: quantization_config (quant_method {quoted(method)}) "
+            f"is not supported; known are: {known}. Take the model's unquantized version"
         )
     return importlib.import_module(METHODS[method]).formats_of(config, dtype)
 

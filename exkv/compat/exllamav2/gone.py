@@ -247,7 +247,7 @@ class Gone(metaclass=_Gone):
 
     def __init_subclass__(cls, placeholder: bool = False) -> None:
         if not placeholder:
-            type(cls).refuse(cls.__mro__[1])
+            cls.__mro__[1].refuse()  # type: ignore[attr-defined] # of _Gone, too
 
 
 def gone(name: str, module: str, said: str | None = None) -> type:
