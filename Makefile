@@ -90,7 +90,7 @@ older: $(STAMPS)/extension $(STAMPS)/test-dependencies
 ray: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/ray
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster/test_ray.py $(ARGS)
 
-upstream: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2
+upstream: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) tests/compat/upstream.py '$(UPSTREAM)' $(ARGS)
 
 wheels:

