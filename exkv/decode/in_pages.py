@@ -135,7 +135,7 @@ class InPages(Rows[PagedGroup]):
 
     def _pages_to_begin(self, part: Row) -> int:
         found = self._found(part)
-        others = self._table.pages_for(self._begins_with(part)) - len(found)
+        others = self._table.pages_for(len(part.before_newest)) - len(found)
         return others + self._table.pool.needed_for(found)
 
     def could_leave(self, rows: Sequence[Row]) -> bool:
@@ -155,10 +155,6 @@ class InPages(Rows[PagedGroup]):
             part.away is not None and len(part.away.tokens) >= len(part.prompt)
             for part in handle.parts
         )
-
-    def _begins_with(self, handle: Row) -> int:
-        """Tokens that its first pages are for."""
-        return len(handle.before_newest)
 
     def begin(self, row: Row) -> None:
         """Give it rows and pages, filled from the prefix cache or from its swapped-out past."""
@@ -184,7 +180,7 @@ class InPages(Rows[PagedGroup]):
         (key,) = self._model.keys_of(handle.job.adapter, 1)
         cache.set_row(row, stored, made_with=key, known=found)
         starts, ends = [0] * row, [0] * row
-        first, last = len(found) * size, self._begins_with(handle)
+        first, last = len(found) * size, len(handle.before_newest)
         table.reserve([*starts, first], [*ends, last], cache)
         handle.last_page = found[-1] if found else None
         handle.exact &= all(known.exact for known in found)
@@ -230,13 +226,10 @@ class InPages(Rows[PagedGroup]):
                 cache.crop([0])
             return
         for part in row.parts:
-            self._leave(part)
-
-    def _leave(self, part: Row) -> None:
-        group = self._group_of(part)
-        if part.job.approximate_reuse and self._finds:
-            self._remember_text(part, group)
-        group.drop(part)
+            group = self._group_of(part)
+            if part.job.approximate_reuse and self._finds:
+                self._remember_text(part, group)
+            group.drop(part)
 
     def _group_of(self, part: Row) -> PagedGroup:
         return next(group for group in self._all_groups if part in group.parts)

@@ -57,7 +57,7 @@ class Job:
             for the model alone.
         guidance_scale: how far scores are shifted away from those behind the negative prompt, see
             :mod:`exkv.decode.guidance`; 1 is not at all. A guided job takes two rows with pages
-            each, speculates not, and has guided log-probabilities.
+            each, gets no proposals, and has guided log-probabilities.
         negative_prompt: like a prompt; None for the prompt's last token.
     """
 
