@@ -127,6 +127,8 @@ class InPlace(Rows[Any]):
         going = [row is not None and not row.idle for row in self._rows]
         newest = [0 if row is None else row.newest for row in self._rows]
         all_here = len(parts) == len(self._rows)
+        if placed is not None and len(placed) < len(parts):
+            placed = None  # negative prompts have rows, too
         logits = self._runner.step(newest, going, placed if all_here else None)
         if self._on_host:
             logits = logits.cpu()

@@ -181,7 +181,9 @@ class ExLlamaV2BaseGenerator(Adapter):
         return [self.tokenizer.exkv.decode(row) for row in rows]
 
     def _begin(self, jobs: Sequence[Job], **proposing: Any) -> None:
-        """Go on with these jobs from now on; ``draft`` and ``ngrams`` as of exkv's Generator."""
+        """Go on with these jobs alone; ``draft`` and ``ngrams`` as of exkv's Generator."""
+        if self._handles:
+            self._scheduler.cancel_all()  # a stream that nobody read to its end
         self.cache.take_over(None)
         self.cache.pads = ()
         self._runs = Generator(self.model.exkv, self.cache.exkv, self.tokenizer.exkv, **proposing)
