@@ -511,6 +511,19 @@ def test_every_step_of_the_sampler_goes_on_to_exkv(shared):
     assert settings.for_exkv(tokenizer).dry_sequence_breakers == {5}
 
 
+def test_settings_for_jobs_are_one_object_until_they_change(shared):
+    tokenizer, settings = shared[1], Settings()
+    with torch.inference_mode():
+        assert settings.for_jobs(tokenizer) is settings.for_jobs(tokenizer)
+        settings.disallow_tokens(tokenizer, [5])
+        first = settings.for_jobs(tokenizer)
+        assert first.token_bias == {5: float("-inf")} and settings.for_jobs(tokenizer) is first
+        settings.token_bias[6] = 2.0  # in place
+        assert settings.for_jobs(tokenizer).token_bias == {5: float("-inf"), 6: 2.0}
+        settings.top_k = 3
+        assert settings.for_jobs(tokenizer).top_k == 3
+
+
 def test_greedy_settings_are_exkvs():
     assert Settings.greedy().for_exkv().is_greedy
     assert Settings.greedy(token_repetition_penalty=1.2).for_exkv().token_repetition_penalty == 1.2
@@ -613,7 +626,7 @@ def test_a_prompt_that_leaves_no_room_is_cut_with_a_warning(loaded):
         generator.generate_simple(PROMPT, Settings.greedy(), 64)
     with pytest.raises(ValueError, match="each prompt needs a token"):
         generator.generate_simple("", Settings.greedy(), 8)
-    with pytest.raises(ValueError, match="3 rows, and the cache has batch_size = 2"):
+    with pytest.raises(ValueError, match="3 prompts, and the cache has batch_size = 2"):
         generator.generate_simple([PROMPT] * 3, Settings.greedy(), 8)
 
 

@@ -3,8 +3,7 @@
 ``from exkv.compat.exllamav2 import ExLlamaV2, ...``; or unchanged, by
 ``python -m exkv.compat.exllamav2 script.py``. Each object's ``exkv`` is exkv's own behind it.
 
-The reader goes next to ``model.py``, ``cache.py`` and ``generator/base.py``; ``gone.py`` says what
-isn't here.
+Read on in ``model.py``, ``cache.py`` and ``generator/base.py``; ``gone.py`` has the missing names.
 """
 
 from . import generator, model_init

@@ -1,4 +1,4 @@
-"""``python -m exkv.compat.exllamav2 script.py ...``: a script of ExLlamaV2's users, unchanged."""
+"""``python -m exkv.compat.exllamav2 script.py ...`` runs a script for ExLlamaV2 unchanged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ExLlamaV2's caches over exkv's, each of which is its ``exkv``.
+"""ExLlamaV2's caches over exkv's, which are their ``exkv``.
 
-Where rows are padded on the left, ``current_seq_len`` counts the padding as ExLlamaV2 does, and the
-cache remembers how much of it each row has: exkv stores none.
+``current_seq_len`` counts padding on the left, as in ExLlamaV2. exkv stores no padding, so the
+cache remembers how much each row has.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ ExLlamaV2Cache_TP = gone("ExLlamaV2Cache_TP", __name__)
 
 
 class ExLlamaV2CacheBase(Adapter):
-    """What all caches share; built by its kinds only.
+    """Base class of the caches.
 
     Args:
         model: loaded or not.
         batch_size: rows.
         max_seq_len: tokens a row can hold; -1 for ``config.max_seq_len``.
         copy_from: a cache of the same kind, whose tokens are copied.
-        lazy: makes no difference: storage is there as soon as the layers' devices are known.
+        lazy: without effect: storage is allocated once the layers' devices are known.
 
     Attributes:
         exkv: the :class:`exkv.KVCache` that does the work.
         pads: tokens of padding before each row.
     """
 
-    #: exkv's kind, and what it takes.
+    #: exkv's class, and its arguments.
     kind: ClassVar[type[KVCache] | None] = None
     properties: ClassVar[dict[str, Any]] = {}
 
@@ -102,7 +102,7 @@ class ExLlamaV2CacheBase(Adapter):
 
     @property
     def current_seq_len(self) -> int:
-        """Columns that are filled, padding included. Set it to less to forget what comes after."""
+        """Filled columns, padding included. Set it to a smaller value to truncate all rows."""
         return max(held + pad if held else 0 for held, pad in self._rows())
 
     @current_seq_len.setter
@@ -120,10 +120,10 @@ class ExLlamaV2CacheBase(Adapter):
         return list(zip(self.exkv.seq_lens, pads, strict=False))
 
     def agreed_padding(self, pads: Sequence[int] | None, rows: int) -> Sequence[int]:
-        """What a call's rows begin with: what it says, where the cache is empty.
+        """Padding of each row: as a call gives it for an empty cache, else as remembered.
 
         Raises:
-            ValueError: it says something else than the call that began these rows.
+            ValueError: the call gives another padding than the one that began these rows.
         """
         if not self.current_seq_len:
             return [0] * rows if pads is None else pads
@@ -147,7 +147,7 @@ class ExLlamaV2CacheBase(Adapter):
         self._holder = None if holder is None else ref(holder)
 
     def update_cache_tensors(self) -> None:
-        """See that every layer that is placed has its storage, as it has anyway."""
+        """Allocate the storage of all placed layers, unless it is there."""
         self.exkv.allocate(self.model.exkv.cache_map)
 
     def reset(self) -> None:
@@ -155,15 +155,15 @@ class ExLlamaV2CacheBase(Adapter):
         self.current_seq_len = 0
 
     def clone(self) -> ExLlamaV2CacheBase:
-        """Another cache with the same tokens."""
+        """Copy the cache with its tokens."""
         return type(self)(self.model, copy_from=self)
 
     def all_tensors(self) -> list[torch.Tensor]:
-        """What is stored, in exkv's own layout."""
+        """The stored tensors, in exkv's own layout."""
         return [tensor for layer in self.exkv.layers for tensor in layer.tensors.values()]
 
     def footprint(self) -> list[int]:
-        """Bytes on each accelerator, by its index; those on the host where there is none."""
+        """Bytes on each accelerator by index; on the host if there is none."""
         sizes = {device.index or 0: size for device, size in self.exkv.nbytes().items()}
         return [sizes.get(index, 0) for index in range(max(sizes, default=-1) + 1)]
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _LOW_MEM_TOKENS = 1024
 
-#: What a script may set; with these values nothing is asked for.
+#: Settings that a script may change, with their defaults.
 _SETTINGS: dict[str, Any] = {
     "model_dir": None,
     "max_seq_len": None,
@@ -41,7 +41,7 @@ _SETTINGS: dict[str, Any] = {
     "no_graphs": False,
     "fasttensors": False,
 }
-#: What prepare() reads, by the name of ModelConfig's field.
+#: Attributes that prepare() reads -> fields of ModelConfig.
 _READ = {
     "architecture": "architecture",
     "bos_token_id": "bos_token_id",
@@ -56,9 +56,9 @@ _READ = {
     "head_dim": "head_dim",
     "sliding_window": "sliding_window",
 }
-#: What prepare() reads, and a script may not set.
+#: Attributes that prepare() reads and a script may not change.
 _FIXED = {*_READ, "num_key_value_groups", "num_experts", "exkv"} - {"bos_token_id", "pad_token_id"}
-#: Settings that change nothing here, and why.
+#: Settings without effect -> why.
 WITHOUT_EFFECT = {
     "max_batch_size": "each cache's batch_size is what exkv plans with",
     "max_attention_size": "exkv's attention has no matrix that grows with both lengths",
@@ -79,8 +79,8 @@ class ExLlamaV2Config(Adapter):
         low_mem: run prompts in chunks of at most 1,024 tokens, which needs less workspace.
 
     Raises:
-        AttributeError: what config.json says is set, or a setting that isn't there; says which one
-            is near, or what to use.
+        AttributeError: a fixed attribute is set, or an unknown one; the message names a similar one
+            or what to use instead.
     """
 
     exkv: ModelConfig | None
@@ -156,10 +156,10 @@ class ExLlamaV2Config(Adapter):
             self.max_output_len = min(self.max_output_len, _LOW_MEM_TOKENS)
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
-        """Without effect: exkv does what an architecture asks for, or refuses it by name."""
+        """Without effect: exkv follows the architecture, or refuses it by name."""
 
     def for_exkv(self) -> ModelConfig:
-        """ModelConfig with what the script has set.
+        """ModelConfig with the script's settings.
 
         Raises:
             ValueError: :meth:`prepare` wasn't called, or a setting is out of its range.
@@ -185,7 +185,7 @@ class ExLlamaV2Config(Adapter):
         return self.rotary_embedding_base * self.scale_alpha_value ** (width / (width - 2))
 
     def _rope_scaling(self, config: ModelConfig) -> RopeScaling | None:
-        """What the settings ask for beyond config.json; None for nothing."""
+        """The scaling that the settings add to config.json; None for none."""
         if self.alt_rope_method is not None:
             if self.alt_rope_method != "yarn" or self.yarn_rope_factor is None:
                 raise ValueError(
@@ -209,14 +209,14 @@ class ExLlamaV2Config(Adapter):
 
 
 def _note(name: str, why: str) -> None:
-    """Say once that a setting is without effect."""
+    """Warn once that a setting is without effect."""
     if name not in _noted:
         _noted.add(name)
         logger.warning("config.%s changes nothing: %s", name, why)
 
 
 def _experts(config: ModelConfig) -> tuple[int | None, int | None]:
-    """How many there are, and how many a token takes."""
+    """Number of experts, and of experts per token."""
     names = ("num_local_experts", "num_experts_per_tok")
     there, taken = (getattr(config.specific, name, None) for name in names)
     return there, taken

@@ -1,8 +1,8 @@
-"""What ExLlamaV2 has and exkv doesn't, each with what to use instead; nothing passes silently.
+"""Names of ExLlamaV2 that exkv doesn't have, each with what to use instead.
 
-A name that isn't here can be imported, since a script may import more than it uses; using it raises
-:class:`NotHere`. An attribute that isn't here raises AttributeError, an argument ValueError. All of
-them end with a sentence from this file, and the tables of names in the docs have the same.
+Such a name can be imported, since scripts import more than they use; using it raises
+:class:`NotHere`. A missing attribute raises AttributeError, an argument ValueError. Each error ends
+with a sentence of this file, which the tables of names in the docs repeat.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _VISION = "it describes an image tower, and exkv runs the text part of a model o
 _TRIES = "get_id_to_piece_list() has every token's text"
 _SERVER = "exkv serve answers over HTTP, with streams, in OpenAI's words: see docs/server.md"
 
-#: Pattern of a name, as in ``fnmatch`` -> what to use instead. The first that fits counts.
+#: Pattern of a name, as in ``fnmatch`` -> what to use instead. The first match counts.
 GONE: dict[str, str] = {
     "ExLlamaV2Lora.*": _LORA,
     "ExLlamaV2Dynamic*": _ENGINE,
@@ -180,7 +180,7 @@ GONE: dict[str, str] = {
     "exllamav2*": _INSIDE,
 }
 
-#: Arguments that mean something there and aren't taken here.
+#: Arguments of ExLlamaV2 that exkv doesn't take.
 ARGUMENTS: dict[str, str] = {
     "filters": "generators and jobs take filters",
     "filter_prefer_eos": "generators and jobs take filter_prefer_eos",
@@ -200,13 +200,13 @@ ARGUMENTS: dict[str, str] = {
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
-    """TypeError where an object isn't of the class of ours that it must be."""
+    """Raise TypeError unless a value is an instance of one of our classes."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be an {kind.__qualname__}")
 
 
 class NotHere(NotImplementedError):
-    """A name of ExLlamaV2's that exkv has nothing for, or not yet; the message says what to use."""
+    """A name of ExLlamaV2 that exkv doesn't have; the message says what to use."""
 
 
 def instead_of(name: str) -> str | None:
@@ -215,14 +215,14 @@ def instead_of(name: str) -> str | None:
 
 
 def refuse_arguments(call: str, **given: Any) -> None:
-    """ValueError for the first argument that asks for something."""
+    """Raise ValueError for the first argument that is given."""
     for name, value in given.items():
         if value is not None and value is not False and not (isinstance(value, list) and not value):
             raise ValueError(f"{call} takes no {name} here: {ARGUMENTS[name]}")
 
 
 class _Gone(type):
-    """Of classes that stand for a name alone."""
+    """Metaclass of placeholders."""
 
     said: str | None
 
@@ -243,34 +243,36 @@ class _Gone(type):
 
 
 class Gone(metaclass=_Gone):
-    """A name that can be imported and compared with ``isinstance``, and nothing else."""
+    """A placeholder: a name that can only be imported and compared by ``isinstance``."""
 
     def __init_subclass__(cls, placeholder: bool = False) -> None:
         if not placeholder:
-            cls.__mro__[1].refuse()  # type: ignore[attr-defined] # of _Gone, too
+            parent = cls.__mro__[1]
+            assert isinstance(parent, _Gone)
+            parent.refuse()
 
 
 def gone(name: str, module: str, said: str | None = None) -> type:
-    """The class that stands for a name of ExLlamaV2's; ``said`` is what to use instead."""
+    """Make the placeholder of a name; ``said`` is what to use instead."""
     return _Gone(name, (Gone,), {"__module__": module, "said": said}, placeholder=True)
 
 
 class Adapter:
-    """An object of ExLlamaV2's name over one of exkv's; an attribute that isn't here says why."""
+    """Base of our classes: a missing attribute says what to use instead."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise absent(type(self).__qualname__, name, dir(self))
 
 
 class AdapterType(type):
-    """The same of a class that is used itself."""
+    """The same for attributes of a class itself."""
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise absent(cls.__qualname__, name, dir(cls))
 
 
 def absent(kind: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error for an attribute that a class of ours hasn't."""
+    """The error for a missing attribute of one of our classes."""
     said = None if name.startswith("_") else instead_of(f"{kind}.{name}")
     if said is not None:
         return AttributeError(f"{kind}.{name} isn't here: {said}")
@@ -278,9 +280,9 @@ def absent(kind: str, name: str, known: Iterable[str]) -> AttributeError:
 
 
 def missing_from(module: str) -> Callable[[str], NoReturn]:
-    """The ``__getattr__`` of one of our modules; ``from ... import`` shows its ImportError.
+    """Make the ``__getattr__`` of one of our modules; ``from ... import`` shows its ImportError.
 
-    A package with it has all its modules imported: else they would be refused, too.
+    A package that uses it imports all its modules, which would be refused otherwise.
     """
     there = module.replace(__name__.rpartition(".")[0], "exllamav2")
 
@@ -296,6 +298,6 @@ def missing_from(module: str) -> Callable[[str], NoReturn]:
 
 
 def close_to(name: str, known: Iterable[str]) -> str:
-    """``; did you mean ...?``, where one of the names is near."""
+    """``; did you mean ...?`` if a known name is similar."""
     near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], 1)
     return f"; did you mean {near[0]!r}?" if near else ""

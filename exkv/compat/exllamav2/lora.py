@@ -49,13 +49,13 @@ class ExLlamaV2Lora(OfModel):
     def from_directory(
         model: ExLlamaV2, directory: str | os.PathLike[str], lora_scaling: float = 1.0
     ) -> ExLlamaV2Lora:
-        """The adapter in a folder; ``lora_scaling`` times as strong as it was trained."""
+        """Load the adapter in a folder, scaled by ``lora_scaling``."""
         files = ("adapter_config.json", "adapter_model.safetensors")
         config, tensors = (Path(directory) / file for file in files)
         return ExLlamaV2Lora(model, config, tensors, lora_scaling)
 
     def unload(self) -> None:
-        """Return its bytes; nothing where that was done."""
+        """Free its memory; idempotent."""
         if self.name in self.model.exkv.adapters:
             self.model.exkv.unload_adapter(self.name)
 

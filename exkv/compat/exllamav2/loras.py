@@ -16,11 +16,11 @@ class OfModel(Adapter):
 
 
 def adapter_of(model: Any, loras: Any) -> str | None:
-    """The name of the adapter that a ``loras`` argument has; None for none.
+    """The adapter's name in a ``loras`` argument; None for no adapter.
 
     Raises:
-        ValueError: there are several, or it is another model's.
-        TypeError: something else.
+        ValueError: several adapters, or one of another model.
+        TypeError: an entry that is no adapter.
     """
     each = list(loras) if isinstance(loras, Sequence) else [loras] if loras is not None else []
     for lora in each:

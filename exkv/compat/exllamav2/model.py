@@ -62,16 +62,16 @@ class ExLlamaV2(Adapter):
         """Without effect: :attr:`cache_map` always says where the layers are."""
 
     def get_cache_devices(self) -> list[str]:
-        """The devices that hold decoder layers, in the model's order."""
+        """The devices of decoder layers, in the model's order."""
         return list(dict.fromkeys(self.cache_map.values()))
 
     def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
-        """Place the layers by a split in GB (2**30 bytes), and read none of them yet.
+        """Place the layers by a split in GB (2**30 bytes), without reading them.
 
-        A later ``load`` places them anew; a forward call without one reads each as it comes to it.
+        A later ``load`` places them anew; a forward call without one reads each layer on demand.
 
         Returns:
-            GB of each device's share that are left over.
+            GB that are left of each device's share.
 
         Raises:
             ValueError, PlacementError: as :meth:`exkv.Model.load`.
@@ -144,7 +144,7 @@ class ExLlamaV2(Adapter):
     load_autosplit = finished(load_autosplit_gen)
 
     def _begin(self) -> None:
-        """Before units are placed: forget where ``set_device_map`` did, take the settings."""
+        """Before placement: undo ``set_device_map``, and apply the settings."""
         if self._only_placed:
             self.exkv.unload()
             self._only_placed = False
@@ -153,7 +153,7 @@ class ExLlamaV2(Adapter):
             self.exkv.embed_cpu = True
 
     def unload(self) -> None:
-        """Return every byte, the caches' too. The model can be loaded again."""
+        """Free all memory, that of the caches too. The model can be loaded again."""
         self.exkv.unload()
         self._only_placed = False
 
@@ -239,7 +239,7 @@ class ExLlamaV2(Adapter):
         last_id_only: bool,
         adapter: str | None,
     ) -> Tensor | None:
-        """One call of exkv's forward, where rows are padded on the right."""
+        """One call of exkv's forward, with rows padded on the right."""
         held = 0 if cache is None else cache.current_seq_len
         if cache is not None:
             pads = cache.agreed_padding(pads, len(input_ids))
@@ -270,7 +270,7 @@ class ExLlamaV2(Adapter):
         last_id_only: bool,
         adapter: str | None,
     ) -> Tensor | None:
-        """A cache for each row, which may be of unlike lengths: one call for each."""
+        """One call for each row, which has a cache of its own."""
         if len(caches) != len(input_ids) or pads is not None and any(pads):
             raise ValueError(
                 f"{len(caches)} caches for {len(input_ids)} rows: give one for each, and no padding"
@@ -284,7 +284,7 @@ class ExLlamaV2(Adapter):
 
 
 class _Places(dict[int, str]):
-    """Where layers lie, which the plan says."""
+    """A read-only map of layers to devices."""
 
     def __setitem__(self, layer: int, device: str) -> None:
         raise TypeError(

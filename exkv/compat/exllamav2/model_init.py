@@ -1,4 +1,4 @@
-"""Flags that ExLlamaV2's scripts share, and the model and tokenizer that they ask for."""
+"""Flags that ExLlamaV2's scripts share, and the model and tokenizer they describe."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_args(parser: argparse.ArgumentParser) -> None:
 
 
 def print_options(args: argparse.Namespace) -> None:
-    """Print the model and the flags that were given."""
+    """Print the model and the given flags."""
     names = {action.dest for action in _flags() if action.dest not in ("help", "model_dir")}
     given = {name: value for name, value in vars(args).items() if name in names and value}
     print(f"Model: {args.model_dir}")
@@ -47,7 +47,7 @@ def print_options(args: argparse.Namespace) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Exit with a message where there is no model to load."""
+    """Exit with a message if there is no model to load."""
     if not args.model_dir:
         sys.exit("no model is given: -m FOLDER")
     folder = Path(args.model_dir)
@@ -69,13 +69,13 @@ def init(
     max_output_len: int | None = None,
     progress: bool = False,
 ) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
-    """The model and the tokenizer that the flags ask for.
+    """Build model and tokenizer by the flags.
 
     With ``-gs auto``, or ``skip_load``, the model isn't loaded: build a cache on it, and call
     ``model.load_autosplit(cache)``.
 
     Raises:
-        ValueError: a flag asks for what isn't here.
+        ValueError: a flag asks for a feature that exkv doesn't have.
     """
     config = ExLlamaV2Config(args.model_dir)
     sizes = {
@@ -101,7 +101,7 @@ def post_init_load(
     benchmark: bool = False,
     progress: bool = False,
 ) -> None:
-    """Load as ``-gs`` says; with ``-gs auto`` leave it to the caller, who has the cache."""
+    """Load by ``-gs``; with ``-gs auto`` leave that to the caller, who has the cache."""
     if args.gpu_split == "auto":
         if not allow_auto_split:
             raise ValueError("-gs auto: this script loads without a cache; give GB for each device")
@@ -116,7 +116,7 @@ def post_init_load(
 
 
 def _apply(config: ExLlamaV2Config, settings: dict[str, Any]) -> None:
-    """Set those that are given."""
+    """Apply the settings that are given."""
     for name, value in settings.items():
         if value:
             setattr(config, name, value)

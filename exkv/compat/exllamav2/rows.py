@@ -1,4 +1,4 @@
-"""ExLlamaV2's rows are padded on the left, exkv's on the right: from the one to the other."""
+"""Conversion between left padding (ExLlamaV2) and right padding (exkv)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def padding(mask: Tensor | None, offsets: Tensor | None) -> tuple[int, ...] | None:
-    """How many tokens of padding each row begins with; None where neither says it.
+    """Tokens of padding at the beginning of each row; None if neither argument is given.
 
     Args:
         mask: (B, columns), below 0 at padding.
         offsets: minus the padding of each row.
 
     Raises:
-        ValueError: padding that doesn't come first in its row, or two that contradict each other.
+        ValueError: padding behind a token, or the two arguments contradict each other.
     """
     moved = None if offsets is None else tuple(-int(n) for n in offsets.flatten().tolist())
     if mask is None:
@@ -37,10 +37,10 @@ def padding(mask: Tensor | None, offsets: Tensor | None) -> tuple[int, ...] | No
 
 
 def new_tokens(width: int, pads: Sequence[int], held: int) -> list[int]:
-    """How many of the columns after ``held`` ones are tokens, in each row.
+    """Tokens of each row in the ``width`` columns after the first ``held``.
 
     Raises:
-        ValueError: none is in any row.
+        ValueError: all columns are padding.
     """
     new = [width - min(max(pad - held, 0), width) for pad in pads]
     if not any(new):
@@ -49,7 +49,7 @@ def new_tokens(width: int, pads: Sequence[int], held: int) -> list[int]:
 
 
 def to_right_padding(input_ids: Tensor, new: Sequence[int]) -> Tensor:
-    """(B, T) whose rows end with so many tokens -> (B, max(new)) whose rows begin with them."""
+    """(B, T) with ``new`` tokens at the end of each row -> (B, max(new)) with them first."""
     width = max(new)
     out = input_ids.new_zeros((len(new), width))
     for row, count in enumerate(new):

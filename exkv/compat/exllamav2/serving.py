@@ -1,4 +1,4 @@
-"""``import exllamav2``, served from here: by :func:`serve`, and for a script by ``__main__.py``."""
+"""Makes ``import exllamav2`` import this package: :func:`serve`; ``__main__.py`` runs a script."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODULES = {
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What ``importlib.metadata`` says of ExLlamaV2, as if it were installed."""
+    """ExLlamaV2 as an installed distribution, for ``importlib.metadata``."""
 
     def read_text(self, filename: str) -> str | None:
         known = f"Metadata-Version: 2.1\nName: {_THERE}\nVersion: {__version__}\n"
@@ -58,8 +58,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
-    """Finds ExLlamaV2's version, and those of its modules that aren't here, whose names are
-    refused when they are used: a script may import more than that."""
+    """Finds ExLlamaV2's version, and placeholders of its modules that exkv doesn't have."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -86,7 +85,7 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
 
 def serve() -> None:
-    """From now on ``import exllamav2`` gives exkv's; an installed ExLlamaV2 is not looked at.
+    """Have ``import exllamav2`` import this package from now on, even if ExLlamaV2 is installed.
 
     Raises:
         ImportError: ExLlamaV2 itself is imported already.

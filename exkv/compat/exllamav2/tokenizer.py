@@ -112,9 +112,9 @@ class ExLlamaV2Tokenizer(Adapter):
         """The ids of a text, (1, T), or of several, (B, T), padded on the left.
 
         Args:
-            add_bos, add_eos: put that token around each text, where the model has one.
-            encode_special_tokens: take control tokens that are spelt out as such.
-            return_offsets: also minus the padding of each row, int32 (B,).
+            add_bos, add_eos: add these tokens to each text, if the model has them.
+            encode_special_tokens: parse control tokens in the texts.
+            return_offsets: also return minus the padding of each row, int32 (B,).
 
         Raises:
             ValueError: as of :meth:`exkv.Tokenizer.encode`.
@@ -130,7 +130,7 @@ class ExLlamaV2Tokenizer(Adapter):
     def rows(
         self, texts: Sequence[str], add_bos: bool, add_eos: bool, encode_special_tokens: bool
     ) -> list[list[int]]:
-        """The ids of each text, of unlike lengths; as :meth:`encode`, which pads them."""
+        """The ids of each text, not padded; arguments as of :meth:`encode`."""
         before = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         after = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
         encoded = (self.exkv.encode(each, False, encode_special_tokens) for each in texts)
@@ -139,9 +139,9 @@ class ExLlamaV2Tokenizer(Adapter):
     def decode(
         self, ids: Tensor | Sequence[Tensor], decode_special_tokens: bool = False
     ) -> str | list[str]:
-        """The text of a row of ids, or a list of those of several.
+        """The text of a row of ids, or a list of texts for several rows.
 
-        Padding is left out; so are control tokens without ``decode_special_tokens``.
+        Skips padding, and control tokens unless ``decode_special_tokens``.
         """
         if not isinstance(ids, Tensor) or ids.dim() > 1:
             rows = (row for each in ids for row in each.reshape(-1, each.shape[-1]))
@@ -161,7 +161,7 @@ class ExLlamaV2Tokenizer(Adapter):
         return len(self.exkv.encode(text, False, False))
 
     def cached_encode_str(self, text: str) -> Tensor:
-        """:meth:`encode` of one text, kept."""
+        """:meth:`encode` of one text, cached."""
         if text not in self._encoded:
             self._encoded[text] = self.encode(text)
         return self._encoded[text]
@@ -173,7 +173,7 @@ class ExLlamaV2Tokenizer(Adapter):
         return torch.tensor([[token_id]])
 
     def single_id(self, token: str) -> int | None:
-        """The id of a token by its text, or as the vocabulary spells it; None where none has it."""
+        """The id of a token by its text or its spelling in the vocabulary; None if unknown."""
         known = self.exkv.id_of(token)
         return self.get_piece_to_id_dict().get(token) if known is None else known
 
@@ -185,7 +185,7 @@ class ExLlamaV2Tokenizer(Adapter):
         return self.exkv.vocab_size
 
     def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
-        """Each token's text within a text; "" for control tokens, unless they are asked for."""
+        """The text of each token; "" for control tokens unless they are included."""
         return [
             self.exkv.piece_of(i) * include_special_tokens
             if i in self.exkv.special_ids

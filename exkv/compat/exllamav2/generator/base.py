@@ -76,7 +76,7 @@ class ExLlamaV2BaseGenerator(Adapter):
         return min(self.model.config.max_seq_len, self.cache.max_seq_len)
 
     def warmup(self) -> None:
-        """Run one token, so that the first prompt doesn't pay for what happens once."""
+        """Run one token, so that the first prompt doesn't pay for one-time set-up."""
         Generator(self.model.exkv, self.cache.exkv, self.tokenizer.exkv).warmup()
 
     def generate_simple(
@@ -100,7 +100,6 @@ class ExLlamaV2BaseGenerator(Adapter):
         """Complete a text, or several as one batch.
 
         Args:
-            gen_settings: how to choose tokens.
             num_tokens: the most to generate for each.
             seed: row ``i`` draws as exkv's Generator does with ``seed + i``; None draws seeds from
                 Python's ``random``.
@@ -108,13 +107,14 @@ class ExLlamaV2BaseGenerator(Adapter):
             stop_token: that ends a completion, and is left out; -1 for the tokenizer's eos token,
                 None for none.
             add_bos: begin each prompt with the BOS token.
-            abort_event: cleared at first; when it is set, what there is by then is returned.
-            completion_only: leave the prompts out of what is returned.
+            abort_event: cleared at first; once it is set, the texts so far are returned.
+            completion_only: return the completions without the prompts.
             loras: an ``ExLlamaV2Lora``, or a list with one.
+            filters, filter_prefer_eos, token_healing: as of :class:`ExLlamaV2DynamicJob`.
 
         Returns:
-            The text, or a list of them if a list was given. What doesn't fit before ``num_tokens``
-            tokens is cut from a prompt's beginning, with a warning.
+            The text, or a list of texts for a list. A prompt that leaves no room for
+            ``num_tokens`` loses its beginning, with a warning.
 
         Raises:
             ValueError: an empty prompt, more prompts than rows, no room for ``num_tokens``, an
@@ -135,10 +135,6 @@ class ExLlamaV2BaseGenerator(Adapter):
             "token_healing": token_healing,
             "adapter": adapter_of(self.model, loras),
         }
-        if len(rows) > self.cache.batch_size:
-            raise ValueError(
-                f"{len(rows)} rows, and the cache has batch_size = {self.cache.batch_size}"
-            )
         seeds = [any_seed() if seed is None else seed + row for row in range(len(rows))]
         self._begin(
             [Job(prompt=ids, seed=own, **usual) for ids, own in zip(rows, seeds, strict=True)]
@@ -155,13 +151,13 @@ class ExLlamaV2BaseGenerator(Adapter):
         return found[0] if isinstance(prompt, str) else found
 
     def _abort_at(self, event: threading.Event | None) -> None:
-        """The event that ends a completion from now on, cleared."""
+        """Clear the event; it ends completions from now on."""
         self.abort_event = event
         if event is not None:
             event.clear()
 
     def _fitted(self, texts: list[str], rows: list[list[int]], num_tokens: int) -> list[str]:
-        """Cut rows that leave no room for so many tokens; the texts of what is left."""
+        """Cut rows that leave no room for ``num_tokens``; the texts of the rows."""
         room = self._limit - num_tokens
         if not rows or not all(rows) or num_tokens < 0 or room < 1:
             raise ValueError(
@@ -190,11 +186,7 @@ class ExLlamaV2BaseGenerator(Adapter):
         self._scheduler, self._handles = self._runs.begin(jobs)
 
     def _step(self) -> list[Event]:
-        """Make one step; what it brought.
-
-        Raises:
-            ValueError: what ended a job, e.g. logits that no token can be chosen by.
-        """
+        """Make one step, and return its events; raises the error of a job that failed."""
         with self._runs.leased():
             events = self._scheduler.iterate()
         for event in events:
@@ -207,13 +199,13 @@ class ExLlamaV2BaseGenerator(Adapter):
         return self.abort_event is not None and self.abort_event.is_set()
 
     def _text_of(self, handle: Handle, special: bool) -> str:
-        """What a job says, as it goes on after its prompt."""
+        """A job's completion."""
         text = Continuation(self.tokenizer, handle, special)
         return "".join([*map(text.push, _kept(handle)), text.flush()])
 
 
 class Continuation:
-    """The text of a job's tokens, as it goes on after its prompt."""
+    """Decodes a job's tokens as the continuation of its prompt."""
 
     def __init__(self, tokenizer: ExLlamaV2Tokenizer, handle: Handle, special: bool) -> None:
         self._decoder = tokenizer.exkv.stream(not special, after=handle.prompt)
@@ -222,12 +214,12 @@ class Continuation:
         self._skip = len(tokenizer.exkv.bytes_of(healed)) if isinstance(healed, int) else 0
 
     def push(self, token: int) -> str:
-        """What became whole with a token."""
+        """Text that a token completes."""
         skip, self._skip = self._skip, 0
         return self._decoder.push(token, skip)
 
     def flush(self) -> str:
-        """What is left, once there are no more tokens."""
+        """The rest, after the last token."""
         return self._decoder.flush()
 
 
@@ -237,7 +229,7 @@ def _kept(handle: Handle) -> list[int]:
 
 
 def any_seed() -> int:
-    """Of Python's ``random``."""
+    """A seed by Python's ``random``."""
     return random.getrandbits(_MOST_SEED)
 
 

@@ -1,4 +1,4 @@
-"""``ExLlamaV2DynamicGenerator`` over :class:`exkv.Engine`: jobs that come and go on one cache."""
+"""``ExLlamaV2DynamicGenerator`` over :class:`exkv.Engine`: continuous batching on one cache."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ ExLlamaV2MMEmbedding = gone("ExLlamaV2MMEmbedding", __name__)
 class ExLlamaV2DynamicGenerator(Adapter):
     """Runs jobs, as many at once as there is room for.
 
-    The cache becomes a pool of pages for all jobs, of as many tokens as its rows have together;
-    what it held is gone. A generator before this one that has no jobs gives its caches up.
+    The cache becomes a pool of pages that all jobs share, with as many tokens as its rows had; its
+    contents are lost. An earlier generator without jobs releases the caches that it held.
 
     Args:
         max_batch_size: jobs that run at once.
         max_seq_len: tokens of a job at most; None for the model's.
-        max_chunk_size: tokens of a prompt that are run between two tokens of the others.
-        draft_model, draft_cache, num_draft_tokens: a smaller model that proposes so many tokens.
+        max_chunk_size: tokens of a prompt that are run between two decode steps.
+        draft_model, draft_cache, num_draft_tokens: a smaller model that proposes up to this many
+            tokens at a time.
         use_ngram_draft, max_ngram: propose what followed the last tokens earlier in the text.
         others: without effect.
 
@@ -98,7 +99,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
     # Jobs ---------------------------------------------------------------------------------
 
     def enqueue(self, job: ExLlamaV2DynamicJob | list[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """Take a job, or several: their serial numbers.
+        """Submit a job or several; returns their serial numbers.
 
         Raises:
             ValueError: a job that never fits, or a setting that isn't taken here.
@@ -124,7 +125,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
         return serial
 
     def set_loras(self, loras: Any) -> None:
-        """The adapter of jobs that come from now on; None for none.
+        """Set the adapter of later jobs; None for none.
 
         Raises:
             ValueError: more than one, one of another model, or jobs are in the queue.
@@ -137,13 +138,13 @@ class ExLlamaV2DynamicGenerator(Adapter):
         )
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        """Forget a job; its pages are free with the next step."""
+        """Drop a job; its pages are free after the next step."""
         if self._jobs.pop(job.handle, None) is not None:
             self._begun.discard(job.handle)
             job.handle.cancel()
 
     def clear_queue(self) -> None:
-        """Forget all jobs."""
+        """Drop all jobs."""
         for job in list(self._jobs.values()):
             self.cancel(job)
         while self.exkv.busy:
@@ -154,20 +155,20 @@ class ExLlamaV2DynamicGenerator(Adapter):
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        """Those without a token so far."""
+        """Jobs without a token so far."""
         return [job for job in self._jobs.values() if not job.is_prefill_done()]
 
     @property
     def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
-        """Those that have tokens already."""
+        """Jobs with tokens."""
         return [job for job in self._jobs.values() if job.is_prefill_done()]
 
     def iterate(self) -> list[dict[str, Any]]:
-        """Make one step: results in ExLlamaV2's shape, ``"stage"`` ``"started"`` once for each job,
-        right before its first ``"streaming"`` one.
+        """Make one step: results in ExLlamaV2's form. A job's first has the stage ``"started"``,
+        all others ``"streaming"``.
 
         Raises:
-            ValueError: what ended a job, e.g. logits that no token can be chosen by.
+            ValueError: the error of a job that failed, such as logits that allow no token.
         """
         results = self.results()
         for result in results:
@@ -176,7 +177,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
         return results
 
     def results(self) -> list[dict[str, Any]]:
-        """:meth:`iterate`, where an error of a job is its last result's ``"error"``."""
+        """:meth:`iterate`, but a job that fails has its error as ``"error"`` of its last result."""
         for job in list(self._jobs.values()):  # whose settings may have been changed
             job.handle.settings = job.gen_settings.for_jobs(self.tokenizer)
         events = self.exkv.iterate()
@@ -198,14 +199,14 @@ class ExLlamaV2DynamicGenerator(Adapter):
             self.cancel(job)
             return [*started, job.about("streaming", eos=True) | {"error": handle.error}]
         result = job.result(event, self.tokenizer)
-        if result["eos"]:  # also where a text ended it that exkv's own would not have
+        if result["eos"]:  # a stop text may be complete here before it is in the engine
             self.cancel(job)
         return [*started, *job.suppressed(), result]
 
     # Texts --------------------------------------------------------------------------------
 
     def warmup(self) -> None:
-        """Run a few tokens, so that the first prompt doesn't pay for what happens once."""
+        """Run a few tokens, so that the first prompt doesn't pay for one-time set-up."""
         self.generate("Once upon a time,", max_new_tokens=4, add_bos=True)
 
     def generate(
@@ -235,14 +236,14 @@ class ExLlamaV2DynamicGenerator(Adapter):
                 ``cfg_scale``, of which the second is steered away from.
             seed: of the first prompt; of the others, one more each.
             gen_settings: of all, or a list.
-            abort_event: when it is set, all jobs are forgotten.
-            completion_only: leave the prompts out of what is returned.
+            abort_event: once it is set, all jobs are dropped.
+            completion_only: return the completions without the prompts.
             filters: a list for the text, or a list of lists.
-            return_last_results: return each job's last result, too.
+            return_last_results: also return each job's last result.
             others: as of :class:`ExLlamaV2DynamicJob`.
 
         Returns:
-            The text, or a list of them if a list was given; None where it was aborted.
+            The text, or a list of texts for a list; None after an abort.
 
         Raises:
             ValueError: as of :meth:`enqueue`.
@@ -283,7 +284,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
     def _run(
         self, jobs: Sequence[ExLlamaV2DynamicJob], abort_event: threading.Event | None
     ) -> list[dict[str, Any]] | None:
-        """The last result of each job, once all have ended; None where they were aborted."""
+        """Run to the end: the last result of each job; None after an abort."""
         self.enqueue(list(jobs))
         last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
         while len(last) < len(jobs):
@@ -295,7 +296,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
 
 
 def _in_pages(cache: ExLlamaV2CacheBase) -> KVCache:
-    """The cache's storage as a pool of pages, of the same kind, for as many tokens."""
+    """The cache as a pool of pages, with the same storage and as many tokens."""
     old = cache.exkv
     tokens = old.batch_size * old.max_seq_len // PAGED_PAGE_SIZE * PAGED_PAGE_SIZE
     if old.pages is not None:

@@ -1,4 +1,4 @@
-"""The dynamic generator in an event loop: steps run in another thread."""
+"""The dynamic generator for asyncio: steps run in another thread."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
         self.iteration_task: asyncio.Task[None] | None = None
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """Take a job, as it does by itself."""
+        """Submit a job; a job does so itself."""
         self.generator.enqueue(job.job)
         self.jobs[job.job] = job
         if self.iteration_task is None or self.iteration_task.done():
             self.iteration_task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps, as long as there are jobs, or pages of cancelled ones to release."""
+        """Make steps as long as there are jobs, or pages of cancelled ones to release."""
         while self.jobs or self.generator.exkv.busy:
             try:
                 results = await asyncio.to_thread(self.generator.results)
@@ -45,13 +45,13 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
                         del self.jobs[result["job"]]
 
     async def cancel(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """Forget a job; an ``async for`` over it ends."""
+        """Drop a job; an ``async for`` over it ends."""
         if self.jobs.pop(job.job, None) is not None:
             self.generator.cancel(job.job)
             await job.put_result(None)
 
     async def close(self) -> None:
-        """Forget all jobs, and give the caches back; once it returns, no step runs any more."""
+        """Drop all jobs, wait for the last step, and release the caches."""
         for job in list(self.jobs.values()):
             await self.cancel(job)
         if self.iteration_task is not None:
@@ -60,8 +60,8 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
 
 
 class ExLlamaV2DynamicJobAsync(Adapter):
-    """A job of an :class:`ExLlamaV2DynamicGeneratorAsync`, in its queue at once; ``async for``
-    gives its results. Arguments behind the generator as of :class:`ExLlamaV2DynamicJob`."""
+    """A job of an :class:`ExLlamaV2DynamicGeneratorAsync`, submitted at once; ``async for`` gives
+    its results. Further arguments as of :class:`ExLlamaV2DynamicJob`."""
 
     def __init__(
         self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any
@@ -88,7 +88,7 @@ class ExLlamaV2DynamicJobAsync(Adapter):
                 return
 
     async def cancel(self) -> None:
-        """Forget it; an ``async for`` over it ends, in whichever task it waits."""
+        """Drop it; any task that iterates over it stops."""
         self.cancelled = True
         await self.generator.cancel(self)
 

@@ -1,8 +1,8 @@
-"""Filters: what lets through the tokens that may come next.
+"""Filters, which say which tokens may come next.
 
-``ExLlamaV2Filter`` is the class to derive from, as lm-format-enforcer and formatron do. The two
-filters below it are exkv's grammars. :class:`Filters` makes of several one constraint that a job of
-exkv's takes.
+``ExLlamaV2Filter`` is the base class, from which lm-format-enforcer and formatron derive theirs.
+ExLlamaV2's own two filters are grammars of exkv's here. :class:`Filters` combines several to one
+constraint of an exkv job.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from exkv.sampling.grammar import ConstraintState
 
 
 class ExLlamaV2Filter(Adapter):
-    """What may come next, token by token; a subclass has ``begin``, ``feed`` and ``next``."""
+    """Base class: a subclass has ``begin``, ``feed`` and ``next``."""
 
-    #: Whether ``next`` may give lists instead of sets: it always may.
+    #: ``next`` may return lists instead of sets.
     allow_return_type_list = True
     sequence_str = ""
 
@@ -47,7 +47,7 @@ class ExLlamaV2Filter(Adapter):
         raise NotImplementedError(f"{type(self).__name__} has no feed(token)")
 
     def next(self) -> tuple[Collection[int] | None, Collection[int] | None]:
-        """The tokens that may come next, None for all; and those of them that end it."""
+        """The allowed tokens, None for all; and those among them that end the completion."""
         raise NotImplementedError(f"{type(self).__name__} has no next()")
 
     def use_background_worker(self) -> bool:
@@ -115,10 +115,10 @@ class ExLlamaV2PrefixFilter(GrammarFilter):
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """All of some filters at once, as a constraint of exkv's.
+    """Several filters as one constraint: tokens that all of them allow.
 
     Attributes:
-        prefer_eos: end as soon as all of them let the end through.
+        prefer_eos: end as soon as all filters allow it.
     """
 
     filters: tuple[Any, ...]
@@ -200,10 +200,10 @@ class _Asked:
 
 
 def filters_of(call: str, filters: Any, prefer_eos: bool = False) -> Filters | None:
-    """What a list of filters lets through; None for no filters.
+    """The constraint of a list of filters; None for no filters.
 
     Raises:
-        TypeError: something that is no filter.
+        TypeError: an entry is no filter.
     """
     if not filters:
         return None

@@ -1,4 +1,4 @@
-"""``ExLlamaV2DynamicJob``: what is asked of the dynamic generator, and what came of it so far."""
+"""``ExLlamaV2DynamicJob``: a request to the dynamic generator, and its results so far."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ExLlamaV2DynamicJob(Adapter):
         )
 
     def begin(self, generator: ExLlamaV2DynamicGenerator, serial: int, handle: Handle) -> None:
-        """It is in a generator's queue from now on."""
+        """Enter a generator's queue."""
         self.generator, self.serial_number, self._handle = generator, serial, handle
         self.time_enqueue = time.time()
         self._stop = StopText(list(self.stop_strings))
@@ -131,11 +131,7 @@ class ExLlamaV2DynamicJob(Adapter):
 
     @property
     def handle(self) -> Handle:
-        """exkv's own, once the job is in a queue.
-
-        Raises:
-            ValueError: it isn't.
-        """
+        """exkv's own handle; ValueError before the job is in a queue."""
         if self._handle is None:
             raise ValueError("the job is in no queue yet: call generator.enqueue(job)")
         return self._handle
@@ -166,7 +162,7 @@ class ExLlamaV2DynamicJob(Adapter):
     # Results ------------------------------------------------------------------------------
 
     def result(self, event: Event, tokenizer: ExLlamaV2Tokenizer) -> dict[str, Any]:
-        """What an event of exkv's is in ExLlamaV2's words."""
+        """The result for one of exkv's events, in ExLlamaV2's form."""
         now = time.time()
         self.time_first_token, self.time_last_token = self.time_first_token or now, now
         ended = event.reason == "eos"
@@ -184,18 +180,18 @@ class ExLlamaV2DynamicJob(Adapter):
         return found
 
     def suppressed(self) -> list[dict[str, Any]]:
-        """A result for the banned text that was taken back since the last call, if any was."""
+        """A result for the banned text that was taken back since the last call, if any."""
         completion = self.handle.completion
         text, completion.suppressed = completion.suppressed, ""
         return [self.about("streaming") | {"suppressed_text": text}] if text else []
 
     def about(self, stage: str, eos: bool = False) -> dict[str, Any]:
-        """What every result says."""
+        """Entries of every result."""
         named = {} if self.identifier is None else {"identifier": self.identifier}
         return {"job": self, "stage": stage, "eos": eos, "serial": self.serial_number, **named}
 
     def _text(self, event: Event) -> str:
-        """The text that is final with an event, as it goes on after the prompt."""
+        """The text that an event makes final."""
         ended = event.reason not in ("", "stop")
         new = ""
         if event.token is not None and event.reason != "eos":
@@ -218,7 +214,7 @@ class ExLlamaV2DynamicJob(Adapter):
         return found
 
     def _end(self, event: Event, tokenizer: ExLlamaV2Tokenizer) -> dict[str, Any]:
-        """What the last result says besides."""
+        """Further entries of the last result."""
         reason = "stop_string" if self._stop.found else _REASONS[event.reason]
         found: dict[str, Any] = {"eos_reason": reason}
         if reason == "stop_token":

@@ -41,16 +41,16 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Settings(Adapter):
-    """How the next token is chosen, in ExLlamaV2's words and with its defaults.
+    """Sampler settings with ExLlamaV2's names and defaults.
 
     Attributes:
         temperature: below 0.01, greedy.
         top_k, top_p, min_p, typical: 0 switches each off.
-        token_bias: (vocabulary or more,) what is added to the logits; -inf forbids a token.
-        cfg_scale: how much of the first of a stream's two rows is taken (classifier-free guidance).
+        token_bias: (vocabulary or more,), added to the logits; -inf forbids a token.
+        cfg_scale: weight of the first of a stream's two rows (classifier-free guidance).
 
     Raises:
-        AttributeError: a setting that isn't there; TypeError where the constructor gets it.
+        AttributeError: an unknown setting; TypeError by the constructor.
         ValueError: a step is switched on that exkv's sampler doesn't have.
     """
 
@@ -164,7 +164,7 @@ class Settings(Adapter):
         return params if tokenizer is None else params.for_tokenizer(tokenizer.exkv)
 
     def for_jobs(self, tokenizer: ExLlamaV2Tokenizer) -> SamplingParams:
-        """The same with ``token_bias``: one object for as long as nothing is changed."""
+        """:meth:`for_exkv` with ``token_bias``; the same object until a setting changes."""
         bias = self.token_bias
         numbers = {name: v for name, v in vars(self).items() if name not in ("token_bias", "_memo")}
         known = vars(self).get("_memo")
@@ -179,7 +179,7 @@ class Settings(Adapter):
         return params
 
     def prepared(self, logits: Tensor, banned: Sequence[int] = ()) -> Tensor:
-        """Logits (B, V) with guidance, the bias and what is banned for once; (1, V) with guidance.
+        """Logits (B, V) with the bias and without banned tokens; (1, V) with guidance.
 
         Raises:
             ValueError: guidance without two rows, or a bias for fewer tokens than there are.

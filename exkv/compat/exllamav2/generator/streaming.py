@@ -1,7 +1,7 @@
 """``ExLlamaV2StreamingGenerator``: one stream, a chunk of text a call.
 
-Before each step the cache is asked whether it holds the stream's tokens, so that whatever a script
-does with it in between costs time, and changes nothing.
+Before each step the stream checks that the cache still holds its tokens, and runs them again if
+not: whatever a script does with the cache in between costs time, and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Token:
-    """A token that isn't given out yet, and what was asked for beside it."""
+    """A token that is held back, with the probabilities and logits that were asked for."""
 
     id: int
     probability: Tensor  # (1,)
@@ -46,15 +46,15 @@ class _Token:
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
-    """A stream at a time; two rows of which the second is steered away from, with ``cfg_scale``.
+    """Generates one stream; with ``cfg_scale`` two rows, guided away from the second.
 
     Args:
         draft_model, draft_cache, num_speculative_tokens: a smaller model that proposes up to this
-            many tokens at a time, which changes none.
+            many tokens at a time; the stream's tokens stay the same.
 
     Attributes:
-        settings: of the stream, read anew at each token.
-        stop_tokens, stop_strings: what ends a stream; at first the tokenizer's eos token.
+        settings: of the stream; read at each step.
+        stop_tokens, stop_strings: end a stream; at first the tokenizer's eos token.
         speculative_ngram: propose what followed the last ``speculative_ngram_max`` tokens earlier
             in the text, from the next stream on.
         total_tokens, total_draft_tokens, accepted_draft_tokens: since :meth:`reset_sd_stats`.
@@ -62,7 +62,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     speculative_ngram = False
     speculative_ngram_max = 3
-    speculative_ngram_min = 1  # these four are without effect
+    speculative_ngram_min = 1  # this and the next three are without effect
     speculative_ngram_max_inf = 2
     speculative_ngram_threshold = 1
     speculative_prob_threshold = 0.25
@@ -93,7 +93,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.reset_sd_stats()
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str | None]) -> None:
-        """Ids and texts that end a stream, in place of those before; both are left out of it.
+        """Replace the ids and texts that end a stream; neither appears in it.
 
         Raises:
             ValueError: something else, or an empty text.
@@ -119,7 +119,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         abort_event: threading.Event | None = None,
         **kwargs: Any,
     ) -> None:
-        """:meth:`begin_stream_ex`, by its older name."""
+        """The older name of :meth:`begin_stream_ex`."""
         self.begin_stream_ex(
             input_ids,
             gen_settings,
@@ -149,20 +149,20 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         filters: Any = None,
         filter_prefer_eos: bool = False,
     ) -> None:
-        """Run a prompt; what the cache holds of its beginning is kept.
+        """Run a prompt; a prefix that the cache holds is reused.
 
         Args:
             input_ids: int64 (1, T), or (2, T) with ``gen_settings.cfg_scale``, padded on the left.
             loras, input_mask, position_offsets: as ``model.forward`` takes them.
-            return_probabilities, return_top_tokens, return_logits: what :meth:`stream_ex` gives
-                beside text and ids.
+            return_probabilities, return_top_tokens, return_logits: further entries of
+                :meth:`stream_ex`.
             decode_special_tokens: show control tokens.
-            banned_strings: texts that don't appear, however they are spelt: where one would, the
-                stream goes back, and takes another token where it began.
+            banned_strings: texts that don't appear in upper or lower case: where one would, the
+                stream goes back to its first token and chooses another.
             filters, filter_prefer_eos, token_healing: as of :class:`ExLlamaV2DynamicJob`.
 
-        Random numbers follow from Python's ``random``; ``abort_event`` is looked at by
-        :meth:`stream_ex`, which ends the stream then.
+        The seed comes from Python's ``random``; :meth:`stream_ex` ends the stream once
+        ``abort_event`` is set.
 
         Raises:
             ValueError: no token, rows that don't go with the settings, padding that isn't on the
@@ -188,7 +188,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         )
 
     def _start(self, rows: list[list[int]], **wanted: Any) -> None:
-        """Run the rows of a prompt, and begin to choose and to hold back text."""
+        """Submit the stream's job and run its prompt."""
         own, *negative = rows
         scale = 1.0 if self.settings.cfg_scale is None else self.settings.cfg_scale
         asks = bool(self.return_probabilities or self.return_top_tokens or self.return_logits)
@@ -215,7 +215,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._restore()
 
     def _propose(self) -> dict[str, Any]:
-        """Who proposes tokens, as exkv's Generator takes it."""
+        """Draft and n-grams for exkv's Generator."""
         most, draft = self.num_speculative_tokens, None
         if self.draft_model is not None:
             check_kind("draft_model", self.draft_model, ExLlamaV2)
@@ -232,26 +232,26 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         logger.warning("ngram_preload changes nothing: n-grams are looked up in the text itself")
 
     def reset_sd_stats(self) -> None:
-        """Count tokens from 0."""
+        """Reset the counts of tokens."""
         self.total_tokens = self.total_draft_tokens = self.accepted_draft_tokens = 0
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
-        """Accepted tokens by all and by those that were proposed; the three numbers of tokens."""
+        """Accepted tokens as a share of all and of the proposed ones; the three counts."""
         numbers = (self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens)
         by_all, by_proposed = (numbers[2] / max(count, 1) for count in numbers[:2])
         return by_all, by_proposed, *numbers
 
     def stream_ex(self, ban_tokens: Sequence[int | None] | None = None) -> dict[str, Any]:
-        """Choose a token, and give out what text is certain by now.
+        """Make a step, and return the text that is final by now.
 
         Args:
-            ban_tokens: not to be chosen this time; a None among them is passed over.
+            ban_tokens: tokens that this step doesn't choose; None among them is skipped.
 
         Returns:
-            ``chunk``, text, "" while it may yet become a stop or a banned text or is half a
-            character; ``eos``; ``chunk_token_ids`` (1, n). With what :meth:`begin_stream_ex` asked
-            for ``probs`` (1, n), ``top_tokens`` and ``top_probs`` (1, n, k), ``logits`` (1, n, V).
-            ``suppressed`` where a banned text was taken back.
+            ``chunk``, text, "" while it may become a stop or banned text or is half a character;
+            ``eos``; ``chunk_token_ids`` (1, n). If :meth:`begin_stream_ex` asked for them,
+            ``probs`` (1, n), ``top_tokens`` and ``top_probs`` (1, n, k), ``logits`` (1, n, V).
+            ``suppressed`` when a banned text was taken back.
 
         Raises:
             ValueError: no stream is under way, the cache is full, or no token is left to choose.
@@ -270,10 +270,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return {**found, "suppressed": suppressed} if suppressed else found
 
     def stream(self) -> tuple[Any, ...]:
-        """:meth:`stream_ex` as a tuple: text, whether it ended, ids, and what else was asked for.
+        """:meth:`stream_ex` as a tuple: text, eos, ids, probabilities and logits if asked for.
 
         Raises:
-            ValueError: top tokens were asked for, which the dict has only.
+            ValueError: top tokens were asked for; only the dict has them.
         """
         if self.return_top_tokens:
             raise ValueError("stream() has no place for top tokens: use stream_ex()")
@@ -294,7 +294,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return [part.prompt + self._taken_ids for part in self._stream[0].parts]
 
     def _chosen(self, banned: Sequence[int | None]) -> list[Event]:
-        """Tokens that are final with the next step; there may be none, or several."""
+        """Make a step: the tokens that it makes final, none, one or several."""
         (handle,) = self._stream
         if handle.done:
             raise ValueError(
@@ -313,7 +313,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return events
 
     def _taken(self, event: Event) -> dict[str, Any]:
-        """Give out what is certain with a token: what can't become a text that ends the stream."""
+        """The chunk for a token: the text that can't become a stop text any more."""
         if event.token is None or event.reason == "eos" or event.token in self.stop_tokens:
             return self._ended(self._stops.push(self._continued.flush()) + self._stops.flush())
         self._held.append(self._token(event))
@@ -328,7 +328,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return self._given(text, count=None if text and not self._stops.held else 0)
 
     def _ended(self, text: str) -> dict[str, Any]:
-        """The last chunk; what was proposed behind it is forgotten."""
+        """The last chunk; drops accepted proposals behind it."""
         self._scheduler.cancel_all()
         return self._given(text, eos=True)
 
@@ -348,14 +348,14 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         )
 
     def _likely(self, logits: Tensor, token: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of a token and of the likeliest ones, by the distribution that it was drawn from."""
+        """Probabilities of a token and of the likeliest ones, as they were drawn from."""
         so_far = self._stream[0].prompt + self._taken_ids
         probabilities, ids = distribution(logits[None], self._used, [so_far])
         top_tokens, top = (x[0] for x in likeliest(probabilities, ids, self.return_top_tokens))
         return probabilities[ids == token], top_tokens, top
 
     def _given(self, text: str, *, eos: bool = False, count: int | None = None) -> dict[str, Any]:
-        """A chunk with the first ``count`` tokens that are held; with all of them by default."""
+        """A chunk with the first ``count`` held tokens; all by default."""
         tokens = self._held[:count]
         del self._held[: len(tokens)]
         ids = torch.tensor([[token.id for token in tokens]], dtype=torch.int64)
