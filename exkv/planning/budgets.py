@@ -89,8 +89,7 @@ def make_budgets(
         budgets = _offered(devices)
         if cpu is not False:
             budgets.append(_host(cpu))
-    if one_of("allocator", allocator, sim.ALLOCATORS) == "exact":
-        budgets = [replace(budget, context=0, segmented=False) for budget in budgets]
+    exact = one_of("allocator", allocator, sim.ALLOCATORS) == "exact"
     budgets = _with_numbers(budgets, "reserve", reserve, lambda b, n: replace(b, reserve=n))
     budgets = _with_numbers(budgets, "margin", margin, lambda b, n: replace(b, margin=n))
     budgets = _with_numbers(budgets, "cap", cap, lambda b, n: replace(b, cap=n))
@@ -99,7 +98,8 @@ def make_budgets(
     used = [budget for budget in budgets if budget.cap != 0]
     if not used:
         raise ValueError("cap leaves every device out: give one of them a size above 0")
-    return _filled_in(used, named=devices is not None)
+    budgets = _filled_in(used, named=devices is not None)
+    return [replace(b, context=0, segmented=False) for b in budgets] if exact else budgets
 
 
 def _filled_in(budgets: Sequence[Budget], *, named: bool) -> list[Budget]:
