@@ -175,22 +175,11 @@ class Storage:
         ``merge_parts``."""
         if segment.skip_last:
             past_lens = past_lens - segment.skip_last
+        k, v = (list(_of(segment.stored, side).values()) for side in ("k", "v"))
         keys, values = segment.formats or self.formats
-        return torch.ops.exkv.attention_part(
-            q,
-            list(_of(segment.stored, "k").values()),
-            keys,
-            list(_of(segment.stored, "v").values()),
-            values,
-            past_lens,
-            segment.start,
-            segment.count,
-            segment.kv_len,
-            params.scale,
-            segment.window,
-            params.softcap,
-            segment.block_table,
-        )
+        where = past_lens, segment.start, segment.count, segment.kv_len
+        how = params.scale, segment.window, params.softcap, segment.block_table
+        return torch.ops.exkv.attention_part(q, k, keys, v, values, *where, *how)
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -214,31 +203,17 @@ def _of(stored: Tensors, prefix: str) -> dict[str, Tensor]:
 def _attend_float(
     q: Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
 ) -> Tensor:
-    return torch.ops.exkv.attention(
-        _as(q, dtype),
-        view.stored["k"],
-        view.stored["v"],
-        view.past_lens,
-        view.kv_len,
-        view.ragged,
-        params.scale,
-        view.window,
-        params.softcap,
-    )
+    k, v = view.stored["k"], view.stored["v"]
+    how = view.ragged, params.scale, view.window, params.softcap
+    return torch.ops.exkv.attention(_as(q, dtype), k, v, view.past_lens, view.kv_len, *how)
 
 
 def _attend_int8(
     q: Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
 ) -> Tensor:
-    return torch.ops.exkv.attention_int8(
-        q,
-        *(view.stored[name] for name in ("k", "k_scale", "v", "v_scale")),
-        view.past_lens,
-        view.kv_len,
-        params.scale,
-        view.window,
-        params.softcap,
-    )
+    stored = (view.stored[name] for name in ("k", "k_scale", "v", "v_scale"))
+    how = params.scale, view.window, params.softcap
+    return torch.ops.exkv.attention_int8(q, *stored, view.past_lens, view.kv_len, *how)
 
 
 _ContiguousOp: TypeAlias = Callable[..., Tensor]

@@ -22,7 +22,7 @@ from exkv.cache import KVCache
 from exkv.checkpoint import ExpectedTensor, TensorInfo
 from exkv.loading import LoadReport, load_units
 from exkv.models.transformer import Transformer
-from exkv.planning import Budget, CacheShape, Place, Plan, Scenario, Workload
+from exkv.planning import Budget, Place, Plan, Scenario, Workload
 from exkv.planning.ledgers import plan_where
 
 from .picture import fitted
@@ -106,7 +106,8 @@ def simulate(
     for workload, plan, name in zip(scenario.workloads, plans, models, strict=True):
         model = models[name]
         model.choose(workload.model.choice)
-        caches = [_build(model, shape) for shape in workload.promise.caches]
+        shapes = workload.promise.caches
+        caches = [each.kind(model, each.max_seq_len, each.batch_size) for each in shapes]
         real = Workload.under(plan, model, caches)
         where = [stand_ins.get(place, Place(place.device)) for place in plan.places]
         costs = real.costs(real.peaks(budgets))
@@ -157,8 +158,3 @@ def _carry_out(
     )
     for _ in steps:
         pass
-
-
-def _build(model: Transformer, shape: CacheShape) -> KVCache:
-    """A cache of this shape, allocated when the model is loaded."""
-    return shape.kind(model, shape.max_seq_len, shape.batch_size)

@@ -176,14 +176,12 @@ class _Store:
         group = self.format.group
         groups = slice(tile.start // group, -(-tile.stop // group))
         stored = {
-            name: self._entries(tensor, groups if name else tile)
+            name: tensor[:, entries] if self.pages is None else self.pages.taken(tensor, entries)
             for name, tensor in self.tensors.items()
+            for entries in (groups if name else tile,)
         }
         wide = self.format.widen(stored, torch.float32, self.head_dim)
         return (self.pages.cleared(wide, tile) if self.pages else wide).transpose(1, 2)
-
-    def _entries(self, tensor: Tensor, entries: slice) -> Tensor:
-        return self.pages.taken(tensor, entries) if self.pages else tensor[:, entries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,13 +43,9 @@ def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.int8).flatten(-2)[..., :head_dim].contiguous(), scale
 
 
-def _dequantize_fake(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return q.new_empty(q.shape, dtype=dtype)
-
-
 @define_op(
     "dequantize_kv(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
-    fake=_dequantize_fake,
+    fake=lambda q, scale, dtype: q.new_empty(q.shape, dtype=dtype),
     kernels_fall_back=True,
 )
 def dequantize_kv(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

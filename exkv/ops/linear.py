@@ -25,11 +25,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def _several_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
-    return [_fake(x, weight, None) for weight in weights]
-
-
-@define_op("linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]", fake=_several_fake)
+@define_op(
+    "linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]",
+    fake=lambda x, weights, biases: [_fake(x, weight, None) for weight in weights],
+)
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """:func:`linear` of one x by several weights, with a bias for each or without any (``[]``).
 

@@ -15,14 +15,10 @@ from torch import Tensor
 from .registry import define_op
 
 
-def _fake(logits: Tensor, uniforms: Tensor | None, *args: object) -> Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
-
-
 @define_op(
     "sample(Tensor logits, Tensor? uniforms, float temperature, int top_k, float top_p, "
     "float min_p, float typical, bool temperature_last) -> Tensor",
-    fake=_fake,
+    fake=lambda logits, *rest: logits.new_empty(logits.shape[:1], dtype=torch.int64),
 )
 def sample(
     logits: Tensor,
@@ -74,7 +70,7 @@ def candidates(
     if top_k > 0 or top_p < 1:
         scores, ids = keep_top_k(scores, top_k)
     else:  # no step needs sorted scores, and sorting a vocabulary takes milliseconds
-        ids = _all_ids(scores)
+        ids = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
     if not temperature_last:
         scores = apply_temperature(scores, temperature)
     if top_p < 1:
@@ -151,10 +147,6 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
     cdf = scores.double().softmax(-1).cumsum(-1)
     target = uniforms[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, target, right=True)[:, 0]
-
-
-def _all_ids(scores: Tensor) -> Tensor:
-    return torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
 
 
 def _check(

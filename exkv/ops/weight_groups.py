@@ -462,10 +462,6 @@ def tile_of(inputs: int, device_type: str) -> int:
     return max(1, weights // inputs // BLOCK) * BLOCK
 
 
-def _part(bias: Tensor | None, begin: int, end: int) -> Tensor | None:
-    return None if bias is None else bias[begin:end]
-
-
 def _by_tiles(
     x: Tensor,
     tensors: Sequence[Tensor],
@@ -491,6 +487,6 @@ def _by_tiles(
         end = min(begin + step, outputs)
         rows = (tensors, layout, begin, end, x.dtype)
         # Not assigned to a name, so that it is freed before the next tile is made.
-        part = times(x, torch.ops.exkv.dequantize_weight(*rows), _part(bias, begin, end))
-        out[..., begin:end] = part
+        added = None if bias is None else bias[begin:end]
+        out[..., begin:end] = times(x, torch.ops.exkv.dequantize_weight(*rows), added)
     return out
