@@ -1,8 +1,10 @@
 """Carry a plan out: read each unit to its device, allocate its part of every cache, probe it.
 
 ``load_units`` is the whole load. It stages one unit after the other, whole or not at all; a unit
-that runs out of memory is rolled back and goes on to the next device. Whatever ends the load early,
-an error, Ctrl-C or a generator that is dropped, every device is left as it was found.
+for which memory really runs out is rolled back and goes to the next device. If that doesn't help,
+because another program took memory during the load, everything is rolled back and planned again
+over what is left. Whatever ends the load early, an error, Ctrl-C or a generator that is dropped,
+every device is left as it was found.
 
 Beside this file: ``plan_checks`` refuses a plan that no longer holds, ``route`` plans again behind
 a full device, ``report`` has what was measured.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import torch
 
@@ -20,11 +23,13 @@ from exkv import devices
 from exkv.batch import Batch
 from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
-from exkv.errors import Attempt
+from exkv.errors import Attempt, PlacementError
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import adapted
-from exkv.planning import Ledger, Plan, Scenario, UnitCost, Workload
+from exkv.planning import Budget, Ledger, Plan, Scenario, UnitCost, Workload
 from exkv.planning.best import planned
+from exkv.planning.budgets import present_budget
+from exkv.planning.plan import UNBOUNDED
 from exkv.planning.unit_call import run_unit
 
 from .plan_checks import check_devices, check_plan, check_room, warn_of_missing_kernels
@@ -64,21 +69,21 @@ def load_units(
     complete = False
     try:
         checkpoint.expect(model.stored_tensors())
-        if plan is None:
-            scenario, (plan,), (costs,) = planned(scenario)
-            if (choice := scenario.workloads[0].model.choice) != model.choice:
-                model.choose(choice)
-        else:
-            costs = _checked_costs(scenario, plan)
-        (workload,) = scenario.workloads
-        warn_of_missing_kernels(plan, workload)
-        model.fit_calls(workload.promise.max_input_len, workload.promise.logits_len)
+        load = _begin(model, scenario, plan, lazy=lazy)
         model.checkpoint = checkpoint
-        load = _Load(model, workload, plan, costs, lazy=lazy)
-        for unit in model.units:
-            yield unit.index
-            load.stage(unit)
-        on_loaded(*load.finish())
+        tries = len(scenario.budgets) if plan is None else 0
+        while (failed := (yield from load.stage_all())) is not None:
+            _roll_back(model)
+            scenario, before = _with_present_budgets(scenario), scenario
+            tries -= 1
+            if tries < 0 or not _lost_memory(before, scenario):
+                raise failed
+            logger.warning("planning again over the memory that is left: %s", failed)
+            try:
+                load = _begin(model, scenario, None, lazy=lazy)
+            except PlacementError:
+                raise failed from None
+        on_loaded(*load.done)
         yield len(model.units)
         complete = True
     finally:
@@ -86,6 +91,47 @@ def load_units(
             model.unload()
         if not complete or not lazy:
             checkpoint.close()
+
+
+def _begin(model: Transformer, scenario: Scenario, plan: Plan | None, *, lazy: bool) -> _Load:
+    """A load by this plan, or by the best one."""
+    if plan is None:
+        scenario, (plan,), (costs,) = planned(scenario)
+        if (choice := scenario.workloads[0].model.choice) != model.choice:
+            model.choose(choice)
+    else:
+        costs = _checked_costs(scenario, plan)
+    (workload,) = scenario.workloads
+    warn_of_missing_kernels(plan, workload)
+    model.fit_calls(workload.promise.max_input_len, workload.promise.logits_len)
+    return _Load(model, workload, plan, costs, lazy=lazy)
+
+
+def _roll_back(model: Transformer) -> None:
+    """Return what a load has taken so far; the checkpoint stays open."""
+    for unit in model.units:
+        unit.release()
+    for cache in model.caches:
+        cache.free()
+    devices.release_idle_memory()
+
+
+def _with_present_budgets(scenario: Scenario) -> Scenario:
+    """With the memory that devices of this machine have now, and the same limits."""
+    return replace(scenario, budgets=tuple(map(_present, scenario.budgets)))
+
+
+def _present(budget: Budget) -> Budget:
+    if budget.host or budget.capacity == UNBOUNDED:
+        return budget
+    now = present_budget(budget.device)
+    return replace(budget, in_use=now.in_use, in_use_by_others=now.in_use_by_others)
+
+
+def _lost_memory(before: Scenario, now: Scenario) -> bool:
+    """Whether a device has less than it had, so that another plan may come out."""
+    pairs = zip(before.budgets, now.budgets, strict=True)
+    return any(after.limit < earlier.limit for earlier, after in pairs)
 
 
 def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
@@ -146,6 +192,22 @@ class _Load:
         self.caches = model.caches
         self.before = {ledger.device: devices.memory(ledger.device) for ledger in plan.ledgers}
         self.measured = ReportBuilder(self.before)
+        self.done: tuple[Plan, LoadReport]
+
+    def stage_all(self) -> Generator[int, None, PlacementError | None]:
+        """Stage every unit; yields each one's index before.
+
+        Returns:
+            What ended the load, for want of memory; None if ``done`` has its result.
+        """
+        try:
+            for unit in self.model.units:
+                yield unit.index
+                self.stage(unit)
+            self.done = self.finish()
+        except PlacementError as error:
+            return error
+        return None
 
     def stage(self, unit: Unit) -> None:
         """Put the unit on its device, or where that is full on one behind it."""

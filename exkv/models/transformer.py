@@ -33,6 +33,7 @@ from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
 from .elsewhere import Transport
+from .first_answer import check_answer
 from .runs import Runs
 from .units import PlacedUnit, Unit, UnitSpec, unit_specs
 
@@ -92,6 +93,7 @@ class Transformer:
         self._adapters: dict[str, Adapter] = {}
         self._adapted = AdaptedUnits()
         self._runs = Runs()
+        self._answers = False
         self.transport: Transport | None = None
         self.elsewhere: frozenset[int] = frozenset()
         self.in_flight = 1.0
@@ -220,6 +222,7 @@ class Transformer:
         """
         for cache in self.caches:
             cache.revoke("model.unload")
+        self._answers = False
         for unit in self.units:
             unit.release()
         for cache in self.caches:
@@ -634,7 +637,11 @@ class Transformer:
             cache.advance(tokens, self.keys_of(chosen, len(tokens)))
         if not head:
             return None
-        return x if self.transport is None else self.transport.logits(x, lengths, wanted)
+        logits = x if self.transport is None else self.transport.logits(x, lengths, wanted)
+        if not self._answers and stop is None and logits is not None:
+            check_answer(self, logits, input_ids, lengths, wanted)
+            self._answers = True
+        return logits
 
     def _standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
         """The unit's module and device; reads it now if ``load(lazy=True)`` only placed it."""

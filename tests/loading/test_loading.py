@@ -253,6 +253,65 @@ def test_a_real_oom_rolls_the_unit_back_whole_and_the_next_device_takes_it(folde
     ]
 
 
+def planned_again(folder):
+    """A program takes what calls need on a device whose units are loaded already."""
+    expected = digest(on_one_device(folder))
+    model = Model(folder, max_input_len=16)
+    cache, thieves, seen = Cache(model, 48, 2), [], []
+
+    def steal(index: int, total: int) -> None:
+        seen.append(index)
+        if index == total - 1 and not thieves:
+            free, _ = torch.accelerator.get_memory_info(torch.device("sim", 0))
+            thieves.append(torch.empty(free - 512, dtype=torch.int8, device="sim:0"))
+
+    model.load_autosplit(cache, callback=steal, objective="balance")
+    found = sorted({str(device) for device in model.device_map.values()})
+    same = digest(model.forward(IDS, cache)) == expected
+    model.unload()
+    stolen = thieves.pop().untyped_storage().nbytes()
+    try:
+        model.load_autosplit(cache, callback=steal, devices=["sim:0"])
+        failed = ""
+    except PlacementError as error:
+        failed = str(error)
+    thieves.clear()
+    return found, same, seen[:6], seen.count(0), stolen > 0, failed, allocated()
+
+
+def on_one_device(folder):
+    model = Model(folder, max_input_len=16)
+    cache = Cache(model, 48, 2)
+    model.load_autosplit(cache, devices=["sim:0"])
+    logits = model.forward(IDS, cache)
+    model.unload()
+    return logits
+
+
+def test_what_a_hog_takes_during_a_load_is_planned_around(folder):
+    found, same, seen, loads, stolen, failed, left = run_sim(
+        planned_again, "64M,64M", args=[folder]
+    )
+    assert (found, same, stolen, left) == (["sim:1"], True, True, [0, 0])
+    assert (seen, loads) == ([0, 1, 2, 3, 4, 5], 3)  # the first load twice
+    assert "memory" in failed and "sim:0" in failed
+
+
+def beside_a_larger_one(folder):
+    models = [Model(folder, max_input_len=size) for size in (32, 8)]
+    for model in models:
+        model.load_autosplit(Cache(model, 48), devices=["sim:0"])
+    return [model.report.surprises() for model in models], [
+        row.ledger.workspace > row.measured["workspace"] for row in models[1].report.devices
+    ]
+
+
+def test_the_workspace_of_a_model_beside_is_no_surprise(folder):
+    """Calls run one after the other, so that the ledger has the larger of both."""
+    surprises, less = run_sim(beside_a_larger_one, "64M", args=[folder])
+    assert surprises == [[], []] and less == [True]
+
+
 def offered_again(folder):
     model = Model(folder, max_input_len=8)
     cache = Cache(model, 8)

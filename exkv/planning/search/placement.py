@@ -85,8 +85,8 @@ def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
         f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "
         f"{human(ledger.workspace)}, logits {human(ledger.logits)}{transport}) and has "
         f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few (out of memory: "
-        f"Insufficient VRAM). In all: weights "
-        f"{human(weights)} and cache {human(cache)} on {offered}{others}",
+        f"Insufficient VRAM). In all: weights {human(weights)} and cache {human(cache)} on "
+        f"{offered}{others}",
         unit=name,
         device=str(ledger.place),
         needed=ledger.total,
