@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -61,21 +60,42 @@ def said(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
-    """A token's log-probability, and the most likely tokens at its position, as bytes."""
+    """A token's log-probability, and the most likely tokens at its position, as bytes.
+
+    Attributes:
+        logprob: None for the first token of a prompt.
+        offset: characters of the tokens before it.
+    """
 
     token: bytes
-    logprob: float
-    top: tuple[tuple[bytes, float], ...]
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...] = ()
+    offset: int = 0
 
     @classmethod
-    def of(cls, found: TokenLogprobs, spelt: Callable[[int], bytes]) -> Likelihood:
+    def of(cls, found: TokenLogprobs, spelt: Callable[[int], bytes], offset: int) -> Likelihood:
         top = tuple((spelt(token), logprob) for token, logprob in found.top)
-        return cls(token=spelt(found.token), logprob=found.logprob, top=top)
+        token = spelt(found.token)
+        return cls(token=token, logprob=found.logprob, top=top, offset=offset)
+
+    @property
+    def text(self) -> str:
+        return self.token.decode("utf-8", "replace")
 
     def as_chat(self) -> dict[str, Any]:
         """One entry of a chat's ``logprobs.content``."""
         top = [_likely(token, logprob) for token, logprob in self.top]
+        assert self.logprob is not None, "chats have no echo"
         return {**_likely(self.token, self.logprob), "top_logprobs": top}
+
+    def top_texts(self) -> dict[str, float] | None:
+        """Text -> log-probability, of the most likely tokens and of its own."""
+        if self.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in (*self.top, (self.token, self.logprob)):  # the likeliest comes first
+            found.setdefault(token.decode("utf-8", "replace"), max(logprob, _LOWEST_LOGPROB))
+        return found
 
 
 def _likely(token: bytes, logprob: float) -> dict[str, Any]:
@@ -84,22 +104,14 @@ def _likely(token: bytes, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": finite, "bytes": list(token)}
 
 
-def _as_completion(found: Sequence[Likelihood], offset: int) -> dict[str, Any]:
-    """A completion's ``logprobs``; ``offset`` is where the first token's text begins."""
-    texts = [each.token.decode("utf-8", "replace") for each in found]
+def _as_completion(found: Sequence[Likelihood]) -> dict[str, Any]:
+    """A completion's ``logprobs``."""
+    own = [each.logprob for each in found]
     return {
-        "tokens": texts,
-        "token_logprobs": [max(each.logprob, _LOWEST_LOGPROB) for each in found],
-        "top_logprobs": [
-            {
-                token.decode("utf-8", "replace"): max(logprob, _LOWEST_LOGPROB)
-                for token, logprob in each.top
-            }
-            for each in found
-        ],
-        "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=offset))
-        if texts
-        else [],
+        "tokens": [each.text for each in found],
+        "token_logprobs": [None if x is None else max(x, _LOWEST_LOGPROB) for x in own],
+        "top_logprobs": [each.top_texts() for each in found],
+        "text_offset": [each.offset for each in found],
     }
 
 
@@ -111,9 +123,12 @@ class Choice:
         reader: parses tool calls; None without tools.
         marker: the control token that begins calls, if there is one.
         spelt: maps a token to its bytes, for log-probabilities.
+        echoes: the text is of the prompt, whose log-probabilities come before those of new tokens.
+        only_echoes: without new tokens.
 
     Attributes:
         logprobs: of its tokens if requested, without the token that ended it.
+        tokens: number of new tokens.
         calls: tool calls in OpenAI's format.
         finish_reason: OpenAI's finish reason; None while it is running.
     """
@@ -124,10 +139,14 @@ class Choice:
         reader: CallReader | None = None,
         marker: int | None = None,
         spelt: Callable[[int], bytes] = lambda token: b"",
+        echoes: bool = False,
+        only_echoes: bool = False,
     ) -> None:
         self.text = text
         self.logprobs: list[Likelihood] = []
-        self._sent = 0
+        self.tokens = 0
+        self._sent = self._characters = 0
+        self._echoes, self._only_echoes = echoes, only_echoes
         self._spelt = spelt
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
@@ -136,7 +155,13 @@ class Choice:
 
     def take(self, each: Event) -> list[Delta]:
         """Add an event -> the deltas that it produced."""
+        if self.handle is None and self._echoes:
+            self._add_prompt(each.handle)
         self.handle = each.handle
+        if self._only_echoes:
+            self.finish_reason = "length"
+            return []
+        self.tokens = len(each.handle.tokens)
         deltas = [Delta(text=each.text)] if each.text else []
         if self._reader is not None:
             if each.token is not None and each.token == self._marker:
@@ -144,7 +169,7 @@ class Choice:
             deltas = self._reader.push(each.text)
             deltas += self._reader.flush() if each.reason else []
         if each.logprobs is not None and each.reason != "eos":
-            self.logprobs.append(Likelihood.of(each.logprobs, self._spelt))
+            self._add_logprobs(each.logprobs)
         for delta in deltas:
             self._add(delta)
         if each.reason:
@@ -152,7 +177,21 @@ class Choice:
             self.finish_reason = "tool_calls" if self.calls and ended == "stop" else ended
         return deltas
 
-    def untold(self) -> list[Likelihood]:
+    def _add_prompt(self, handle: Handle) -> None:
+        """The prompt's log-probabilities, if they were requested."""
+        if handle.job.prompt_logprobs is not None:
+            first = handle.prompt[0]
+            self.logprobs.append(Likelihood(token=self._spelt(first), logprob=None))
+            if self.text.startswith(self.logprobs[0].text):  # unlike a token that begins texts
+                self._characters += len(self.logprobs[0].text)
+            for each in handle.prompt_logprobs:
+                self._add_logprobs(each)
+
+    def _add_logprobs(self, found: TokenLogprobs) -> None:
+        self.logprobs.append(Likelihood.of(found, self._spelt, self._characters))
+        self._characters += len(self.logprobs[-1].text)
+
+    def unsent(self) -> list[Likelihood]:
         """Log-probabilities not sent yet; marks them as sent."""
         fresh, self._sent = self.logprobs[self._sent :], len(self.logprobs)
         return fresh
@@ -172,7 +211,7 @@ def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
     handles = [choice.handle for choice in choices if choice.handle is not None]
     each = max(len(handles) // prompts, 1)
     asked = sum(len(handle.prompt) for handle in handles[::each])
-    written = sum(len(handle.tokens) for handle in handles)
+    written = sum(choice.tokens for choice in choices)
     found = sum(handle.cached_tokens for handle in handles[::each])
     return {
         "prompt_tokens": asked,
@@ -189,10 +228,14 @@ class Form:
     Attributes:
         chat: chat or plain completion.
         model: the model name to report.
+        fingerprint: tells answers of one model with the same options from others.
+        functions: calls are in the form of OpenAI's older ``functions``.
     """
 
     chat: bool
     model: str
+    fingerprint: str = ""
+    functions: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -218,6 +261,10 @@ class Form:
             return self._part(index, {"text": delta.text}, logprobs=logprobs)
         if delta.call is None:
             return self._part(index, {"delta": {"content": delta.text}}, logprobs=logprobs)
+        if self.functions:
+            name = {"name": delta.name} if delta.name else {}
+            found = {"function_call": {**name, "arguments": delta.arguments}}
+            return self._part(index, {"delta": found}, logprobs=logprobs)
         call: dict[str, Any] = {"index": delta.call}
         if delta.name:
             call |= {"id": delta.id, "type": "function"}
@@ -244,6 +291,7 @@ class Form:
             "object": kind + (".chunk" if part and self.chat else ""),
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
         }
 
     def _part(
@@ -261,17 +309,22 @@ class Form:
             return None
         if self.chat:
             return {"content": [each.as_chat() for each in found], "refusal": None}
-        return _as_completion(found, 0)
+        return _as_completion(found)
 
     def _written(self, choice: Choice) -> dict[str, Any]:
         if not self.chat:
             return {"text": choice.text}
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.calls:
+        if choice.calls and self.functions:
+            called = choice.calls[0]["function"]
+            message |= {"content": choice.text or None, "function_call": called}
+        elif choice.calls:
             message |= {"content": choice.text or None, "tool_calls": choice.calls}
         return {"message": message}
 
     def _choice(
         self, index: int, reason: str | None, logprobs: dict[str, Any] | None = None
     ) -> dict[str, Any]:
+        if self.functions and reason == "tool_calls":
+            reason = "function_call"
         return {"index": index, "logprobs": logprobs, "finish_reason": reason}

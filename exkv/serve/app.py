@@ -6,10 +6,12 @@ are the other routes, and what all routes share: the guard, and errors in OpenAI
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
@@ -39,6 +41,7 @@ def build(serving: Serving) -> FastAPI:
     _add_state(app, serving)
     add_page(app)
     _add_refusals(app)
+    _describe_errors(app)
     return app
 
 
@@ -52,7 +55,8 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
 
         def encoded() -> list[int]:
             if isinstance(asked.text, list):
-                return encode_chat(tokenizer, [message.plain() for message in asked.text])
+                continues = {"continue_final_message": True} if asked.continues else {}
+                return encode_chat(tokenizer, [each.plain() for each in asked.text], **continues)
             bos = None if asked.add_bos_token else False
             return tokenizer.encode(asked.text, bos, asked.encode_special_tokens)
 
@@ -94,6 +98,7 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
 _NOT_IMPLEMENTED = {
     "/v1/embeddings": "exkv serves language models; it makes no embeddings",
+    "/embeddings": "exkv serves language models; it makes no embeddings",
 }
 
 
@@ -121,7 +126,8 @@ def _add_errors(app: FastAPI) -> None:
         if error.status_code == 404:
             route = f"{request.method} {request.url.path[:80]}"
             message = f"there is no {route} here: GET /openapi.json lists all routes"
-        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
+        body = error_body(message, "invalid_request_error")
+        return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
@@ -133,12 +139,93 @@ def _retry_after(status: int) -> dict[str, str]:
 
 
 def _first_error(error: RequestValidationError) -> str:
-    """The first validation error of a request, in one line."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    """The validation error that says most, in one line."""
+    errors = error.errors()
+    first = errors[0]
+    if _branch(first) is not None:  # of a union: the branch that came furthest into the value
+        field = _fields_of(first)
+        branches = [each for each in errors if _fields_of(each)[: len(field)] == field]
+        first = max(branches, key=lambda each: (len(_fields_of(each)), _is_telling(each)))
+    place = ".".join(_fields_of(first))
     if first["type"] == "extra_forbidden":
         return f"{place}: unknown field"
     if not place and first["type"] in ("model_attributes_type", "dict_type"):
         return "the body must be a JSON object, with Content-Type: application/json"
     message = first["msg"].removeprefix("Value error, ")
     return (f"{place}: {message}" if place else message)[:500]
+
+
+#: What pydantic puts into a place for the branch of a union: a type's name or its schema's.
+_BRANCH = re.compile(r"^([A-Z]|str$|int$|bool$|float$|[a-z-]+\[|constrained-)")
+
+
+def _branch(error: dict[str, Any]) -> str | None:
+    return next((part for part in map(str, error["loc"]) if _BRANCH.match(part)), None)
+
+
+def _fields_of(error: dict[str, Any]) -> list[str]:
+    """The place of an error in the body, without the branches of unions."""
+    parts = map(str, error["loc"])
+    return [part for part in parts if part != "body" and not _BRANCH.match(part)]
+
+
+def _is_telling(error: dict[str, Any]) -> bool:
+    """Whether it is about the value, and not that it has another branch's type."""
+    return not error["type"].endswith("_type")
+
+
+# OpenAPI --------------------------------------------------------------------------------------
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": "null"},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+#: Statuses of every route, and of those that take a body.
+_STATUSES = {
+    400: "The request makes no sense; the message names the field.",
+    401: "The key is missing or wrong.",
+    403: "A page of another site asks.",
+    421: "The server doesn't answer for this host.",
+}
+_BODY_STATUSES = {
+    408: "The body took too long to arrive.",
+    413: "The body is too large.",
+    429: "Too many jobs are running or waiting: Retry-After says when to try again.",
+    503: "No model is loaded, or it is being replaced: Retry-After says when to try again.",
+}
+
+
+def _describe_errors(app: FastAPI) -> None:
+    """Have ``/openapi.json`` name the errors that come, in place of FastAPI's own 422."""
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schema["components"]["schemas"]["Error"] = _ERROR
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+            for operation in [each for path in schema["paths"].values() for each in path.values()]:
+                operation["responses"].pop("422", None)
+                statuses = _STATUSES | (_BODY_STATUSES if "requestBody" in operation else {})
+                operation["responses"] |= {str(code): _said(statuses[code]) for code in statuses}
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+def _said(why: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": why, "content": {"application/json": {"schema": schema}}}

@@ -1,6 +1,6 @@
 """Requests for text: from chats and prompts to jobs, and from their events to answers.
 
-A client that goes away ends its jobs.
+A client that disconnects cancels its jobs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from exkv.text import Tokenizer
 from .answers import DONE, UNCACHED, Choice, Form, RequestError, error_body, event, said, usage
 from .bounds import in_time
 from .hosting import ServedModel
-from .requests import ChatRequest, CompletionRequest
+from .requests import ChatRequest, CompletionRequest, StreamOptions
 from .serving import Found, Serving
 from .tools import CallReader, Delta, Tools, encode_chat, format_of
 
 
 def add_generation(app: FastAPI, serving: Serving) -> None:
-    """The routes."""
+    """Add the routes, and llama.cpp's aliases without ``/v1``."""
 
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions")
     async def chat(request: Request, asked: ChatRequest) -> Response:
         return await _generate(serving, request, asked)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions")
     async def complete(request: Request, asked: CompletionRequest) -> Response:
         return await _generate(serving, request, asked)
@@ -41,40 +43,50 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request as it is carried out.
+    """A request's jobs and what their answers need.
 
     Attributes:
-        jobs: none of them submitted.
-        prompts: how many there are.
-        echoes: what each choice begins with.
-        tools: that may be called.
+        jobs: not submitted yet.
+        prompts: number of prompts.
+        echoes: the prompt that each choice begins with; None for none.
+        only_echoes: no new tokens.
+        tools: the tools that may be called.
     """
 
     model: ServedModel
     jobs: list[Job]
     prompts: int = 1
-    echoes: Sequence[str] = ("",)
+    echoes: Sequence[str | None] = (None,)
+    only_echoes: bool = False
     tools: Tools | None = None
 
     def choices(self) -> list[Choice]:
-        """What will come of the jobs, as yet empty."""
+        """The jobs' choices, empty as yet."""
         tokenizer = self.model.engine.tokenizer
         spelt = _spelling(tokenizer)
         if self.tools is None:
-            return [Choice(text, spelt=spelt) for text in self.echoes]
+            return [
+                Choice(
+                    text or "",
+                    spelt=spelt,
+                    echoes=text is not None,
+                    only_echoes=self.only_echoes,
+                )
+                for text in self.echoes
+            ]
         form, most = format_of(tokenizer), None if self.tools.parallel else 1
         marker = tokenizer.id_of(form.begin) if form.special else None
         found = []
-        for text in self.echoes:
-            reader = CallReader(form, self.tools.names, most)
-            if self.tools.choice != "auto":
+        for _ in self.jobs:
+            reader = CallReader(self.tools.schemas, most)
+            if self.tools.forced and form.special:
                 reader.mark()
-            found.append(Choice(text, reader, marker, spelt))
+            found.append(Choice(reader=reader, marker=marker, spelt=spelt))
         return found
 
 
 def _spelling(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Gives a token's bytes; a control token's name."""
+    """Map a token to its bytes, and a control token to its name."""
 
     def spelt(token: int) -> bytes:
         found = tokenizer.bytes_of(token)
@@ -87,7 +99,7 @@ def _spelling(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 async def asked_for(
     serving: Serving, request: ChatRequest | CompletionRequest, model: ServedModel | None = None
 ) -> Asked:
-    """What a request asks for, within limits of time and size.
+    """Prepare a request's jobs, within limits of time and size.
 
     Raises:
         RequestError: it makes no sense or has no room.
@@ -108,7 +120,10 @@ async def asked_for(
 
 def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> Asked:
     tokenizer, tools = model.engine.tokenizer, None
-    grammar, echoes = request.grammar(), [""] * request.choices
+    if request.n > (rows := model.engine.max_running):
+        raise ValueError(f"n is {request.n}, and at most {rows} jobs run at once here")
+    grammar = request.grammar()
+    echoes: list[str | None] = [None] * request.choices
     prompts: list[Any]
     if isinstance(request, ChatRequest):
         tools = request.chosen()
@@ -123,16 +138,30 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
         if request.echo:
             echoes = _echoes(tokenizer, prompts, request.n)
     room, encode = _room(model, prompts), partial(tokenizer.encode, add_bos=False)
-    most = min(request.most or room, room)
+    most, wanted = room, request.most
+    if wanted == 0 and None in echoes:
+        raise ValueError("max_tokens is 0: ask for at least 1, or for echo")
+    if wanted is not None:
+        most = min(wanted, room) or 1  # a job has a token at least
     jobs = request.jobs(prompts, model.usual, most, grammar, encode)
-    return Asked(model=model, jobs=jobs, prompts=len(prompts), echoes=echoes, tools=tools)
+    return Asked(
+        model=model,
+        jobs=jobs,
+        prompts=len(prompts),
+        echoes=echoes,
+        only_echoes=wanted == 0,
+        tools=tools,
+    )
 
 
 def _room(model: ServedModel, prompts: Sequence[Any]) -> int:
-    """New tokens, at most; RequestError where there are none."""
+    """Upper bound on new tokens; RequestError if the context has room for none."""
     engine = model.engine
     encode = engine.tokenizer.encode
-    longest = max(len(encode(p) if isinstance(p, str) else p) for p in prompts)
+    lengths = [len(encode(p) if isinstance(p, str) else p) for p in prompts]
+    if 0 in lengths:
+        raise ValueError("a prompt is empty: give a text, or at least one token id")
+    longest = max(lengths)
     room = engine.max_tokens - longest + 1  # the last token is never stored
     if room < 1:
         raise RequestError(
@@ -143,8 +172,8 @@ def _room(model: ServedModel, prompts: Sequence[Any]) -> int:
     return room
 
 
-def _echoes(tokenizer: Tokenizer, prompts: Sequence[str | list[int]], n: int) -> list[str]:
-    """What goes before each choice's text."""
+def _echoes(tokenizer: Tokenizer, prompts: Sequence[str | list[int]], n: int) -> list[str | None]:
+    """The text that each choice begins with."""
     texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
     return [text for text in texts for _ in range(n)]
 
@@ -153,26 +182,29 @@ async def _generate(
     serving: Serving, request: Request, asked: ChatRequest | CompletionRequest
 ) -> Response:
     carried = await asked_for(serving, asked)
-    form = Form(chat=isinstance(asked, ChatRequest), model=asked.model or carried.model.name)
+    form = Form(
+        chat=isinstance(asked, ChatRequest),
+        model=asked.model or carried.model.name,
+        fingerprint=carried.model.fingerprint,
+        functions=isinstance(asked, ChatRequest) and asked.functions is not None,
+    )
     events = await begun(serving, request, carried)
     if asked.stream:
-        parts = _streamed(asked, events, form, carried)
+        parts = _sse_events(asked, events, form, carried)
         return StreamingResponse(parts, media_type="text/event-stream", headers=UNCACHED)
-    return JSONResponse(await unless_gone(request, _collected(events, form, carried)))
+    return JSONResponse(await while_connected(request, _collected(events, form, carried)))
 
 
 async def begun(serving: Serving, request: Request, asked: Asked) -> AsyncGenerator[Found]:
-    """The events of a request's jobs, once there are some: what is wrong with a job is known
-    then."""
+    """The events of a request's jobs, from the first on; a job's error is raised before that."""
     events = serving.events(asked.model, asked.jobs)
-    first = await unless_gone(request, anext(events))
+    first = await while_connected(request, anext(events))
     if any(each.handle.error is not None for _, each in first):
         await anext(events)  # raises it
     return _chained(first, events)
 
 
 async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerator[Found]:
-    """The first, and the rest."""
     async with contextlib.aclosing(events):
         yield first
         async for found in events:
@@ -180,7 +212,7 @@ async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerato
 
 
 async def collected(events: AsyncGenerator[Found], choices: Sequence[Choice]) -> None:
-    """Let these choices take all events."""
+    """Add all events to the choices."""
     async with contextlib.aclosing(events):
         async for found in events:
             for index, each in found:
@@ -193,13 +225,14 @@ async def _collected(events: AsyncGenerator[Found], form: Form, asked: Asked) ->
     return form.whole(choices) | {"usage": usage(choices, asked.prompts)}
 
 
-async def _streamed(
+async def _sse_events(
     request: ChatRequest | CompletionRequest,
     events: AsyncGenerator[Found],
     form: Form,
     asked: Asked,
 ) -> AsyncIterator[str]:
     choices = asked.choices()
+    options = request.stream_options or StreamOptions()
     try:
         async with contextlib.aclosing(events):
             for index, choice in enumerate(choices):
@@ -208,30 +241,38 @@ async def _streamed(
                 elif choice.text:
                     yield event(form.part(index, Delta(text=choice.text)))
             async for found in events:
-                if text := "".join(_told(found, choices, form)):
-                    yield text  # at once: a write costs more than what it writes
-    except Exception as error:  # noqa: BLE001 # the status has been sent: the stream says it
+                parts = [*_deltas(found, choices, form)]
+                if options.continuous_usage_stats:
+                    used = {"usage": usage(choices, asked.prompts)}
+                    parts = [part | used for part in parts]
+                if parts:
+                    yield "".join(map(event, parts))  # at once: a write costs more than its text
+    except Exception as error:  # noqa: BLE001 # the status is sent already: report in the stream
         yield event(error_body(said(error), "server_error"))
         return
-    if request.stream_options is not None and request.stream_options.include_usage:
+    if options.include_usage:
         yield event(form.last(usage(choices, asked.prompts)))
     yield DONE
 
 
-def _told(found: Found, choices: Sequence[Choice], form: Form) -> Iterator[str]:
-    """The events of some steps."""
+def _deltas(found: Found, choices: Sequence[Choice], form: Form) -> Iterator[dict[str, Any]]:
+    """The stream's events for some of the engine's."""
     for index, each in found:
         choice = choices[index]
         for delta in choice.take(each):
-            yield event(form.part(index, delta, choice.untold()))
+            yield form.part(index, delta, choice.unsent())
         if each.reason:
-            yield event(form.end(index, choice.finish_reason, choice.untold()))
+            yield form.end(index, choice.finish_reason, choice.unsent())
 
 
-async def unless_gone(request: Request, answer: Any) -> Any:
-    """The answer, unless its client goes away first, which ends it."""
+async def while_connected(request: Request, answer: Any) -> Any:
+    """Await the answer; cancel it if its client disconnects.
+
+    Raises:
+        RequestError: the client has disconnected.
+    """
     working = asyncio.ensure_future(answer)
-    gone = asyncio.create_task(_gone(request))
+    gone = asyncio.create_task(_wait_disconnect(request))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -243,6 +284,6 @@ async def unless_gone(request: Request, answer: Any) -> Any:
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

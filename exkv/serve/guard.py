@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,6 +22,9 @@ Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+#: Half a surrogate pair as JSON escapes it, in any of JSON's encodings.
+_SURROGATE = re.compile(rb"\\\0*u\0*[dD]\0*[89a-fA-F]")
 
 _OPEN = frozenset({"/health", "/favicon.ico", *page.FILES})  # paths that need no key
 
@@ -122,12 +126,28 @@ class Guard:
             body = await asyncio.wait_for(_read(receive, most), seconds)
         except TimeoutError:
             raise Refused(408, "the request took too long to arrive") from None
+        _check_characters(body)
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return messages.pop() if messages else await receive()
 
         return replay
+
+
+def _check_characters(body: bytes) -> None:
+    """Refuse JSON with half a surrogate pair, which is no character and can't be sent back."""
+    if _SURROGATE.search(body) is None:
+        return
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.start + 1]
+        raise Refused(
+            400, f"the request has {half!r}, half a surrogate pair: escape both"
+        ) from None
+    except (ValueError, RecursionError):  # no JSON: the route says so
+        return
 
 
 async def _read(receive: Receive, most: int) -> bytes:

@@ -8,6 +8,8 @@ with it while the server runs.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -35,6 +37,7 @@ from exkv.planning.budgets import without
 from exkv.planning.solve import longest
 from exkv.sampling import SamplingParams
 from exkv.text import Tokenizer
+from exkv.version import __version__
 
 #: Kinds of cache -> bits of a key or value.
 CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
@@ -134,6 +137,12 @@ class ServedModel:
         return [model for model in found if isinstance(model, Model)]
 
     @property
+    def fingerprint(self) -> str:
+        """Identifies the model, how it was loaded, and the version of exkv."""
+        asked = repr((__version__, self.name, self.options))
+        return "fp_" + hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+    @property
     def chunk(self) -> int:
         """Tokens of a prefill step."""
         return min(self.engine.model.max_input_len, _CHUNKS[0])
@@ -166,7 +175,7 @@ class Prepared:
         make: Callable[..., Model] = Model,
     ) -> None:
         config = ModelConfig.from_pretrained(path)
-        self.path, self.options, self.name = path, options, name or path.resolve().name
+        self.path, self.options, self.name = path, options, name or own_name(path)
         self.tokenizer = Tokenizer(config)
         self.usual = SamplingParams.recommended(path)
         self.models = [_model(config, options, make)]
@@ -357,6 +366,21 @@ def _model(config: ModelConfig, options: ServeOptions, make: Callable[..., Model
     if options.chunk_size is None:
         model.chunks = _CHUNKS
     return model
+
+
+def own_name(path: Path) -> str:
+    """A model's name by its path as given: a link's own, not that of the file behind it. A snapshot
+    in Hugging Face's cache is named as its repository, ``ORG/NAME``."""
+    path = Path(os.path.abspath(path))  # normalized, without following links
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
+
+
+def model_folder(path: Path) -> Path:
+    """The folder that a model is in, by its path as given."""
+    return Path(os.path.abspath(path)).parent
 
 
 class ModelFolder:

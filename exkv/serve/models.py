@@ -182,6 +182,7 @@ def _add_lists(app: FastAPI, serving: Serving) -> None:
         others = [] if serving.folder is None else list(serving.folder.models())
         return list(dict.fromkeys([*loaded, *others]))
 
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
     @app.get("/v1/model/list", include_in_schema=False)
     async def models() -> dict[str, Any]:

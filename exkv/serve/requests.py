@@ -1,16 +1,17 @@
-"""What clients send, in the words of OpenAI's API, and the jobs that it asks for.
+"""Request bodies in OpenAI's format, and the engine jobs that they ask for.
 
-A field that isn't known is refused by its name, and so is one that is known but not done here:
-nothing is left out in silence. Beside OpenAI's own fields there are those of exkv's sampler and of
-its jobs; ``tabby`` knows what else TabbyAPI's clients call them.
+Beside OpenAI's fields there are those of exkv's sampler and of its jobs; ``client_fields`` has
+their other names, and what changes no token and is dropped. Any other field is refused by its name,
+unless it is null.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -18,10 +19,11 @@ from exkv.decode import Job
 from exkv.sampling import Grammar, SamplingParams
 from exkv.sampling.exllamav2 import BOUNDS, PLAIN, SERVED
 
-from .tabby import translated
+from .client_fields import translated
 from .tools import Tools
 
-MOST_CHOICES = 16  # of one prompt, and prompts of one request
+_MOST_CHOICES = 128  # of one prompt; a model's engine may have fewer rows
+_MOST_PROMPTS = 256
 MOST_TOOLS = 128
 _MOST_TEXTS = 64  # of a list of stops, of texts that are banned, or of breakers
 _LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
@@ -32,19 +34,42 @@ Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
 Encode: TypeAlias = Callable[[str], Sequence[int]]  # a text's token ids
 
 #: What a chat template is told by other fields of a request, or by the server.
-_TEMPLATE_OWN = frozenset(("messages", "tools", "template", "add_generation_prompt", "self"))
+_TEMPLATE_OWN = frozenset(
+    ("messages", "tools", "template", "add_generation_prompt", "continue_final_message", "self")
+)
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Fields of a JSON object. An unknown one is an error unless it is null, and null stands for
+    the default of a field that can't be null."""
+
     model_config = ConfigDict(extra="forbid")
+
+    #: Fields that change no token.
+    no_effect: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, values: Any) -> Any:
+        return cls.read(values) if isinstance(values, dict) else values
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A body's fields, to be validated."""
+        nullable = {f.alias or name for name, f in cls.model_fields.items() if f.default is None}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in cls.no_effect and (value is not None or name in nullable)
+        }
 
 
 if TYPE_CHECKING:
-    _Sampling = _Fields
+    _Sampling = Fields
 else:
     _Sampling = create_model(
         "_Sampling",
-        __base__=_Fields,
+        __base__=Fields,
         **{
             name: (
                 BOUNDS[field].kind | None,
@@ -55,31 +80,43 @@ else:
     )
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
+    no_effect = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
-    include_obfuscation: bool = False  # without effect
+    continuous_usage_stats: bool = False
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
+    no_effect = frozenset({"annotations", "cache_control"})
+
     type: Literal["text"]
     text: Text
 
 
-class CalledFunction(_Fields):
+class CalledFunction(Fields):
     name: Name
     arguments: Text
 
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> dict[str, Any]:
+        arguments = values.get("arguments")
+        written = {"arguments": json.dumps(arguments)} if isinstance(arguments, dict) else {}
+        return super().read({**values, **written})
 
-class ToolCall(_Fields):
-    """A call that an answer had, given back with the conversation."""
+
+class ToolCall(Fields):
+    """A call of an earlier answer."""
+
+    no_effect = frozenset({"index"})
 
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-class Function(_Fields):
-    """What may be called: JSON under a schema goes in."""
+class Function(Fields):
+    """A function that may be called; its arguments are JSON under a schema."""
 
     name: Name
     description: Text | None = None
@@ -93,25 +130,43 @@ class Function(_Fields):
         return {"type": "function", "function": function}
 
 
-class Tool(_Fields):
+class Tool(Fields):
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(_Fields):
+class ChosenFunction(Fields):
     name: Name
 
 
-class ChosenTool(_Fields):
+class ChosenTool(Fields):
     type: Literal["function"]
     function: ChosenFunction
 
 
-def chosen_tools(functions: Sequence[Function], choice: str, parallel: bool) -> Tools | None:
-    """What a request says of tools; None where there are none, or none may be called.
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class OnlyAllowed(Fields):
+    """All tools stay in the prompt, and only these may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def chosen_tools(
+    functions: Sequence[Function],
+    choice: str,
+    parallel: bool,
+    allowed: Sequence[str] | None = None,
+) -> Tools | None:
+    """The tools of a request; None where there are none, or none may be called.
 
     Args:
-        choice: "auto", "none", "required", or a name.
+        choice: "auto", "none", "required", or a name, which is called once.
+        allowed: the names that may be called; None for all.
 
     Raises:
         ValueError: two have one name, or one is chosen that isn't there.
@@ -121,42 +176,69 @@ def chosen_tools(functions: Sequence[Function], choice: str, parallel: bool) -> 
         raise ValueError("tools has two functions of one name")
     if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
         raise ValueError(f"tool_choice asks for {choice!r}, and tools has {names or 'none'}"[:300])
+    if missing := set(allowed or ()) - set(names):
+        raise ValueError(f"tool_choice allows {min(missing)!r}, and tools has {names}"[:300])
     if not names or choice == "none":
         return None
     tools = tuple(function.as_tool() for function in functions)
-    return Tools(tools=tools, choice=choice, parallel=parallel)
+    callable_ = frozenset((choice,) if choice in names else names if allowed is None else allowed)
+    return Tools(tools=tools, names=callable_, forced=choice != "auto", parallel=parallel)
 
 
-class Message(_Fields):
-    """One message of a chat. Its content may come in parts, of text only."""
+class Message(Fields):
+    """One message of a chat. Its content may come in parts of text. What answers have beside it may
+    come back with it."""
+
+    no_effect = frozenset({"annotations", "prefix", "provider_specific_fields"})
 
     role: Annotated[str, Field(max_length=64)]
     content: Text | list[TextPart] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    refusal: None = None  # as answers have it
+    function_call: CalledFunction | None = None
+    refusal: Text | None = None
+    reasoning_content: Text | None = None
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> dict[str, Any]:
+        reasoning = values.get("reasoning") if values.get("reasoning_content") is None else None
+        values = {name: value for name, value in values.items() if name != "reasoning"}
+        return super().read({**values, **({"reasoning_content": reasoning} if reasoning else {})})
 
     def plain(self) -> dict[str, Any]:
         """As chat templates read it."""
-        content = self.content or ""
+        content = self.content or self.refusal or ""
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        found: dict[str, Any] = {"role": self.role, "content": content}
-        if self.tool_calls:
-            found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        role = "tool" if self.role == "function" else self.role
+        found: dict[str, Any] = {"role": role, "content": content}
+        calls = [call.model_dump() for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            call = self.function_call.model_dump()
+            calls.append({"id": call["name"], "type": "function", "function": call})
+        others = {
+            "tool_calls": calls,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id or (self.name if role != self.role else None),
+            "reasoning_content": self.reasoning_content,
+        }
         return found | {key: value for key, value in others.items() if value}
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether an answer continues it if it is the last one."""
+        return self.role == "assistant" and not self.tool_calls and not self.function_call
 
-class JsonSchema(_Fields):
+
+class JsonSchema(Fields):
     name: str = ""
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None  # it always is
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: JsonSchema | None = None
     pattern: Text | None = None
@@ -190,11 +272,14 @@ class _Generation(_Sampling):
     """What requests for a chat and for a completion have in common."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: Text | Annotated[list[Text], Field(max_length=_MOST_TEXTS)] | None = None
-    seed: int | None = None
+    seed: Annotated[int | None, Field(description="-1 for a random one")] = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+    ban_eos_token: bool = False
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
@@ -208,22 +293,13 @@ class _Generation(_Sampling):
     json_schema: dict[str, Any] | None = None
     regex_pattern: Text | None = None
 
-    # Without effect: they say nothing about the tokens.
-    user: str | None = None
-    metadata: Mapping[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    @model_validator(mode="before")
     @classmethod
-    def _translated(cls, values: Any) -> Any:
-        return translated(values)
+    def read(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return super().read(translated(values))
 
     def sampling(self, usual: SamplingParams, encode: Encode) -> SamplingParams:
-        """How tokens are chosen: as usual, but for what the request says. A text that no
-        repetition goes across stands for its last token, as in TabbyAPI.
+        """How tokens are chosen: as usual, except where the request says otherwise. A sequence
+        breaker stands for its last token, as in TabbyAPI.
 
         Raises:
             ValueError, TypeError: a number out of its range.
@@ -251,15 +327,24 @@ class _Generation(_Sampling):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each one; None for no
-        log-probabilities."""
+        """Alternatives that are wanted for each token; None for no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted."""
+        return False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on within the prompt's text."""
+        return True
+
     def grammar(self) -> Grammar | None:
-        """What a completion must be, apart from calls of tools.
+        """The grammar of a completion, apart from calls of tools.
 
         Raises:
-            ValueError: it is none, or two are given.
+            ValueError: it is invalid, or two are given.
         """
         names = ("response_format", "json_schema", "regex_pattern")
         given = [name for name in names if getattr(self, name) is not None]
@@ -285,16 +370,21 @@ class _Generation(_Sampling):
             ValueError, TypeError: a number out of its range.
         """
         settings = self.sampling(usual, encode)
+        drawn = self.seed is None or self.seed == -1  # as TabbyAPI, llama.cpp and others mean it
         return [
             Job(
                 prompt=prompt,
                 settings=settings,
                 max_new_tokens=most,
-                seed=None if self.seed is None else (self.seed + choice) % 2**62,
+                min_new_tokens=most if self.ban_eos_token else self.min_tokens,
+                ignore_eos=self.ignore_eos,
+                seed=None if drawn else (self.seed + choice) % 2**62,
                 stop=self.stop if self.stop is not None else (),
                 grammar=grammar,
                 priority=self.priority,
                 logprobs=self.likeliest,
+                prompt_logprobs=self.likeliest if self.scores_prompt else None,
+                continues=self.continues,
                 banned_strings=self.banned_strings,
                 token_healing=self.token_healing,
                 guidance_scale=self.cfg_scale,
@@ -308,12 +398,23 @@ class _Generation(_Sampling):
 class ChatRequest(_Generation):
     """``/v1/chat/completions``."""
 
+    no_effect = frozenset({"echo"})
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="true if the last message is the assistant's")
+    ] = None
+    reasoning_effort: Annotated[
+        str | None, Field(max_length=64, description="a variable of the chat template")
+    ] = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | OnlyAllowed | None = None
+    functions: Annotated[list[Function], Field(max_length=MOST_TOOLS)] | None = None
+    function_call: Literal["none", "auto"] | ChosenFunction | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     logprobs: bool | None = None
@@ -330,22 +431,47 @@ class ChatRequest(_Generation):
         """How many there will be."""
         return self.n
 
+    @property
+    def continues(self) -> bool:
+        last, asked = self.messages[-1], self.continue_final_message
+        if asked and (self.add_generation_prompt or not last.is_unfinished):
+            raise ValueError(
+                "continue_final_message needs a last message of the assistant without calls, and "
+                "no add_generation_prompt"
+            )
+        return (not self.add_generation_prompt if asked is None else asked) and last.is_unfinished
+
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template may ask for, such as ``enable_thinking``; ValueError for what it
-        is told in other fields."""
+        """Variables of the chat template, such as ``enable_thinking``; ValueError for those that
+        other fields set."""
         found = self.chat_template_kwargs or {}
         if taken := sorted(_TEMPLATE_OWN & found.keys()):
             raise ValueError(f"chat_template_kwargs: {taken[0]!r} is not for a request to set")
+        if self.reasoning_effort is not None:
+            found = {"reasoning_effort": self.reasoning_effort, **found}
+        if self.continues:
+            return {**found, "continue_final_message": True}
         return found
 
     def chosen(self) -> Tools | None:
         """The tools that may be called; errors as of :func:`chosen_tools`."""
-        choice = self.tool_choice or "auto"
-        name = choice if isinstance(choice, str) else choice.function.name
+        if self.functions is not None:
+            if self.tools is not None:
+                raise ValueError("functions beside tools: they are the same, give tools")
+            called = self.function_call or "auto"
+            name = called if isinstance(called, str) else called.name
+            return chosen_tools(self.functions, name, parallel=False)
+        choice, allowed = self.tool_choice or "auto", None
+        if isinstance(choice, OnlyAllowed):
+            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+            name = choice.allowed_tools.mode
+        else:
+            name = choice if isinstance(choice, str) else choice.function.name
         functions = [tool.function for tool in self.tools or ()]
         if name == "auto" and not functions:
             return None
-        return chosen_tools(functions, name, self.parallel_tool_calls)
+        parallel = self.parallel_tool_calls and not isinstance(choice, ChosenTool)
+        return chosen_tools(functions, name, parallel, allowed)
 
     @property
     def most(self) -> int | None:
@@ -356,17 +482,23 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """``/v1/completions``: one prompt or several, texts or token ids."""
 
-    prompt: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    no_effect = frozenset({"reasoning_effort"})
+
+    prompt: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    max_tokens: Annotated[
+        int | None, Field(ge=0, description="16 if left out; null or -1 for all that fit")
+    ] = None
     echo: bool = False
     suffix: Annotated[Text | None, Field(description="refused")] = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def likeliest(self) -> int | None:
-        if self.logprobs is not None and self.echo:
-            raise ValueError("logprobs beside echo: exkv says them of new tokens only")
         return self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo
 
     @property
     def choices(self) -> int:
@@ -375,7 +507,9 @@ class CompletionRequest(_Generation):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Texts, or ids; ValueError where a gap is to be filled."""
+        """Texts, or ids; ValueError for an empty one, or where a gap is to be filled."""
+        if self.prompt == []:
+            raise ValueError("prompt is an empty list: give a text, or at least one token id")
         if self.suffix:
             raise ValueError("suffix: exkv doesn't write what goes before a text; leave it out")
         if isinstance(self.prompt, list) and not any(isinstance(p, int) for p in self.prompt):
@@ -384,25 +518,31 @@ class CompletionRequest(_Generation):
 
     @property
     def most(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens if "max_tokens" in self.model_fields_set else 16
 
 
-class EncodeRequest(_Fields):
+class EncodeRequest(Fields):
     """``/v1/token/encode``, as TabbyAPI's clients call it."""
 
-    text: Text | list[Message]
+    no_effect = frozenset({"decode_special_tokens"})
+
+    text: Text | Annotated[list[Message], Field(min_length=1, max_length=4096)]
     add_bos_token: bool = True
     encode_special_tokens: bool = True
-    decode_special_tokens: bool = True  # without effect
+
+    @property
+    def continues(self) -> bool:
+        """Whether an answer to the chat would continue its last message."""
+        return isinstance(self.text, list) and self.text[-1].is_unfinished
 
 
-class DecodeRequest(_Fields):
+class DecodeRequest(Fields):
     """``/v1/token/decode``."""
+
+    no_effect = frozenset({"add_bos_token", "encode_special_tokens"})
 
     tokens: Ids
     decode_special_tokens: bool = True
-    add_bos_token: bool = True  # without effect
-    encode_special_tokens: bool = True  # without effect
 
 
 def _drawing(usual: SamplingParams) -> SamplingParams:

@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from .answers import DONE, UNCACHED, Choice, Likelihood, RequestError, said, usage
-from .generation import Asked, asked_for, begun, unless_gone
-from .requests import MOST_TOOLS, ChatRequest, Function, Name, Text
+from .generation import Asked, asked_for, begun, while_connected
+from .requests import MOST_TOOLS, ChatRequest, Fields, Function, Name, Text
 from .serving import Found, Serving
 from .tools import Delta
 
@@ -33,41 +33,34 @@ _STORED_CHARACTERS = 32 << 20  # of their conversations
 # Requests -------------------------------------------------------------------------------------
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class TextPart(Fields):
+    no_effect = frozenset({"annotations", "logprobs"})
 
-
-class TextPart(_Fields):
     type: Literal["input_text", "output_text", "text"]
     text: Text
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
 
 
-class MessageItem(_Fields):
+class _Item(Fields):
+    no_effect = frozenset({"id", "status", "phase", "namespace"})
+
+
+class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text | list[TextPart]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
 
 
-class CallItem(_Fields):
+class CallItem(_Item):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(max_length=256)]
     name: Name
     arguments: Text
-    id: str | None = None
-    status: str | None = None
 
 
-class OutputItem(_Fields):
+class OutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(max_length=256)]
     output: Text | list[TextPart]
-    id: str | None = None
-    status: str | None = None
 
 
 Item: TypeAlias = MessageItem | CallItem | OutputItem
@@ -77,12 +70,27 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
-class ChosenFunction(_Fields):
+class ChosenFunction(Fields):
     type: Literal["function"]
     name: Name
 
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": self.name}}
 
-class Format(_Fields):
+
+class OnlyAllowed(Fields):
+    """All tools stay in the prompt, and only these may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MOST_TOOLS)]
+
+    def as_chat(self) -> dict[str, Any]:
+        allowed = {"mode": self.mode, "tools": [tool.as_chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+class Format(Fields):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
@@ -90,23 +98,27 @@ class Format(_Fields):
     strict: bool | None = None
 
 
-class TextOptions(_Fields):
+class TextOptions(Fields):
     format: Format | None = None
     verbosity: str | None = None  # without effect
 
 
-class StreamOptions(_Fields):
-    include_obfuscation: bool = False  # without effect
+class Reasoning(Fields):
+    no_effect = frozenset({"summary", "generate_summary"})
+
+    effort: Annotated[str, Field(max_length=64)] | None = None
 
 
-class ResponsesRequest(_Fields):
-    """The request body. Fields typed None are accepted only as null."""
+class ResponsesRequest(Fields):
+    """The request body."""
+
+    no_effect = frozenset({"stream_options", "max_tool_calls", "prompt_cache_retention"})
 
     model: str | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | OnlyAllowed | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -115,15 +127,13 @@ class ResponsesRequest(_Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[str], Field(max_length=64)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     store: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # what doesn't fit is refused
     background: Literal[False] | None = None
-    reasoning: None = None
-    max_tool_calls: None = None
+    reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
     service_tier: str | None = None  # this and the others: without effect
     safety_identifier: str | None = None
@@ -149,7 +159,7 @@ class ResponsesRequest(_Fields):
         Raises:
             ValueError: invalid tools, or a format without its schema.
         """
-        wants = self.include is not None or self.top_logprobs
+        wants = "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs
         tools = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
         choice = self.tool_choice
         body: dict[str, Any] = {
@@ -157,9 +167,10 @@ class ResponsesRequest(_Fields):
             "max_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-            "tool_choice": {"type": "function", "function": {"name": choice.name}}
-            if isinstance(choice, ChosenFunction)
+            "tool_choice": choice.as_chat()
+            if isinstance(choice, ChosenFunction | OnlyAllowed)
             else choice,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "parallel_tool_calls": self.parallel_tool_calls,
             "logprobs": True if wants else None,
             "top_logprobs": self.top_logprobs if wants else None,
@@ -331,7 +342,7 @@ class Answer:
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": None,
             "truncation": "disabled",
-            "reasoning": None,
+            "reasoning": asked.reasoning and asked.reasoning.model_dump(),
             "store": asked.store is not False,
             "background": False,
             "service_tier": "default",
@@ -348,14 +359,14 @@ class Answer:
 
     def take(self, choice: Choice, deltas: Sequence[Delta]) -> list[tuple[str, dict[str, Any]]]:
         """Add deltas -> their events."""
-        return [each for delta in deltas for each in self.output.take(delta, choice.untold())]
+        return [each for delta in deltas for each in self.output.take(delta, choice.unsent())]
 
     def ended(self, choice: Choice) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
         """The last events, and the complete response."""
         cut = choice.finish_reason == "length"
         if self.output.items and self.output.items[-1]["type"] == "message":
             part = self.output.items[-1]["content"][0]
-            part["logprobs"] += [each.as_chat() for each in choice.untold()]
+            part["logprobs"] += [each.as_chat() for each in choice.unsent()]
         events = self.output.close("incomplete" if cut else "completed")
         if not self.output.items:  # nothing was generated
             events = self.output.take(Delta(), ()) + self.output.close()
@@ -444,6 +455,7 @@ def add_responses(app: FastAPI, serving: Serving) -> None:
     """Add the routes."""
     store = ResponseStore()
 
+    @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses")
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
         model = serving.model
@@ -459,7 +471,7 @@ def add_responses(app: FastAPI, serving: Serving) -> None:
             parts = _sse_events(answer, carried, events, into, messages)
             return StreamingResponse(parts, media_type="text/event-stream", headers=UNCACHED)
         return JSONResponse(
-            await unless_gone(request, _complete(answer, carried, events, into, messages))
+            await while_connected(request, _complete(answer, carried, events, into, messages))
         )
 
     @app.get("/v1/responses/{response}")

@@ -3,7 +3,8 @@
 A checkpoint's chat template tells its model's call format: between ``<tool_call>`` tags (Hermes,
 Qwen), one JSON object (Llama 3), or a list after ``[TOOL_CALLS]`` (Mistral). For a template without
 tools, a preamble describes them, and calls are in Hermes format. A required call is enforced by a
-grammar; optional ones are parsed from the text as it is generated.
+grammar in this format; optional ones are parsed from the text as it is generated, in whichever
+format they come.
 """
 
 from __future__ import annotations
@@ -57,29 +58,30 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        tools: in OpenAI's format, which chat templates take too.
-        choice: "auto", "required", or the name of the tool that must be called.
+        tools: in OpenAI's format, which chat templates take too; the prompt describes all of them.
+        names: of those that may be called.
+        forced: whether one must be called.
         parallel: whether more than one call is allowed.
     """
 
     tools: tuple[dict[str, Any], ...]
-    choice: str
+    names: frozenset[str]
+    forced: bool
     parallel: bool
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(tool["function"]["name"] for tool in self.tools)
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Name -> JSON schema of the arguments, of the tools that may be called."""
+        functions = [tool["function"] for tool in self.tools]
+        return {f["name"]: f.get("parameters") or {} for f in functions if f["name"] in self.names}
 
     def grammar(self, form: CallFormat) -> Grammar | None:
-        """The grammar of the required calls; None for "auto"."""
-        if self.choice == "auto":
+        """The grammar of the required calls; None if none is."""
+        if not self.forced:
             return None
-        wanted = [
-            tool["function"]
-            for tool in self.tools
-            if self.choice in ("required", tool["function"]["name"])
-        ]
-        call = json.dumps({"anyOf": [_call_schema(each, form) for each in wanted], **_SPACES})
+        functions = [tool["function"] for tool in self.tools]
+        wanted = [_call_schema(each, form) for each in functions if each["name"] in self.names]
+        call = json.dumps({"anyOf": wanted, **_SPACES})
         rules = f"call: %json {call}\n"
         begin, end = "" if form.special else form.begin, form.end
         if form.listed:
@@ -150,7 +152,7 @@ def encode_chat(
         variables["tools"] = list(tools.tools)
     ids = tokenizer.encode_chat(messages, **variables)
     form = format_of(tokenizer)
-    if tools is not None and tools.choice != "auto" and form.special:
+    if tools is not None and tools.forced and form.special:
         marker = tokenizer.encode(form.begin, add_bos=False)
         ids = [*ids, *marker]
     return ids
@@ -226,148 +228,205 @@ class Delta:
     arguments: str = ""
 
 
-#: The parser's state: outside of calls, in a call before its arguments, in these, after them.
-_State = Literal["text", "call", "arguments", "after"]
+#: The parser's state: before any text, outside of calls, behind what opens a call, before a JSON
+#: object, in its arguments, in XML, behind a call.
+_State = Literal["start", "text", "open", "json", "arguments", "xml", "after"]
+
+#: What may open a call -> what closes it.
+_OPENERS = {
+    "<tool_call>": "</tool_call>",
+    "[TOOL_CALLS]": "",
+    "```": "```",
+    "<function=": "",
+    "<function_calls>": "</function_calls>",
+    "<invoke ": "",
+}
+_OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
+_FENCED = frozenset({"", "json", "tool_call", "tool_calls", "tool_code", "xml"})  # info strings
+_SPACE = " \n\t\r"
+_LONGEST_NAME = 100  # of a function, with its tag; or of a fence's info string
+
+_JSON_CALL = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+)
+_FIRST_KEY = re.compile(r'\{\s*"((?:[^"\\]|\\.)*)"')
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})  # of calls
+
+#: A call in XML, as Qwen3-Coder and Llama 3.1, as Claude, and as GLM 4.5 write it.
+_XML_NAME = re.compile(r'<function=([^>\s]+)>|<invoke\s+name="([^"]+)"\s*>|([\w.-]+)\s*<arg_key>')
+_XML_END = re.compile(r"</function>|</invoke>|</tool_call>")
+_XML_VALUE = re.compile(
+    r"<parameter=([^>]+)>(.*?)</parameter>"
+    r'|<parameter\s+name="([^"]+)"[^>]*>(.*?)</parameter>'
+    r"|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+    re.DOTALL,
+)
 
 
 class CallReader:
-    """Parses calls from streamed text; anything else is content.
+    """Parses calls from streamed text; anything else is content. A call is JSON with a name and
+    arguments, between tags, in a code fence, after a control token or as a text's beginning, one or
+    a list; or it is XML.
 
     Args:
-        names: the tools' names; a call of another name is content.
+        schemas: name -> JSON schema of the arguments, of the functions that may be called; a call
+            of another name is content.
         most: maximum number of calls; text after them is dropped.
 
     Attributes:
         calls: number of calls so far.
     """
 
-    def __init__(self, form: CallFormat, names: frozenset[str], most: int | None = None) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], most: int | None = None) -> None:
         self.calls = 0
-        self._form, self._names, self._most = form, names, most
-        self._state: _State = "text"
-        self._held = ""
-        self._marked = False
-        self._value = JsonValue()
-        self._started = False
-        self._open = re.compile(
-            r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-        )
+        self._schemas, self._most = schemas, most
+        self._state: _State = "start"
+        self._held = ""  # text that is not parsed yet
+        self._lead = ""  # what is content, too, if no call follows
+        self._closer, self._listed = "", False
+        self._silent = False  # nothing but space since the last call
+        self._value, self._scanned = JsonValue(), 0
 
     def mark(self) -> None:
         """Note that the control token that begins calls was generated."""
-        self._marked = True
+        if self._state in ("start", "text"):
+            self._lead, self._held, self._state = self._held, "", "open"
+            self._closer = ""
 
     def push(self, text: str) -> list[Delta]:
         """Add text -> the deltas that are certain now."""
         self._held += text
         found: list[Delta] = []
-        while (step := self._step()) is not None:
+        while self._held and (step := getattr(self, f"_read_{self._state}")()) is not None:
             found += step
         return [delta for delta in found if delta != Delta()]
 
     def flush(self) -> list[Delta]:
         """The remaining deltas at the end of the text."""
-        held, self._held = self._held, ""
-        if self._state == "call":
-            whole = self._whole(held)
-            return whole or [Delta(text=self._begin + held)]
-        return [Delta(text=held)] if self._state == "text" and held and not self._is_full else []
-
-    @property
-    def _begin(self) -> str:
-        return "" if self._form.special else self._form.begin
+        held, self._held = self._lead + self._held, ""
+        if self._state == "json" and (whole := self._whole(held[len(self._lead) :])):
+            return whole
+        over = self._state in ("arguments", "after") or self._is_full
+        return [] if over or not held or (self._silent and not held.strip()) else [Delta(text=held)]
 
     @property
     def _is_full(self) -> bool:
         return self._most is not None and self.calls >= self._most
 
-    def _step(self) -> list[Delta] | None:
-        """Advance by one step -> deltas; None if it needs more text."""
-        if not self._held:
-            return None
-        return {
-            "text": self._text,
-            "call": self._call,
-            "arguments": self._arguments,
-            "after": self._after,
-        }[self._state]()
+    # Content ----------------------------------------------------------------------------------
 
-    def _text(self) -> list[Delta] | None:
+    def _read_start(self) -> list[Delta] | None:
+        """A text that begins with JSON may be a call."""
+        stripped = self._held.lstrip(_SPACE)
+        if stripped in ("", "["):
+            return None
+        self._state = "open" if stripped[0] in "{[" and stripped[:2] != "[T" else "text"
+        return []
+
+    def _read_text(self) -> list[Delta] | None:
         if self._is_full:
             self._held = ""
             return None
-        form, held = self._form, self._held
-        if form.begin and not form.special:
-            at = held.find(form.begin)
-            if at >= 0:
-                self._held, self._state = held[at + len(form.begin) :], "call"
-                self._started = True
-                before = held[:at] if self.calls == 0 else held[:at].strip()
-                return [Delta(text=before)]
-            keep = _overlap(held, form.begin)
-            self._held = held[len(held) - keep :]
-            given = held[: len(held) - keep]
-            if self.calls and not given.strip():
-                given = ""
-            return [Delta(text=given)] if given else None
-        return self._without_tags()
+        match = _OPENER.search(self._held)
+        end = match.start() if match else len(self._held) - _beginning(self._held)
+        text = self._held[:end]
+        if self._silent and not text.strip():  # between two calls
+            if match is None:
+                return None
+            text = ""
+        self._silent &= not text
+        self._held = self._held[end:]
+        if match is None:
+            return [Delta(text=text)] if text else None
+        self._closer, self._state = _OPENERS[match[0]], "open"
+        if match[0] not in ("<function=", "<invoke "):
+            self._take(len(match[0]))
+        return [Delta(text=text)]
 
-    def _without_tags(self) -> list[Delta] | None:
-        """Text that begins with JSON, or that follows the control token, is a call."""
-        form, held = self._form, self._held
-        opening = '[{"name"' if form.listed and not self._marked else "[" if form.listed else "{"
-        stripped = held.lstrip()
-        if self._started:
-            self._held = ""
-            return [Delta(text=held)]
-        if form.begin and stripped.startswith(form.begin):  # the control token, spelt out
-            self._held, self._marked = stripped[len(form.begin) :], True
+    def _take(self, size: int) -> None:
+        """Move held text to what is content if no call follows."""
+        self._lead, self._held = self._lead + self._held[:size], self._held[size:]
+
+    def _no_call(self) -> list[Delta]:
+        """What was held back is content."""
+        lead, self._lead, self._state = self._lead, "", "text"
+        if not lead:  # something of it must go, or it opened a call again
+            lead, self._held = self._held[:1], self._held[1:]
+        self._silent &= not lead.strip()
+        return [Delta(text=lead)]
+
+    # Calls ------------------------------------------------------------------------------------
+
+    def _read_open(self) -> list[Delta] | None:
+        """Behind what opens a call: JSON, a list of it, XML, or nothing of the kind."""
+        if self._lead.endswith("```"):
+            info, newline, _ = self._held.partition("\n")
+            if not newline and len(info) < _LONGEST_NAME:
+                return None
+            if info.strip() not in _FENCED:
+                return self._no_call()
+            self._take(len(info))
+        stripped = self._held.lstrip(_SPACE)
+        if not stripped:
+            return None
+        if stripped[0] == "[" and not self._listed:
+            self._listed = True
+            self._take(len(self._held) - len(stripped) + 1)
             return []
-        if form.begin.startswith(stripped):
-            return None
-        if not opening.startswith(stripped[: len(opening)]):
-            self._started, self._held = True, ""
-            return [Delta(text=held)]
-        if len(stripped) < len(opening):
-            return None
-        self._started, self._state = True, "call"
-        self._held = stripped[1:] if form.listed else stripped
+        if stripped[0] == "{":
+            self._take(len(self._held) - len(stripped))
+            self._state, self._value, self._scanned = "json", JsonValue(), 0
+            return []
+        if self._listed or not (self._closer or stripped[0] == "<"):
+            self._listed = False
+            return self._no_call()
+        self._state = "xml"
         return []
 
-    def _call(self) -> list[Delta] | None:
-        match = self._open.match(self._held)
+    def _read_json(self) -> list[Delta] | None:
+        """A call's name, as far as its arguments; or a whole object with keys in another order."""
+        match = _JSON_CALL.match(self._held)
         if match is not None and match.end() < len(self._held):
             name = json.loads(match[1])
-            if name in self._names and self._held[match.end()] == "{":
+            if name in self._schemas and self._held[match.end()] == "{":
                 self._held, self._state = self._held[match.end() :], "arguments"
                 self._value = JsonValue()
                 return [self._began(name)]
-        value = JsonValue()
-        size = value.length(self._held)
+        key = _FIRST_KEY.match(self._held)
+        if key is not None and key[1] not in _KEYS:
+            self._listed = False
+            return self._no_call()
+        size = self._value.length(self._held[self._scanned :])
         if size is None:
+            self._scanned = len(self._held)
             return None
-        held, self._held = self._held, self._held[size:]
-        whole = self._whole(held[:size])
-        self._state = "after" if whole else "text"
-        return whole or [Delta(text=self._begin + held[:size])]
+        size += self._scanned
+        if whole := self._whole(self._held[:size]):
+            self._held, self._lead, self._state = self._held[size:], "", "after"
+            return whole
+        self._take(size)
+        self._listed = False
+        return self._no_call()
 
     def _whole(self, text: str) -> list[Delta]:
-        """Parse a complete call whose keys are in another order; [] if it is not a call."""
+        """Parse a complete call; [] if it is not one."""
         try:
             found = json.loads(text)
+            found = found.get("function", found)
             name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
-        if not isinstance(name, str) or name not in self._names:
+        if not isinstance(name, str) or name not in self._schemas:
             return []
         written = arguments if isinstance(arguments, str) else json.dumps(arguments)
         return [self._began(name), Delta(call=self.calls - 1, arguments=written)]
 
     def _began(self, name: str) -> Delta:
         self.calls += 1
+        self._lead, self._silent = "", True
         return Delta(call=self.calls - 1, name=name, id=f"call_{uuid.uuid4().hex[:24]}")
 
-    def _arguments(self) -> list[Delta] | None:
+    def _read_arguments(self) -> list[Delta] | None:
         size = self._value.length(self._held)
         part = self._held if size is None else self._held[:size]
         self._held = self._held[len(part) :]
@@ -375,20 +434,73 @@ class CallReader:
             self._state = "after"
         return [Delta(call=self.calls - 1, arguments=part)] if part else None
 
-    def _after(self) -> list[Delta] | None:
-        """The end of a call: its brace, a tag, a comma before the next one."""
-        form, held = self._form, self._held.lstrip("} \n\t\r")
-        if form.listed:
-            if held.startswith(","):
-                self._held, self._state = held[1:], "text" if self._is_full else "call"
-                return []
-            self._held = ""
+    def _read_xml(self) -> list[Delta] | None:
+        """A call in XML, once it is complete."""
+        stripped = self._held.lstrip(_SPACE)
+        name = _XML_NAME.match(stripped)
+        if name is None and len(stripped) < _LONGEST_NAME and _XML_END.search(stripped) is None:
             return None
-        if not held or (form.end.startswith(held) and held != form.end):
-            self._held = held
+        called = name and next(filter(None, name.groups()))
+        if name is None or called not in self._schemas:
+            return self._no_call()
+        end = _XML_END.search(stripped)
+        if end is None:
             return None
-        self._held, self._state = held.removeprefix(form.end), "text"
+        body = stripped[name.end() - len("<arg_key>") * bool(name[3]) : end.start()]
+        self._held = stripped[end.start() if end[0] == self._closer else end.end() :]
+        self._state = "after"
+        written = self._arguments_of(str(called), body)
+        return [self._began(str(called)), Delta(call=self.calls - 1, arguments=written)]
+
+    def _arguments_of(self, name: str, body: str) -> str:
+        """The arguments of a call in XML, as JSON."""
+        if body.strip().startswith("{"):
+            return body.strip()
+        known = self._schemas[name].get("properties", {})
+        found = {}
+        for groups in _XML_VALUE.findall(body):
+            key, value = _pair(groups)
+            found[key.strip()] = _typed(value, known.get(key.strip()))
+        return json.dumps(found, ensure_ascii=False)
+
+    def _read_after(self) -> list[Delta] | None:
+        """The end of a call: its brace, what closes it, a comma before the next one."""
+        held = self._held = self._held.lstrip("} \n\t\r")
+        if not held:
+            return None
+        if self._listed:
+            if held[0] not in ",]":
+                self._listed = False
+            else:
+                self._listed = held[0] == ","
+                self._held = held[1:]
+            if self._listed:
+                self._state = "text" if self._is_full else "open"
+            return []
+        may_follow = (self._closer, "{", "<function=", "<invoke ") if self._closer else ()
+        if any(each.startswith(held) and each != held for each in may_follow):
+            return None
+        again = held.startswith(may_follow[1:])
+        self._held = held.removeprefix(self._closer)
+        self._state = "open" if again and not self._is_full else "text"
         return []
+
+
+def _pair(groups: Sequence[str]) -> tuple[str, str]:
+    """The key and the value that one of three patterns found; a value may be empty."""
+    at = next(at for at in (0, 2, 4) if groups[at])
+    return groups[at], groups[at + 1]
+
+
+def _typed(text: str, schema: object) -> Any:
+    """An argument written as text, in its schema's type."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 class JsonValue:
@@ -420,7 +532,8 @@ class JsonValue:
         return None
 
 
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of the text that is a prefix of the marker."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+def _beginning(text: str) -> int:
+    """Length of the longest suffix of the text that is a proper prefix of an opener."""
+    longest = min(len(text), max(map(len, _OPENERS)) - 1)
+    lengths = range(longest, 0, -1)
+    return next((n for n in lengths if any(o.startswith(text[-n:]) for o in _OPENERS)), 0)

@@ -15,6 +15,7 @@ from exkv.serve.tools import (
     LLAMA,
     MISTRAL,
     CallReader,
+    JsonValue,
     Tools,
     encode_chat,
     format_of,
@@ -27,7 +28,7 @@ FIND = {
     "description": "Finds a thing",
     "parameters": {
         "type": "object",
-        "properties": {"thing": {"enum": ["key", "lamp"]}},
+        "properties": {"thing": {"enum": ["key", "lamp"]}, "deep": {"type": "boolean"}},
         "required": ["thing"],
         "additionalProperties": False,
     },
@@ -36,34 +37,69 @@ WAIT = {"name": "wait", "description": "", "parameters": {"type": "object", "pro
 TOOLS = tuple({"type": "function", "function": each} for each in (FIND, WAIT))
 CALL = '{"name": "find", "arguments": {"thing": "ke{y\\"}"}}'
 ARGUMENTS = '{"thing": "ke{y\\"}"}'
-#: What a model writes -> its content, and the names and arguments of its calls.
+TYPED = '{"thing": "ke\\ny", "deep": true}'
+#: What a model writes -> its content (None for the text as it is), its calls' names and arguments.
 TEXTS = [
-    (HERMES, "Hello <tool", "Hello <tool", []),
-    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [("find", ARGUMENTS)]),
+    ("Hello <tool", "Hello <tool", []),
+    (f"<tool_call>\n{CALL}\n</tool_call>", "", [("find", ARGUMENTS)]),
     (
-        HERMES,
         f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>\n",
         "I look.\n",
         [("find", ARGUMENTS)] * 2,
     ),
-    (HERMES, '<tool_call>\n{"arguments": {}, "name": "wait"}\n</tool_call>', "", [("wait", "{}")]),
-    (HERMES, '<tool_call>\n{"name": "no", "arguments": {}}', None, []),
-    (HERMES, "<tool_call> nonsense", None, []),
-    (HERMES, f"<tool_call>\n{CALL[:-1]}", "", [("find", ARGUMENTS)]),
-    (LLAMA, '{"name": "find", "parameters": {"thing": 1}}', "", [("find", '{"thing": 1}')]),
-    (LLAMA, ' {"name": "wait", "parameters": {}}', "", [("wait", "{}")]),
-    (LLAMA, '{"thing": 1} is JSON', None, []),
-    (LLAMA, "It is {here}.", "It is {here}.", []),
-    (MISTRAL, f"[{CALL}, {CALL}]", "", [("find", ARGUMENTS)] * 2),
-    (MISTRAL, f"[TOOL_CALLS] [{CALL}]", "", [("find", ARGUMENTS)]),
-    (MISTRAL, "[1, 2] is a list", "[1, 2] is a list", []),
-    (MISTRAL, "Hello", "Hello", []),
+    (f"<tool_call>{CALL}\n{CALL}</tool_call> So.", " So.", [("find", ARGUMENTS)] * 2),
+    (f"<tool_call>{CALL}<tool_call>{CALL}", "", [("find", ARGUMENTS)] * 2),
+    ('<tool_call>\n{"arguments": {}, "name": "wait"}\n</tool_call>', "", [("wait", "{}")]),
+    ('<tool_call>\n{"name": "no", "arguments": {}}', None, []),
+    ("<tool_call> nonsense", None, []),
+    (f"<tool_call>\n{CALL[:-1]}", "", [("find", ARGUMENTS)]),
+    # One JSON object, as a text's beginning.
+    ('{"name": "find", "parameters": {"thing": 1}}', "", [("find", '{"thing": 1}')]),
+    (' {"name": "wait", "parameters": {}}', "", [("wait", "{}")]),
+    ('{"type": "function", "function": {"name": "wait"}}', "", [("wait", "{}")]),
+    ('{"thing": 1} is JSON', None, []),
+    ("It is {here}.", None, []),
+    (f"It is {CALL}", None, []),
+    # A list.
+    (f"[{CALL}, {CALL}]", "", [("find", ARGUMENTS)] * 2),
+    (f"[TOOL_CALLS] [{CALL}]", "", [("find", ARGUMENTS)]),
+    ("[1, 2] is a list", None, []),
+    # In a code fence.
+    (f"I look:\n```json\n{CALL}\n```\nSo.", "I look:\n\nSo.", [("find", ARGUMENTS)]),
+    (f"```\n[{CALL},\n{CALL}]\n```", "", [("find", ARGUMENTS)] * 2),
+    (f"```tool_call\n{CALL}\n{CALL}\n```", "", [("find", ARGUMENTS)] * 2),
+    ('```json\n{"thing": 1}\n```\nis JSON', None, []),
+    ("```python\nprint({})\n```\nis Python, `this` too", None, []),
+    # In XML.
+    (
+        "<tool_call>\n<function=find>\n<parameter=thing>\nke\ny\n</parameter>\n"
+        "<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("find", TYPED)],
+    ),
+    ('Yes. <function=find>{"thing": 1}</function>', "Yes. ", [("find", '{"thing": 1}')]),
+    (
+        '<function_calls>\n<invoke name="find">\n<parameter name="thing">ke\ny</parameter>'
+        '<parameter name="deep">true</parameter></invoke>\n<invoke name="wait">\n</invoke>\n'
+        "</function_calls>",
+        "",
+        [("find", TYPED), ("wait", "{}")],
+    ),
+    (
+        "<tool_call>find\n<arg_key>thing</arg_key>\n<arg_value>ke\ny</arg_value>\n"
+        "<arg_key>deep</arg_key><arg_value>true</arg_value>\n</tool_call>",
+        "",
+        [("find", TYPED)],
+    ),
+    ("<function=no>\n</function> is none", None, []),
+    ("Hello", None, []),
 ]
+OPENINGS = ("", "<tool_call>", "[TOOL_CALLS]", "```json\n", "<function=", '<invoke name="', "[")
 
 
-def read(form, pieces, most=None):
+def read(pieces, most=None):
     """Content and calls, as a client puts them together."""
-    reader = CallReader(form, frozenset({"find", "wait"}), most)
+    reader = CallReader({each["name"]: each["parameters"] for each in (FIND, WAIT)}, most)
     content, calls = "", []
     for delta in [*(d for piece in pieces for d in reader.push(piece)), *reader.flush()]:
         if delta.call is None:
@@ -76,30 +112,50 @@ def read(form, pieces, most=None):
     return content, [tuple(call) for call in calls]
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
+@pytest.mark.parametrize(("text", "content", "calls"), TEXTS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_calls_are_found_however_a_text_comes(form, text, content, calls, data):
+def test_calls_are_found_however_a_text_comes(text, content, calls, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(form, pieces) == (text if content is None else content, calls)
-    assert read(form, list(text)) == read(form, pieces)
+    assert read(pieces) == (text if content is None else content, calls)
+    assert read(list(text)) == read(pieces)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from((HERMES, LLAMA, MISTRAL)), st.text('[]{}<>\\"/ :,abtool_call', max_size=40))
-def test_parser_is_linear_in_input(form, text):
-    """Whatever comes, nothing is raised and what is no call comes out as it was."""
-    content, calls = read(form, list(text))
-    assert calls or content == text or form is MISTRAL
-    with_tag = f'{form.begin}{{"name": "wait", {text}'
-    read(form, list(with_tag))
+@given(st.sampled_from(OPENINGS), st.text('[]{}<>=\\"/ :,`\nabtool_call', max_size=40))
+def test_text_that_is_no_call_comes_out_as_it_was(opening, text):
+    for written in (text, f"{opening}{text}", f'{opening}{{"name": "no", {text}'):
+        content, calls = read(list(written))
+        assert calls or content == written
+    read(list(f'{opening}{{"name": "wait", {text}'))
+
+
+def test_parser_is_linear_in_input():
+    """Ten times the text takes no more characters looked at than ten times as many."""
+
+    def looked_at(length: int) -> int:
+        value, count = JsonValue.length, 0
+
+        def counted(self, text):
+            nonlocal count
+            count += len(text)
+            return value(self, text)
+
+        JsonValue.length = counted
+        try:
+            read(list('{"arguments": {"thing": "' + "a" * length))
+        finally:
+            JsonValue.length = value
+        return count
+
+    assert looked_at(3000) < 11 * looked_at(300)
 
 
 def test_one_call_is_enough_where_calls_are_not_parallel():
     two = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call> and more"
-    assert read(HERMES, [two], most=1) == ("", [("find", ARGUMENTS)])
-    assert read(MISTRAL, [f"[{CALL}, {CALL}]"], most=1) == ("", [("find", ARGUMENTS)])
+    assert read([two], most=1) == ("", [("find", ARGUMENTS)])
+    assert read([f"[{CALL}, {CALL}]"], most=1) == ("", [("find", ARGUMENTS)])
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
@@ -107,7 +163,8 @@ def test_one_call_is_enough_where_calls_are_not_parallel():
 def test_what_the_grammar_allows_is_read_as_calls(form, choice):
     """Text after text: the follower takes only what the reader calls a call of that tool."""
     tokenizer = Tokenizer(DEMO)
-    tools = Tools(tools=TOOLS, choice=choice, parallel=True)
+    names = frozenset({"find", "wait"} if choice == "required" else {choice})
+    tools = Tools(tools=TOOLS, names=names, forced=True, parallel=True)
     one = {"name": "wait", form.arguments: {}}
     written = {
         HERMES: f"<tool_call>\n{json.dumps(one)}\n</tool_call>\n<tool_call>\n{json.dumps(one)}",
@@ -120,7 +177,7 @@ def test_what_the_grammar_allows_is_read_as_calls(form, choice):
     text = written.replace(json.dumps(one), json.dumps(other), 1)
     assert _allows(tokenizer, grammar, text) == (choice == "required")
     assert not _allows(tokenizer, grammar, "It is in the kitchen.")
-    _, calls = read(form, [written])
+    _, calls = read([written])
     assert [name for name, _ in calls] == ["wait"] * (1 if form is LLAMA else 2)
 
 
@@ -188,7 +245,7 @@ def test_a_template_says_how_its_model_calls():
 
 def test_tools_go_through_the_template_and_arguments_come_as_objects():
     tokenizer = with_template(HERMES_TEMPLATE)
-    tools = Tools(tools=TOOLS, choice="auto", parallel=True)
+    tools = Tools(tools=TOOLS, names=frozenset({"find", "wait"}), forced=False, parallel=True)
     text = tokenizer.decode(encode_chat(tokenizer, CALLED, tools), skip_special=False)
     assert '"description": "Finds a thing"' in text
     assert '<tool_call>{"name": "find", "arguments": {"thing": "key"}}</tool_call>' in text
@@ -197,7 +254,7 @@ def test_tools_go_through_the_template_and_arguments_come_as_objects():
 
 def test_without_such_a_template_tools_are_described_and_calls_are_text():
     tokenizer = Tokenizer(DEMO)
-    tools = Tools(tools=TOOLS, choice="auto", parallel=True)
+    tools = Tools(tools=TOOLS, names=frozenset({"find", "wait"}), forced=False, parallel=True)
     text = tokenizer.decode(encode_chat(tokenizer, CALLED, tools), skip_special=False)
     assert text.index("Finds a thing") < text.index("Where is the key?")
     assert '<tool_call>\n{"name": "find", "arguments": {"thing": "key"}}\n</tool_call>' in text
@@ -213,6 +270,6 @@ def test_a_template_without_system_messages_gets_them_with_the_first_one():
         "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     )
     tokenizer = with_template(refusing)
-    tools = Tools(tools=TOOLS, choice="auto", parallel=True)
+    tools = Tools(tools=TOOLS, names=frozenset({"find", "wait"}), forced=False, parallel=True)
     text = tokenizer.decode(encode_chat(tokenizer, CALLED[:1], tools), skip_special=False)
     assert text.index("Finds a thing") < text.index("Where is the key?")

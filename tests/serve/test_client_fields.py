@@ -7,7 +7,7 @@ import json
 import pytest
 from running import ANSWER, QUESTION, post
 
-from exkv.serve.tabby import translated
+from exkv.serve.client_fields import translated
 
 #: What SillyTavern 1.13 sends "TabbyAPI" for a text completion, with its samplers switched off.
 SILLY = {
@@ -112,7 +112,7 @@ def test_settings_that_are_on_count(text, serving):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("mirostat_mode", 2), ("ban_eos_token", True), ("min_tokens", 5), ("grammar_string", "x")],
+    [("mirostat_mode", 2), ("best_of", 2), ("modalities", ["audio"]), ("grammar_string", "x")],
 )
 def test_a_setting_that_exkv_lacks_is_refused_by_its_name(address, name, value):
     body = {**SILLY, "prompt": "a", name: value}

@@ -1,9 +1,9 @@
-"""Fields of requests as TabbyAPI's clients send them, in the words of ``requests``.
+"""Fields of requests as clients send them, under the names that ``requests`` has.
 
-Such clients (SillyTavern, for one) send every setting of their samplers with each request, those
-that are switched off too, and some of them under several names. So other names are translated,
-settings that are switched off are dropped, and one that exkv can't follow is refused by its name.
-The names are those of TabbyAPI's ``BaseSamplerRequest`` and of SillyTavern's text completions.
+Clients send every setting of their samplers with each request, those that are off too, some under
+several names, and much that no token depends on. So other names are translated, what changes no
+token is dropped, and a setting that exkv lacks is refused by its name if it is on. The names are
+those of OpenAI's API, TabbyAPI, vLLM, llama.cpp and SillyTavern.
 """
 
 from __future__ import annotations
@@ -14,8 +14,48 @@ from typing import Any
 from exkv.sampling.exllamav2 import EXLLAMAV2, PLAIN, SERVED
 from exkv.sampling.step import Entry
 
-#: A field here -> its other names; of several that are given the first counts.
+#: A field here -> its other names; the first one given counts.
 _OTHER_NAMES = {
+    "max_tokens": ("max_new_tokens", "max_length", "n_predict", "num_predict"),
+    "min_tokens": ("min_length", "min_new_tokens"),
+    "stop": ("stopping_strings", "stop_sequence"),
+    "seed": ("sampler_seed",),
+    "banned_tokens": ("custom_token_bans",),
+    "cfg_scale": ("guidance_scale",),
+    "chat_template_kwargs": ("template_vars",),
+    **{name: PLAIN[field].also_called for name, field in SERVED.items()},
+}
+#: A setting that exkv lacks -> the values at which it is off.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "skip_special_tokens": (True,),
+    "add_bos_token": (True,),
+    "mirostat": (0, False),
+    "mirostat_mode": (0,),
+    "smoothing_curve": (0, 1),
+    "adaptive_target": (0, -0.01, -1),
+    "max_tokens_second": (0,),
+    "grammar_string": ("",),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "t_max_predict_ms": (0,),
+}
+#: Fields that change no token: they belong to a setting above, repeat one, or are about the client,
+#: its bill, or how long something is kept.
+_NO_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "prediction", "verbosity", "request_id"),
+    *("mirostat_tau", "mirostat_eta", "adaptive_decay", "min_keep"),
+    *("dynamic_temperature", "dynatemp_range", "rep_pen_size", "rep_pen_slope"),
+    *("truncation_length", "generate_window", "include_reasoning", "speculative_ngram"),
+    *("api_type", "api_server", "bypass_status_check", "cache_prompt", "legacy_api"),
+    *("n_probs", "num_ctx", "keep_alive", "id_slot", "timings_per_token"),
+)
+_NAMES = {
     "max_tokens": ("max_new_tokens", "max_length", "n_predict", "num_predict"),
     "stop": ("stopping_strings", "stop_sequence"),
     "seed": ("sampler_seed",),
@@ -50,7 +90,7 @@ _NAMES = {field: name for name, field in SERVED.items()}
 
 
 def _belonging(row: Entry) -> tuple[str, list[str]] | None:
-    """The setting that alone switches a step, and those that say nothing where it is 0."""
+    """The setting that alone switches a step on, and those without effect where it is 0."""
     names = [name for name, setting in row.settings.items() if setting.served is not None]
     switches = [name for name in names if row.bounds[name].switches]
     if len(switches) != 1 or len(names) == 1:
@@ -62,10 +102,10 @@ _BELONGING = dict(filter(None, map(_belonging, EXLLAMAV2)))
 
 
 def translated(values: Any) -> Any:
-    """A request's fields under the names that ``requests`` knows; of what is no object, itself.
+    """A request's fields under the names that ``requests`` has; non-dicts pass through.
 
     Raises:
-        ValueError: a setting that is on, and that exkv hasn't got.
+        ValueError: a setting that is on, and that exkv lacks.
     """
     if not isinstance(values, dict):
         return values
@@ -74,21 +114,23 @@ def translated(values: Any) -> Any:
         given = [value for other in others if (value := found.pop(other, None)) is not None]
         if given and found.get(name) is None:
             found[name] = given[0]
-    for name, off in _SWITCHED_OFF.items():
+    for name, off in _OFF.items():
         value = found.pop(name, None)
         if value is not None and value not in off:
             raise ValueError(f"{name} is {value!r:.40}, and exkv has no such setting: leave it out")
-    for name in _NOT_NEEDED:
+    for name in _NO_EFFECT:
         found.pop(name, None)
     for name, belonging in _BELONGING.items():
         if name in found and not found[name]:
             for other in belonging:
                 found.pop(other, None)
+    if found.get("max_tokens") == -1:
+        found["max_tokens"] = None
     return _with_lists(found)
 
 
 def _with_lists(found: dict[str, Any]) -> dict[str, Any]:
-    """What comes as a text that stands for a list, and what is empty for nothing."""
+    """Parse lists that come as texts, and drop empty ones."""
     for name in ("banned_tokens", "dry_sequence_breakers", "banned_strings"):
         if isinstance(text := found.get(name), str):
             found[name] = _listed(text) if name != "banned_strings" else [text]
