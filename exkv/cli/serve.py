@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from exkv import PlacementError
-from exkv.serve.hosting import CACHE_BITS, ModelFolder, Prepared, ServeOptions
+from exkv.serve.hosting import CACHE_BITS, ModelFolder, Prepared, ServeOptions, model_folder
 
 from .flags import add_loading_flags, count, number, whole
 from .hosts import model_kind
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from exkv.serve.serving import Serving
 
 
-#: What is different where jobs share pages.
+#: Flags whose help or choices differ from those of other commands: jobs share pages.
 _CHANGES: dict[str, dict[str, Any]] = {
     "--max-seq-len": {
         "help": "tokens of the cache, for all jobs together (the model's positions, at most 32768)"
@@ -36,8 +36,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="answer requests over HTTP, in the words of OpenAI's API",
-        description="Load a model and serve it. It listens on this machine alone unless --host "
-        "says otherwise; then clients need a key. SIGTERM ends it when what it has is answered.",
+        description="Load a model and serve it. It listens on this machine only unless --host "
+        "says otherwise; then clients need a key. On SIGTERM it answers what is running, and ends.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", type=Path, help="a checkpoint's folder, or a GGUF file")
@@ -48,9 +48,9 @@ def add_to(commands: Any) -> None:
         "--model-dir",
         type=Path,
         metavar="FOLDER",
-        help="of models that clients may load instead (the one that MODEL is in)",
+        help="models that clients may load instead (the folder of MODEL)",
     )
-    add("--name", help="of the model, as clients see it (the folder's)")
+    add("--name", help="the model's name for clients (that of its folder or file)")
     add_loading_flags(parser, changes=_CHANGES)
     add("--page", type=count, default=256, metavar="N", help="tokens of a page of the cache (256)")
     add(
@@ -105,12 +105,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | None) -> Serving:
-    """Everything loaded; what can be wrong with the small files is found before the weights are
-    read."""
+    """Load the model; errors in the small files are found before the weights are read."""
     from exkv.serve.guard import Limits
     from exkv.serve.serving import Serving
 
-    folder = args.model_dir or args.model.resolve().parent
+    folder = args.model_dir or model_folder(args.model)
     if not folder.is_dir():
         raise ValueError(f"--model-dir {folder} is no folder")
     make = model_kind(args)
@@ -135,7 +134,7 @@ def port(text: str) -> int:
 
 
 def options(args: argparse.Namespace) -> ServeOptions:
-    """How to load, in the words of the command line."""
+    """Load options from the command line."""
     several = isinstance(args.reserve, list)
     return ServeOptions(
         max_seq_len=args.max_seq_len,

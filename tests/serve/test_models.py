@@ -11,7 +11,7 @@ import openai
 import pytest
 from running import DEMO, LONG, events, get, post, running, stopped_after, until
 
-from exkv.serve.hosting import ModelFolder, Prepared, ServeOptions
+from exkv.serve.hosting import ModelFolder, Prepared, ServeOptions, model_folder, own_name
 from exkv.serve.serving import Serving
 
 OPTIONS = ServeOptions(max_seq_len=1024, chunk_size=64, devices=("cpu",))
@@ -45,6 +45,20 @@ def serving(folder):
 def url(serving):
     with running(serving) as address:
         yield f"{address}/v1"
+
+
+def test_a_file_in_hugging_faces_cache_has_its_own_name_and_folder(tmp_path):
+    """Where files are links to blobs, and folders are named by commits."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "models--org--second" / "snapshots" / "0a1b"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "9f8e").write_bytes(b"GGUF")
+    (snapshot / "second-Q8_0.gguf").symlink_to(blobs / "9f8e")
+    assert own_name(snapshot / "second-Q8_0.gguf") == "second-Q8_0.gguf"
+    assert own_name(snapshot) == "org/second"
+    assert own_name(snapshot / "..") == "snapshots"
+    folder = ModelFolder(model_folder(snapshot / "second-Q8_0.gguf"))
+    assert folder.models() == {"second-Q8_0.gguf": snapshot / "second-Q8_0.gguf"}
 
 
 def answered(url: str) -> str:
