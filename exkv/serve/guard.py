@@ -26,6 +26,8 @@ App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 #: Half a surrogate pair as JSON escapes it, in any of JSON's encodings.
 _SURROGATE = re.compile(rb"\\\0*u\0*[dD]\0*[89a-fA-F]")
 
+_HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[\w:.%]+\])(:[0-9]*)?", re.ASCII)
+
 _OPEN = frozenset({"/health", "/favicon.ico", *page.FILES})  # paths that need no key
 
 
@@ -85,6 +87,8 @@ class Guard:
 
     def _check_host(self, host: bytes) -> None:
         name = host.decode("latin-1")
+        if _HOST.fullmatch(name) is None:  # URLs that are made of it would raise
+            raise Refused(400, f"the Host header is no host: {name[:80]!r}")
         if not name.endswith("]"):  # an IPv6 address without a port
             name = name.rsplit(":", 1)[0]
         if self._hosts is not None and name.lower() not in self._hosts:

@@ -46,6 +46,22 @@ def asked(left, path, seconds, hosts, key, limits, headers):
     return sent[0]["status"], sent[1]["body"]
 
 
+@pytest.mark.parametrize("host", [b"\xff]", b"[::1", b"a b", b"a/b", b"a:x"])
+def test_a_host_that_is_none_is_refused(host):
+    assert ask(host=host)[0] == 400
+    for good in (b"", b"localhost", b"exkv.local:5000", b"[::1]:80", b"127.0.0.1", b"[fe80::1]"):
+        assert ask(host=good)[0] == 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(encoding):
+    for text in ('{"a": "\\ud800"}', '{"\\uDFFF": 1}', '["\\ud83d\\ud83d"]'):
+        status, body = ask(chunks=[text.encode(encoding)])
+        assert (status, b"half a surrogate pair" in body) == (400, True)
+    for text in ('{"a": "\\ud83d\\ude00"}', '{"a": "\\\\ud800"}', "no JSON \\ud800", "[" * 9000):
+        assert ask(chunks=[text.encode(encoding)])[0] == 200
+
+
 def test_a_body_goes_through_in_one_piece():
     assert ask(chunks=[b"a", b"bc", b""]) == (200, b"abc")
 
@@ -66,10 +82,6 @@ def test_the_key_opens(headers, status):
     found, body = ask(key=KEY, **headers)
     assert found == status
     assert status == 200 or json.loads(body)["error"]["type"] == "invalid_api_key"
-
-
-def test_a_host_of_no_text_is_refused():
-    assert ask(host=b"\xff]", hosts=frozenset({"localhost"}))[0] == 421
 
 
 def test_health_needs_no_key():
