@@ -127,7 +127,8 @@ class Choice:
         only_echoes: without new tokens.
 
     Attributes:
-        logprobs: of its tokens if requested, without the token that ended it.
+        logprobs: of its tokens if requested, without the token that ended it; with that one behind
+            an echoed prompt, since such clients (lm-eval) count the new tokens that they asked for.
         tokens: number of new tokens.
         calls: tool calls in OpenAI's format.
         finish_reason: OpenAI's finish reason; None while it is running.
@@ -168,7 +169,7 @@ class Choice:
                 self._reader.mark()
             deltas = self._reader.push(each.text)
             deltas += self._reader.flush() if each.reason else []
-        if each.logprobs is not None and each.reason != "eos":
+        if each.logprobs is not None and (each.reason != "eos" or self._echoes):
             self._add_logprobs(each.logprobs)
         for delta in deltas:
             self._add(delta)

@@ -95,7 +95,7 @@ def test_multiple_choice_has_the_loglikelihoods_of_transformers(address, serving
         assert len(found["tokens"]) == len(ids) + new and found["token_logprobs"][0] is None
         scores = found["token_logprobs"][1 : len(ids)]
         wanted, is_greedy = loglikelihoods(reference, ids, len(context))
-        assert scores == pytest.approx(wanted, abs=0.05)
+        assert scores == pytest.approx(wanted, abs=0.03, rel=0.02)  # the model's are of bf16
         best = [max(top.values()) for top in found["top_logprobs"][len(context) : len(ids)]]
         assert (best == scores[len(context) - 1 :]) == is_greedy
         sums.append(sum(scores[len(context) - 1 :]))
@@ -104,7 +104,7 @@ def test_multiple_choice_has_the_loglikelihoods_of_transformers(address, serving
 
 
 def test_echoed_tokens_spell_the_text_and_streams_say_where_they_begin(address):
-    body = {"prompt": CONTEXT, "max_tokens": 4, "logprobs": 0, "echo": True, "temperature": 0}
+    body = {"prompt": CONTEXT, "max_tokens": 2, "logprobs": 0, "echo": True, "temperature": 0}
     _, whole = post(f"{address}/v1/completions", body)
     (choice,) = whole["choices"]
     found = choice["logprobs"]
@@ -169,7 +169,12 @@ def test_a_final_message_of_the_assistant_is_continued(address):
 
 # Tools ----------------------------------------------------------------------------------------
 
-THING = {"type": "object", "properties": {"thing": {"enum": ["key"]}}, "required": ["thing"]}
+THING = {
+    "type": "object",
+    "properties": {"thing": {"enum": ["key"]}},
+    "required": ["thing"],
+    "additionalProperties": False,
+}
 FIND = {"type": "function", "function": {"name": "find", "parameters": THING}}
 WAIT = {"type": "function", "function": {"name": "wait"}}
 NAMED = {"type": "function", "function": {"name": "find"}}
