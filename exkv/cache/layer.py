@@ -153,9 +153,14 @@ class CacheLayer:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         view = self.append(k, v, batch, params)
         out = self.spec.storage.attend(q, view, params, self.spec.dtype)
-        if self._written_back:  # copied while attention ran
-            self._written_back[-1].let_go()
+        self.release_written()
         return out
+
+    def release_written(self) -> None:
+        """Free a call's values on the device, which were copied to host memory while attention
+        ran."""
+        if self._written_back:
+            self._written_back[-1].let_go()
 
     def append(self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams) -> View:
         """Store k, v (B, T, H_kv, D); returns what these tokens' queries see, valid until the next

@@ -357,6 +357,7 @@ class HFLayer(CacheLayerMixin):
             return
         if not self._call.stored:
             self._commit(self._call, self.pads, self._own_params())
+            self._placed.release_written()
         self._call = None
 
     def _own_params(self) -> AttentionParams:
@@ -464,6 +465,7 @@ class HFLayer(CacheLayerMixin):
         spec = self._placed.spec
         rows = _rolled(self._widened(q), call.rolled, 1)
         out = _rolled(spec.storage.attend(rows, call.view(), params, spec.dtype), call.rolled, -1)
+        self._placed.release_written()
         return self._as_wide_as_values(out)
 
     def _as_wide_as_values(self, out: torch.Tensor) -> torch.Tensor:
@@ -520,6 +522,7 @@ class HFLayer(CacheLayerMixin):
             new = self._rounded(call.k, call.v)
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, new, strict=True))
             self._commit(call, self.pads, self._own_params())
+        self._placed.release_written()
         key_dim, value_dim = self.dims
         return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
 
