@@ -28,6 +28,7 @@ _GRAMMAR_SECONDS = 1  # of CPU time
 _GRAMMAR_MEMORY = 2 << 30
 _GRAMMAR_WAIT = 30.0  # wall-clock seconds, on a busy machine
 _KNOWN = 256  # verdicts to remember
+_TERSE = {"NoExtensionBias": "a rule or a $ref stands for itself alone, which no text can match"}
 
 # Reads one grammar per line and writes its error, "" if it is valid.
 _TRIAL = f"""
@@ -143,7 +144,8 @@ class _Trial:
         finally:
             watchdog.cancel()
         if line:
-            return str(json.loads(line)).split("<state>")[0].strip()[:300]
+            reason = str(json.loads(line)).split("<state>")[0].strip()[:300]
+            return _TERSE.get(reason, reason)
         process.kill()
         process.wait()
         return f"it takes more than {_GRAMMAR_SECONDS} s or too much memory to compile"

@@ -259,6 +259,7 @@ def test_openapi_names_the_errors_that_come(address):
     assert (caught.value.code, caught.value.headers["Allow"]) == (405, "POST")
 
 
+ITSELF = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}
 
 
@@ -270,6 +271,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}
         ({"stop": [1]}, "stop.0: Input should be a valid string"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function: Field required"),
         ({"messages": None}, "messages: Field required"),
+        ({"response_format": ITSELF}, "a $ref stands for itself alone"),
         ({"model": "\ud800"}, "half a surrogate pair"),
         ({"metadata": {"\udfff": "x"}}, "half a surrogate pair"),
         ({"prompt_cache_key": "a\ud800b"}, "half a surrogate pair"),
