@@ -27,7 +27,7 @@ def check_answer(
     lengths: Lengths,
     wanted: Logits,
 ) -> None:
-    """Look at the logits of each row's last token.
+    """Look at the logits that a call returns.
 
     Raises:
         FloatingPointError: some are NaN or infinite; the message names the unit where that begins.
@@ -43,11 +43,11 @@ def check_answer(
 
 
 def _is_finite(x: torch.Tensor, lengths: Lengths, *, each: bool = False) -> bool:
-    """Of values (B, T, n), those of each row's last token; ``each`` for all of (N, 1, n)."""
-    if each:
+    """Of values (B, T, n), those that aren't padding; ``each`` for all of (N, 1, n)."""
+    if each or not lengths.ragged:
         return first_not_finite(x) is None
-    last = (x[row, min(new, x.shape[1]) - 1] for row, new in enumerate(lengths.new) if new > 0)
-    return all(first_not_finite(values) is None for values in last)
+    rows = (x[row, : min(new, x.shape[1])] for row, new in enumerate(lengths.new))
+    return all(first_not_finite(values) is None for values in rows)
 
 
 def _first_unit(model: Transformer, input_ids: torch.Tensor, lengths: Lengths) -> str:

@@ -25,8 +25,10 @@ def first_not_finite(values: torch.Tensor, dtype: torch.dtype | None = None) -> 
     if values.numel() == 0:
         return None
     if values.dtype == _E4M3:
-        codes = values.view(torch.uint8) & 0x7F
-        return None if int(codes.amax()) < 0x7F else _first(codes == 0x7F)
+        codes = values.view(torch.uint8)  # NaN is 0x7F and 0xFF, the largest int8 and uint8
+        if int(codes.amax()) < 0xFF and int(codes.view(torch.int8).amax()) < 0x7F:
+            return None
+        return _first(codes & 0x7F == 0x7F)
     if values.dtype not in _FLOATS:
         return None
     most = torch.finfo(values.dtype if dtype is None else dtype).max

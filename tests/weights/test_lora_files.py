@@ -153,6 +153,20 @@ def test_damaged_and_missing_files_are_refused(tmp_path, model, queries):
     assert not model.adapters
 
 
+@pytest.mark.parametrize(("name", "shape"), [(A, (4, 128)), (B, (256, 4))])
+def test_a_number_that_is_not_finite_is_refused(tmp_path, model, queries, name, shape):
+    values = torch.zeros(shape)
+    values[1, 2] = torch.inf
+    write_adapter(tmp_path, queries, tensors={name: values})
+    model.load(devices=["cpu"])
+    try:
+        place = shape[1] + 2
+        with pytest.raises(AdapterError, match=rf"{name}.*number {place} is NaN, infinite"):
+            model.load_adapter(tmp_path)
+    finally:
+        model.unload()
+
+
 def test_names_are_unlike_and_known(tmp_path, model, queries):
     folder = write_adapter(tmp_path / "mine", queries)
     try:

@@ -27,7 +27,7 @@ IDS = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(3))
 @pytest.fixture(scope="module")
 def models() -> dict[bool, torch.nn.Module]:
     """A tiny one, and for GGUF one of sizes that blocks of 256 divide."""
-    return {large: reference(llama(**sizes(256 if large else 64))) for large in (False, True)}
+    return {large: reference(llama(**sizes(256 if large else 128))) for large in (False, True)}
 
 
 def sizes(width: int) -> dict[str, int]:

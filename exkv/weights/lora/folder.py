@@ -13,6 +13,7 @@ from exkv.checkpoint import Checkpoint, TensorInfo
 from exkv.checkpoint.files import quoted
 from exkv.checkpoint.value_checks import is_number
 
+from ..finite import first_not_finite
 from .adapter_config import AdapterConfig, AdapterError
 
 TENSORS_NAME = "adapter_model.safetensors"
@@ -113,8 +114,15 @@ class AdapterFolder:
 
         Raises:
             CheckpointError: the file has changed since it was opened.
+            AdapterError: a number is NaN or infinite, or too large for ``dtype``.
         """
         a, b = self._tensors.tensor(matrix.a), self._tensors.tensor(matrix.b)
+        for name, half in ((matrix.a, a), (matrix.b, b)):
+            if (found := first_not_finite(half, dtype)) is not None:
+                raise AdapterError(
+                    f"{self.file}: {quoted(name)}: number {found} is NaN, infinite or too large "
+                    f"for {dtype}: save or download the adapter again"
+                )
         scaled = b.to(torch.float64) * matrix.scale
         return a.to(dtype, copy=True), scaled.to(dtype)
 
