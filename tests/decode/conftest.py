@@ -1,10 +1,14 @@
-"""A tiny model with random weights, which no test changes."""
+"""What tests of the decode loop share: a tiny model with random weights, which no test changes, and
+transformers' models beside ours."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from zlib import crc32
 
 import pytest
+from generated import pair_of
+from references import diverse_beams
 from tiny import llama, reference, save, save_tokenizer
 
 from exkv import Engine, Model, PagedCache, Tokenizer
@@ -42,3 +46,24 @@ def counted(tiny_model, tiny_tokenizer) -> Iterator[Callable[..., Engine]]:
     for engine in made:
         engine.close()
         assert not any(engine.pool.holders) and engine.pool.available == engine.pool.pages
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """transformers' model and ours, by the seed of their weights."""
+    return {
+        seed: pair_of(seed, tmp_path_factory.mktemp(f"weights{seed}"))
+        for seed in diverse_beams.SEEDS
+    }
+
+
+@pytest.fixture
+def seed(request):
+    """Weights of a test that names none: all run the same code, so each case has one of them, which
+    its name decides, and the cases of a test have all of them."""
+    return diverse_beams.SEEDS[crc32(request.node.name.encode()) % len(diverse_beams.SEEDS)]
+
+
+@pytest.fixture
+def pair(pairs, seed):
+    return pairs[seed]
