@@ -465,7 +465,10 @@ def test_a_second_generator_takes_over_an_idle_cache(parts, texts):
         ExLlamaV2DynamicGenerator(model, cache, tokenizer)
     while first.num_remaining_jobs():
         first.iterate()
+    with pytest.raises(TypeError, match="draft_cache is a NoneType") as failed:
+        ExLlamaV2DynamicGenerator(model, cache, tokenizer, draft_model=model)
     second = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    assert failed.tb is not None  # which keeps the one that couldn't be built
     call = {"max_new_tokens": 12, "gen_settings": GREEDY, "completion_only": True}
     assert second.generate(PROMPTS[0], **call) == texts[0] == one.full_completion
     base = ExLlamaV2BaseGenerator(model, cache, tokenizer)

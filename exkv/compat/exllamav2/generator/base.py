@@ -25,6 +25,7 @@ from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.decode import Event, Handle
+from exkv.decode.scheduler import Scheduler
 
 from .filters import ExLlamaV2Filter, filters_of
 from .sampler import Settings
@@ -36,6 +37,8 @@ __all__ = ["ExLlamaV2BaseGenerator", "ExLlamaV2Filter"]
 
 class ExLlamaV2BaseGenerator(Adapter):
     """Generates with one model, one cache and one tokenizer."""
+
+    _scheduler: Scheduler  # of the last jobs
 
     def __init__(
         self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, tokenizer: ExLlamaV2Tokenizer

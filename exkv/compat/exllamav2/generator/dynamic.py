@@ -77,8 +77,9 @@ class ExLlamaV2DynamicGenerator(Adapter):
         self.max_seq_len = max_seq_len or model.config.max_seq_len
         self.max_chunk_size = max_chunk_size or PAGED_PAGE_SIZE
         self.page_size, self.paged = PAGED_PAGE_SIZE, True
-        for each in filter(None, (cache, draft_cache)):
-            each.take_over(self)
+        caches = [each for each in (cache, draft_cache) if isinstance(each, ExLlamaV2CacheBase)]
+        for each in caches:
+            each.take_over(None)
         self.exkv = Engine(
             model.exkv,
             _in_pages(cache),
@@ -88,6 +89,8 @@ class ExLlamaV2DynamicGenerator(Adapter):
             draft=_draft(draft_model, draft_cache, num_draft_tokens),
             ngrams=num_draft_tokens if use_ngram_draft else None,
         )
+        for each in caches:
+            each.take_over(self)
         self.max_total_tokens = self.exkv.pool.pages * PAGED_PAGE_SIZE
         self.max_pages, self.job_serial = self.exkv.pool.pages, 0
         self.current_loras: list[Any] = []
@@ -151,7 +154,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
             self.exkv.iterate()
 
     def num_remaining_jobs(self) -> int:
-        return len(getattr(self, "_jobs", ()))  # of one that couldn't be built, too
+        return len(self._jobs)
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
