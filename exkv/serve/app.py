@@ -55,8 +55,8 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
 
         def encoded() -> list[int]:
             if isinstance(asked.text, list):
-                continues = {"continue_final_message": True} if asked.continues else {}
-                return encode_chat(tokenizer, [each.plain() for each in asked.text], **continues)
+                messages = [message.plain() for message in asked.text]
+                return encode_chat(tokenizer, messages, continue_final_message=asked.continues)
             bos = None if asked.add_bos_token else False
             return tokenizer.encode(asked.text, bos, asked.encode_special_tokens)
 

@@ -15,7 +15,7 @@ from exkv.sampling.exllamav2 import EXLLAMAV2, PLAIN, SERVED
 from exkv.sampling.step import Entry
 
 #: A field here -> its other names; the first one given counts.
-_OTHER_NAMES = {
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "max_tokens": ("max_new_tokens", "max_length", "n_predict", "num_predict"),
     "min_tokens": ("min_length", "min_new_tokens"),
     "stop": ("stopping_strings", "stop_sequence"),
@@ -55,38 +55,7 @@ _NO_EFFECT = (
     *("api_type", "api_server", "bypass_status_check", "cache_prompt", "legacy_api"),
     *("n_probs", "num_ctx", "keep_alive", "id_slot", "timings_per_token"),
 )
-_NAMES = {
-    "max_tokens": ("max_new_tokens", "max_length", "n_predict", "num_predict"),
-    "stop": ("stopping_strings", "stop_sequence"),
-    "seed": ("sampler_seed",),
-    "banned_tokens": ("custom_token_bans",),
-    "cfg_scale": ("guidance_scale",),
-    "chat_template_kwargs": ("template_vars",),
-    **{name: PLAIN[field].also_called for name, field in SERVED.items()},
-}
-#: A setting that exkv hasn't got -> the values at which it is switched off.
-_SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
-    "min_length": (0,),
-    "ban_eos_token": (False,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
-    "add_bos_token": (True,),
-    "mirostat": (0, False),
-    "mirostat_mode": (0,),
-    "smoothing_curve": (0, 1),
-    "adaptive_target": (0, -0.01, -1),
-    "max_tokens_second": (0,),
-    "grammar_string": ("",),
-}
-#: What belongs to a setting above, says a setting once more, or is about the client itself.
-_NOT_NEEDED = (
-    *("mirostat_tau", "mirostat_eta", "adaptive_decay", "min_keep"),
-    *("dynamic_temperature", "dynatemp_range", "rep_pen_size", "rep_pen_slope"),
-    *("truncation_length", "generate_window", "include_reasoning", "speculative_ngram"),
-    *("api_type", "api_server", "bypass_status_check", "cache_prompt"),
-)
-_NAMES = {field: name for name, field in SERVED.items()}
+_NAMES: dict[str, str] = {field: name for name, field in SERVED.items()}
 
 
 def _belonging(row: Entry) -> tuple[str, list[str]] | None:

@@ -370,7 +370,7 @@ class _Generation(_Sampling):
             ValueError, TypeError: a number out of its range.
         """
         settings = self.sampling(usual, encode)
-        drawn = self.seed is None or self.seed == -1  # as TabbyAPI, llama.cpp and others mean it
+        seed = None if self.seed == -1 else self.seed  # as TabbyAPI, llama.cpp and others mean it
         return [
             Job(
                 prompt=prompt,
@@ -378,7 +378,7 @@ class _Generation(_Sampling):
                 max_new_tokens=most,
                 min_new_tokens=most if self.ban_eos_token else self.min_tokens,
                 ignore_eos=self.ignore_eos,
-                seed=None if drawn else (self.seed + choice) % 2**62,
+                seed=None if seed is None else (seed + choice) % 2**62,
                 stop=self.stop if self.stop is not None else (),
                 grammar=grammar,
                 priority=self.priority,
