@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from full_length import IDS, work_at_the_edge
 from rich.console import Console
 from simproc import run_sim
 from tiny import llama, reference, save
@@ -37,7 +38,6 @@ from exkv.planning.workspace import Peak
 from exkv.sizes import human
 
 MEBI = 1 << 20
-IDS = torch.randint(3, 320, (4, 300), generator=torch.Generator().manual_seed(3))
 
 #: Shapes of tiny models: layers alike and unlike in size to head and embedding.
 SHAPES = {
@@ -60,23 +60,6 @@ def folders(tmp_path_factory):
 
 def allocated() -> list[int]:
     return [torch.accelerator.memory_allocated(i) for i in range(torch.accelerator.device_count())]
-
-
-def work_at_the_edge(model: Model, cache: Cache, last_id_only: bool = False) -> None:
-    """Calls at full batch and length, while the last call's logits are kept: rows of unlike
-    length first, then all full, then token by token to the last."""
-    rows, length = cache.batch_size, cache.max_seq_len
-    ids = IDS[:rows].repeat(1, 1 + length // IDS.shape[1])[:, :length] % model.config.vocab_size
-    kept = None
-    for tail in (1, 2):
-        cache.reset()
-        new = [max(length - tail - row, 1) for row in range(rows)] if tail > 1 else None
-        width = length - tail if new is None else max(new)
-        if width > 0:
-            kept = model.forward(ids[:, :width], cache, new_lens=new, last_id_only=last_id_only)
-        while max(cache.seq_lens) < length:
-            kept = model.forward(ids[:, :1], cache, last_id_only=last_id_only)
-    del kept
 
 
 # The promise ----------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import random
 
 import pytest
 import torch
+from full_length import work_at_the_edge
 from simproc import run_sim
-from test_promise import work_at_the_edge
 from tiny import llama, mixtral, reference, save, small
 
 from exkv import CACHES, Cache, Model, PlacementError, place, sim
