@@ -91,7 +91,7 @@ def test_a_refusal_says_how_much_where_and_what_would_do(config_70b, capsys):
     assert "GiB over" in out and "!!!" in out
     assert "No room for model.layers.7" in out
     assert ", even with chunks of 128 tokens, the embedding in host memory: " in out
-    assert "bytes) more on cuda:2 would do." in out
+    assert "bytes) more on cuda:2 would do." in " ".join(out.split())
     assert "would fit: a cache of max_seq_len=" in out
     assert "would fit: Cache8bit at the same length" in out
 
@@ -274,11 +274,12 @@ def test_a_bars_cells_are_in_proportion_to_its_bytes():
 @needs_sim
 def test_simulate_carries_the_plan_out_and_shows_both_figures(config_70b):
     hosts = ("a=48G,24G", "b=24G,16G", "c=24G,24G,cpu:32G", "d=12G,8G,8G")
-    done = run("plan", config_70b, "--hosts", *hosts, "--objective", "balance", "--simulate")
+    options = ("--objective", "balance", "--allocator", "exact", "--simulate")
+    done = run("plan", config_70b, "--hosts", *hosts, *options)
     assert done.returncode == 0, done.stderr
     assert "It fits on 9 devices of 4 hosts" in done.stdout
     table = done.stdout.split("carried out on simulated devices")[1]
-    rows = [line for line in table.splitlines() if "sim:" in line]
+    rows = [line for line in table.splitlines() if "sim:" in line and "(" in line]
     assert len(rows) == 9
     for row in rows:
         cells = [cell.strip() for cell in row.split("│")[3:7]]
@@ -357,7 +358,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
     assert [line for line in lines if len(line.rstrip()) > width] == []
     assert cells_of(out) == cells_of(whole)
     words = re.findall(r"[^\s┃│]+", out.split("Planned in")[0])
-    bars = re.compile(r"[WClwm·!]{2,}|[━─┏┳┓┡╇╩┩├┼┤└┴┘]+")
+    bars = re.compile(r"[WClwaxm·!]{2,}|[━─┏┳┓┡╇╩┩├┼┤└┴┘]+")
     known = {*whole.split(), "device"}
     assert [word for word in words if word not in known and not bars.fullmatch(word)] == []
 
