@@ -218,20 +218,19 @@ class CacheLayer:
             prefetch = self.start_prefetch(lengths)
         assert prefetch.lengths == lengths, "a failed call drops its prefetch"
         here = prefetch.arrive()
-        if self.after is not None and self.after.tensors:
+        if self.after is not None and self.after.tensors and self.after.offloaded:
             self.after.prefetched = self.after.start_prefetch(lengths, prefetch)
         return here
 
     def start_prefetch(self, lengths: Lengths, before: Prefetch | None = None) -> Prefetch:
-        """Start to copy the tokens that a call of these lengths reads to the layer's device, to the
-        buffer that the layer before does not read.
+        """Start to copy the tokens that a call of these lengths reads to the layer's device.
 
         Args:
-            before: that layer's.
+            before: that of the layer before, whose spare buffer is taken if it is on this device.
         """
-        memory, spare = (None, None) if before is None else (before.spare, before.memory)
-        if before is not None:
-            before.spare = None
+        memory = spare = None
+        if before is not None and before.memory.device == self._placed:
+            memory, spare, before.spare = before.spare, before.memory, None
         return Prefetch.start(
             self.tensors,
             self.spec.arrangement,

@@ -48,7 +48,7 @@ def test_an_error_in_the_last_callback_leaves_nothing_loaded(folder, way, error)
 
 
 def stolen_behind(folder):
-    """Somebody takes memory of a card that has been filled already."""
+    """Somebody takes memory of a card that a plan of the user's has filled already."""
     model = Model(folder)
     cache = Cache(model, 40, 2)
     thieves = []
@@ -59,7 +59,7 @@ def stolen_behind(folder):
             thieves.append(torch.empty(free - 512, dtype=torch.int8, device="sim:0"))
 
     try:
-        model.load([1400 / 2**20, 1], devices=["sim:0", "sim:1"], callback=steal)
+        model.load(plan=place(model, cache, cap=["1400K", "1G"]), callback=steal)
         return "loaded"
     except PlacementError as error:
         message = str(error)

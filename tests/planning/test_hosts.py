@@ -231,7 +231,7 @@ def test_80_layers_over_four_hosts_as_a_user_sees_it(config_70b, capsys):
     lines = out.splitlines()
     assert lines[1] == "a" and lines[2].split()[0] == "cuda:0" and lines[4].split()[0] == "cpu"
     assert [line for line in lines if len(line) == 1] == ["a", "b", "c", "d"]
-    assert "t transport" in out and "c/cuda:1" in out and "74-79 head" in out
+    assert "t transport" in out and "c/cuda:1" in out and "73-79 head" in out
     assert "It fits on 6 devices of 3 hosts" in out
 
 
