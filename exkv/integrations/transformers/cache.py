@@ -91,7 +91,8 @@ class HFCache(DynamicCache):
         rotates = any(isinstance(spec.retention, Sinks) for spec in specs if spec is not None)
         batches = Batches(_rotary_tables(text, kind) if rotates else None)
         layer_types, arguments = get_layer_types_and_kwargs(text)
-        static = kind in _STATIC and limit is not None
+        # Nothing masks what a cross-attention's cache has after the encoder's tokens.
+        static = kind in _STATIC and limit is not None and not config.is_encoder_decoder
         Cache.__init__(
             self,
             layers=[
@@ -362,7 +363,7 @@ class HFCache(DynamicCache):
 
 class HFStaticCache(HFCache, StaticCache):
     """An :class:`HFCache` of a static kind. With a ``max_seq_len``, it hands out keys and values at
-    that length, as stock static caches do."""
+    that length, as stock static caches do; those of encoder-decoders are never padded."""
 
     @property
     def is_compileable(self) -> bool:
