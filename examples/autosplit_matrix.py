@@ -24,7 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 from exkv import CACHES, KVCache, Model, PlacementError
-from exkv.devices import allocated_memory, resolve_devices
+from exkv.devices import allocated_memory, present_devices, resolve_devices
 from exkv.loading import DeviceReport
 from exkv.sizes import human, parse_sizes
 
@@ -147,7 +147,9 @@ def generate(model: Model, cache: KVCache, count: int) -> list[int]:
 
 def memory(names: Sequence[str] | None) -> dict[torch.device, int]:
     """Bytes in use on each device that keeps count."""
-    counts = {device: allocated_memory(device) for device in resolve_devices(names)}
+    counts = {
+        device: allocated_memory(device) for device in resolve_devices(names or present_devices())
+    }
     return {device: count for device, count in counts.items() if count is not None}
 
 

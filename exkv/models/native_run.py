@@ -129,7 +129,7 @@ class _Handle:
 
 
 def _release(run: torch.Tensor) -> None:
-    """The garbage collector may call it inside a dry run, whose mode must not see it."""
+    """The garbage collector may call it under a dispatch mode, which must not see it."""
     with _disable_current_modes():
         torch.ops.exkv.release_run.default(run)
 
