@@ -1,4 +1,4 @@
-"""Torch's caching allocator as a model: what a card reserves for what is asked of it.
+"""A model of torch's caching allocator: what a card reserves for the memory requested from it.
 
 CUDA gives memory in segments, and torch keeps them: a request of up to 1 MiB comes from segments of
 2 MiB, one of less than 10 MiB from segments of 20 MiB, and a larger one from a segment of its own,
@@ -46,15 +46,15 @@ class Rules:
 
     @classmethod
     def from_env(cls) -> Rules:
-        """What this process's allocator goes by; as torch's, of the first variable that is set."""
+        """The rules of this process, from the first variable that is set, as torch does."""
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         return cls.parse(next(filter(None, map(os.environ.get, names)), ""))
 
     @classmethod
     @functools.cache
     def parse(cls, text: str) -> Rules:
-        """The rules in a text such as ``expandable_segments:True,max_split_size_mb:128``. What is
-        no rule of sizes is passed over, and so is a list of divisions by size."""
+        """Parse a text such as ``expandable_segments:True,max_split_size_mb:128``. Other settings
+        are ignored, and so is a list of divisions by size."""
         pairs = (item.split(":", 1) for item in text.replace(" ", "").split(",") if ":" in item)
         values = {key: value for key, value in pairs}
         mebi = {key: int(value) << 20 for key, value in values.items() if value.isdecimal()}
@@ -83,23 +83,23 @@ class Rules:
             return self.large_segment
         return -(-size // ROUND_LARGE) * ROUND_LARGE
 
-    def stretch(self, nbytes: int) -> int:
-        """Bytes to ask for to hold ``nbytes`` for long. Where no third one fits beside two in a
-        segment for medium requests, it is as much as gets a segment of its own, half as large,
-        which goes back whole."""
+    def request_size(self, nbytes: int) -> int:
+        """Bytes to request for a long-lived allocation of ``nbytes``. If a medium segment holds
+        only two of this size, the request is raised until it gets a segment of its own, which is
+        half as large and is released as a whole."""
         alone = self.large_segment < 3 * nbytes and nbytes < LARGE and not self.expandable
         return LARGE if alone else nbytes
 
     def share(self, nbytes: int) -> int:
-        """What :meth:`stretch` reserves, where many of this size share segments."""
-        size = self.rounded(self.stretch(nbytes)) if nbytes else 0
+        """Bytes reserved for each of many such allocations, which share segments."""
+        size = self.rounded(self.request_size(nbytes)) if nbytes else 0
         if not size or self.expandable:
             return size
         segment = self.segment(size)
         return -(-segment // (segment // size))
 
     def open_segments(self, sizes: Iterable[int]) -> int:
-        """Bytes by which segments that are shared may reserve more than the shares of ``sizes``."""
+        """Upper bound on what partly filled segments reserve beyond the shares of ``sizes``."""
         wanted = {self._page(size) for size in sizes if size and (self.expandable or size < LARGE)}
         return sum(wanted)
 
@@ -136,7 +136,7 @@ class CachingAllocator:
         self._next_address = 1 << 40
 
     def allocate(self, nbytes: int) -> Block:
-        """A block of at least ``nbytes``; MemoryError where the device has no memory for it."""
+        """Allocate at least ``nbytes``; MemoryError if the device has no room."""
         size = self.rules.rounded(nbytes)
         small = size <= SMALL
         block = (
@@ -154,13 +154,13 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """The block is kept, as one with free neighbours."""
+        """Return a block to its pool, merged with free neighbours."""
         self.allocated -= block.size
         block.free = True
         self._insert(self._merged(block))
 
     def empty_cache(self) -> None:
-        """Give back what no block in use lies in."""
+        """Release segments without a block in use."""
         self._release_all()
 
     # Finding --------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class CachingAllocator:
         del pool[bisect.bisect_left(pool, (block.size, block.address), key=_key)]
 
     def _merged(self, block: Block) -> Block:
-        """The block with its neighbours that are free as well."""
+        """Merge a free block with its free neighbours."""
         before, after = block.before, block.after
         if after is not None and after.free and after.mapped == block.mapped:
             self._forget(after)
@@ -237,7 +237,7 @@ class CachingAllocator:
     # Segments -------------------------------------------------------------------------------
 
     def _takes(self, nbytes: int) -> bool:
-        """Reserve so many bytes more; False where the device has less."""
+        """Reserve more bytes; False if the device has fewer."""
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             return False
         self.reserved += nbytes
@@ -255,7 +255,7 @@ class CachingAllocator:
         return block
 
     def _release_all(self) -> bool:
-        """Give back every segment that is free as a whole, or its pages where it is expandable."""
+        """Release free segments, or the free pages of expandable ones."""
         for pool in self._free.values():
             for _, _, block in list(pool):
                 if self.rules.expandable:
@@ -266,8 +266,8 @@ class CachingAllocator:
         return True
 
     def _release_fitting(self, size: int, *, small: bool) -> bool:
-        """Where large blocks are not split: give back free ones that were too large for the
-        request, the largest first, until there is room; False where that frees too little."""
+        """With ``max_split``, release free blocks that were too large for the request, the largest
+        first, until there is room; False if that frees too little."""
         limit = self.rules.max_split
         if limit is None or self.rules.expandable:
             return False
@@ -293,8 +293,8 @@ class CachingAllocator:
         return SMALL_SEGMENT if small else self.rules.large_segment
 
     def _expanded(self, size: int, *, small: bool) -> Block | None:
-        """A free block of ``size`` bytes or more at the end of what the pool's segment has, by
-        pages that are added to it; None where the device has no memory for them."""
+        """Grow the pool's segment by pages until its last free block has ``size`` bytes; None if
+        the device has no memory for them."""
         block = self._expandable(size, small=small)
         if not block.mapped:
             found = self._map(block, min(block.size, size))
@@ -314,8 +314,8 @@ class CachingAllocator:
         return found
 
     def _expandable(self, size: int, *, small: bool) -> Block:
-        """The lowest block without memory, or the free one before it, behind which there are
-        enough addresses; from a new range of them where there is none."""
+        """The lowest unmapped block, or the free block before it, that starts ``size`` free bytes
+        of address space; a new address range if there is none."""
         for _, block in self._unmapped[small]:
             start = block.before if block.before is not None and block.before.free else block
             each: Block | None = start
@@ -333,8 +333,8 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
-        """Give a block pages for ``nbytes``; the rest of it stays without. Returns the free block
-        that it is a part of, in no pool."""
+        """Map pages for the first ``nbytes`` of a block. Returns the merged free block, which is in
+        no pool."""
         page = self._page(small=block.small)
         nbytes = -(-nbytes // page) * page
         if not self._takes(nbytes):
@@ -347,7 +347,7 @@ class CachingAllocator:
         return self._merged(block)
 
     def _unmap(self, block: Block) -> None:
-        """Take the whole pages of a free block from it."""
+        """Unmap the whole pages of a free block."""
         page = self._page(small=block.small)
         begin = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
@@ -367,7 +367,7 @@ class CachingAllocator:
 
 
 def _room(block: Block) -> int:
-    """Bytes to which a block can grow: by that one which can is the last choice."""
+    """Bytes to which a block can grow; blocks that can grow are chosen last."""
     grows = block.after is not None and not block.after.mapped
     return block.size + (block.after.size if grows and block.after else 0)
 

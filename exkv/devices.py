@@ -66,7 +66,7 @@ def allocator_rules(device_type: str) -> Rules | None:
 def allocation_bytes(nbytes: int, device_type: str) -> int:
     """Bytes to ask for to hold ``nbytes`` in one allocation that lives long."""
     rules = allocator_rules(device_type)
-    return nbytes if rules is None else rules.stretch(nbytes)
+    return nbytes if rules is None else rules.request_size(nbytes)
 
 
 def present_devices() -> list[torch.device]:

@@ -33,11 +33,11 @@ from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
 from .elsewhere import Transport
-from .first_answer import check_answer
+from .logits_check import check_logits
 from .runs import Runs
 from .units import PlacedUnit, Unit, UnitSpec, unit_specs
 
-#: Tokens of a chunk where nobody says how many: a plan takes the most that fit.
+#: Default sizes of a chunk, in tokens: a plan takes the largest that fits.
 CHUNKS = (2048, 1024, 512, 256, 128)
 
 
@@ -93,7 +93,7 @@ class Transformer:
         self._adapters: dict[str, Adapter] = {}
         self._adapted = AdaptedUnits()
         self._runs = Runs()
-        self._answers = False
+        self._logits_checked = False
         self.transport: Transport | None = None
         self.elsewhere: frozenset[int] = frozenset()
         self.in_flight = 1.0
@@ -222,7 +222,7 @@ class Transformer:
         """
         for cache in self.caches:
             cache.revoke("model.unload")
-        self._answers = False
+        self._logits_checked = False
         for unit in self.units:
             unit.release()
         for cache in self.caches:
@@ -638,9 +638,9 @@ class Transformer:
         if not head:
             return None
         logits = x if self.transport is None else self.transport.logits(x, lengths, wanted)
-        if not self._answers and stop is None and logits is not None:
-            check_answer(self, logits, input_ids, lengths, wanted)
-            self._answers = True
+        if not self._logits_checked and stop is None and logits is not None:
+            check_logits(self, logits, input_ids, lengths, wanted)
+            self._logits_checked = True
         return logits
 
     def _standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:

@@ -1,7 +1,7 @@
-"""How calls run, where nobody said: in the largest chunks that fit, with logits in the largest
-slices of them, and with the embedding in host memory where only that makes it fit.
+"""Defaults that depend on the room: the largest chunk that fits, the largest slice of a chunk whose
+logits fit, and the embedding in host memory if the model fits only then.
 
-None of these changes an answer. ``exkv.planning.best`` asks, before it chooses weights.
+None of these changes an answer. ``exkv.planning.best`` calls this before it chooses weights.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ Fits = Callable[[Scenario], bool]
 
 
 def fitted(scenario: Scenario, fits: Fits) -> Scenario:
-    """The scenario with the largest calls that fit; with the smallest, so that a refusal says what
-    lacks even then, where none do.
+    """The scenario with the largest calls that fit; with the smallest if none do, so that a refusal
+    says what is missing even then.
 
     Args:
-        fits: whether a scenario does, whose weights may still be open.
+        fits: whether a scenario fits; its weights may be undecided.
     """
     if fits(scenario):
-        return _said(scenario)
+        return _described(scenario)
     least = smallest(scenario)
     fitting = filter(fits, ways(scenario)) if any(map(fits, least)) else iter(least[-1:])
-    return _said(next(fitting))
+    return _described(next(fitting))
 
 
 def smallest(scenario: Scenario) -> list[Scenario]:
-    """With the smallest calls that may be chosen: if one of these doesn't fit, nothing does."""
+    """The scenarios with the smallest calls. If none of them fits, nothing does."""
     least = [_in_chunks_of(each, _chunk_sizes(each)[-1]) for each in _places(scenario)]
     return [_sliced(each, CHUNKS[-1]) for each in least]
 
 
 def anew(scenario: Scenario) -> Scenario:
-    """A scenario that was fitted before, and changed since, with the largest calls that fit now."""
+    """Fit a scenario again after it was changed."""
 
     def usual(workload: Workload) -> Workload:
         promise = replace(workload.promise, max_input_len=workload.model.chunks[0], logits_len=None)
@@ -48,14 +48,13 @@ def anew(scenario: Scenario) -> Scenario:
 
 
 def even_with(scenario: Scenario) -> str:
-    """What a refusal adds: that it was tried with less than usual."""
+    """The part of a refusal that names what was made smaller in vain."""
     words = dict.fromkeys(each for workload in scenario.workloads for each in workload.fitted)
     return f", even with {', '.join(words)}" if words else ""
 
 
 def ways(scenario: Scenario) -> Iterator[Scenario]:
-    """All ways in which calls may run, those with larger chunks, then slices, first; and behind
-    them those with embeddings in host memory."""
+    """All choices: larger chunks first, then larger slices; embeddings in host memory last."""
     for placed in _places(scenario):
         for size in _chunk_sizes(placed):
             chunked = _in_chunks_of(placed, size)
@@ -64,12 +63,12 @@ def ways(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _chunk_sizes(scenario: Scenario) -> list[int]:
-    """Those that may be chosen, largest first."""
+    """The sizes of chunks to choose from, largest first."""
     return sorted({size for w in scenario.workloads for size in w.model.chunks}, reverse=True)
 
 
 def _in_chunks_of(scenario: Scenario, tokens: int) -> Scenario:
-    """In chunks of so many tokens at most, of those that may be chosen."""
+    """With the largest chunks of at most ``tokens``."""
     return scenario.each(lambda workload: workload.in_chunks_of(_size(workload, tokens)))
 
 
@@ -79,7 +78,7 @@ def _size(workload: Workload, most: int) -> int:
 
 
 def _places(scenario: Scenario) -> list[Scenario]:
-    """It, and with embeddings in host memory where that makes a difference."""
+    """The scenario, and if it differs, the one with embeddings in host memory."""
     hosted = _embedded(scenario)
     return [scenario] if hosted == scenario else [scenario, hosted]
 
@@ -95,9 +94,9 @@ def _with_slices(workload: Workload, tokens: int) -> Workload:
 
 
 def _embedded(scenario: Scenario) -> Scenario:
-    """With embeddings that nobody has placed in host memory, as far as that has room for them."""
+    """With undecided embeddings in host memory, if there is room for them."""
     if scenario.over_hosts or all(budget.device.type == "cpu" for budget in scenario.budgets):
-        return scenario  # nobody said what memory hosts have
+        return scenario  # the hosts' memory is unknown
     hosted = scenario.each(_with_embedding_on_host)
     costs = [row[0] for row in hosted.costs(hosted.no_peaks())]
     room = accelerators.memory(accelerators.CPU).available
@@ -108,8 +107,8 @@ def _with_embedding_on_host(workload: Workload) -> Workload:
     return workload if workload.embed_cpu is not None else replace(workload, embed_cpu=True)
 
 
-def _said(scenario: Scenario) -> Scenario:
-    """The scenario that has in words what is smaller, or elsewhere, than usual."""
+def _described(scenario: Scenario) -> Scenario:
+    """Record in words what differs from the defaults."""
     return scenario.each(lambda workload: replace(workload, fitted=tuple(_words(workload))))
 
 

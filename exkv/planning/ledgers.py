@@ -1,4 +1,4 @@
-"""A plan of units whose places are known: what lies on each device, line by line."""
+"""The ledgers of a plan whose placement is given."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plan_where(
     order: str,
     role: Role = ALONE,
 ) -> Plan:
-    """The plan of units that are in these places, whether it fits or not.
+    """The plan with units in these places, whether it fits or not.
 
     Args:
-        role: of all of them together, where they are one host's piece of a plan over several.
+        role: the part of these units in a plan over several hosts.
     """
     ledgers = empty_ledgers(costs, budgets, where, role)
     units = []
@@ -52,8 +52,8 @@ def plan_where(
 def empty_ledgers(
     costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[Place], role: Role
 ) -> dict[Place, Ledger]:
-    """The ledgers of all that is offered, and of memory that hosts take without, before a unit is
-    placed: what hosts need to pass hidden states on is theirs."""
+    """Ledgers before a unit is placed: of all offered devices, and of host memory for the transport
+    of hidden states."""
     ledgers = {budget.place: Ledger.empty(budget) for budget in budgets}
     hidden = max((cost.hidden for cost in costs), default=0)
     for place in dict.fromkeys(place.memory for place in where):
@@ -71,7 +71,7 @@ def _unbounded(place: Place) -> Budget:
 def placing(
     costs: Sequence[UnitCost], ledgers: Mapping[Place, Ledger], where: Sequence[Place]
 ) -> Iterator[tuple[PlacedUnit, Ledger]]:
-    """Every unit where it is placed, and its device's ledger once it is."""
+    """Place the units one by one: each with its device's ledger afterwards."""
     ledgers = dict(ledgers)
     for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
         ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))

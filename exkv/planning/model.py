@@ -1,4 +1,4 @@
-"""A model as a plan sees it: a value, of which other values are made to plan by."""
+"""What planning needs of a model, as an immutable value."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from exkv.weights.on_load import with_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelShape:
-    """What a plan needs of a model; nothing of it is loaded.
+    """A model's config, units and options.
 
     Attributes:
-        units: of which shapes and bytes count.
-        rotary: the same tables for all that is made of one model.
+        units: for their shapes and bytes; not loaded.
+        rotary: tables shared by all shapes of one model.
         chunks, embed_cpu: as of :class:`Transformer`.
-        max_input_len: the chunk that calls have now.
-        adapters: that calls may choose, by name.
-        elsewhere: the indices of units that other processes hold.
-        choice: what was chosen for the weights of each unit, or None.
-        losses: what there is to choose from, measured when it is first asked for; None for nothing.
-        units_kept: the units with their weights kept by a choice.
+        max_input_len: tokens of a chunk.
+        adapters: the loaded adapters by name.
+        elsewhere: indices of units in other processes.
+        choice: the weight format chosen for each unit, or None.
+        losses: returns the formats to choose from and their losses, measured at the first call;
+            None if there is no choice.
+        units_kept: returns the units with the weight formats of a choice.
     """
 
     config: ModelConfig
@@ -52,11 +53,11 @@ class ModelShape:
         return cls(**{each.name: getattr(model, each.name) for each in fields(cls)})
 
     def chosen(self, choice: Choice) -> ModelShape:
-        """With the weights kept by a choice; there is nothing left to choose."""
+        """With the weight formats of a choice, and nothing left to choose."""
         return replace(self, units=self.units_kept(choice), choice=choice, losses=lambda: None)
 
     def quantized(self, weights: str) -> ModelShape:
-        """A model of float weights, kept as integers."""
+        """With float weights quantized to integers on load."""
         config = with_weights(self.config, weights)
         units = tuple(Unit(i, each) for i, each in enumerate(unit_specs(config, self.dtype)))
         return replace(self, config=config, units=units)

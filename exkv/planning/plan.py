@@ -311,9 +311,9 @@ class Plan:
 
     Attributes:
         last_id_only: whether only the logits of each row's last token are promised.
-        max_input_len: tokens of a chunk; None where nobody said.
-        logits_len: tokens a row whose logits are made at once; None for all of a chunk.
-        fitted: what was made smaller than usual so that it fits, in words.
+        max_input_len: tokens of a chunk; None if unknown.
+        logits_len: tokens a row whose logits are computed at once; None for all of a chunk.
+        fitted: what differs from the defaults so that it fits, in words.
         link: what joins the hosts, where there are several and it was said.
         role: of the host of this process, where it carries out its piece of a larger plan.
     """

@@ -33,9 +33,9 @@ class Workload:
     """A model and what it is promised.
 
     Attributes:
-        embed_cpu: whether its embedding is pinned to host memory; None where a plan may do that.
-        slices: whether a plan may have the head run on a part of a chunk at a time.
-        fitted: what a plan made smaller than usual, in words.
+        embed_cpu: whether its embedding is pinned to host memory; None to let the plan decide.
+        slices: whether a plan may run the head on slices of a chunk.
+        fitted: what differs from the defaults so that it fits, in words.
     """
 
     model: ModelShape
@@ -54,8 +54,8 @@ class Workload:
     ) -> Workload:
         """
         Args:
-            last_id_only: whether logits are only wanted for each row's last token; None for those
-                of all, which a plan may have made in slices.
+            last_id_only: whether logits are only wanted for each row's last token; None for all
+                tokens' logits, which a plan may compute in slices.
         """
         shapes = (c if isinstance(c, CacheShape) else CacheShape.of(c) for c in caches)
         promise = Promise(
@@ -206,7 +206,7 @@ class Workload:
         return replace(self, promise=replace(self.promise, max_input_len=tokens))
 
     def with_logits_of(self, tokens: int) -> Workload:
-        """With the head run on so many tokens of each row at a time."""
+        """With the head run on slices of ``tokens`` of each row."""
         return replace(self, promise=replace(self.promise, logits_len=tokens))
 
     def resized(self, **sizes: int) -> Workload:

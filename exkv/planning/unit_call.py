@@ -18,8 +18,8 @@ from .model import ModelShape
 
 
 class Wanted(NamedTuple):
-    """Which logits a head is to make: of each row's last token only, and of how many tokens a row
-    at once; None for all."""
+    """Which logits the head computes: of each row's last token only, and ``at_once`` tokens a row
+    at a time; None for all."""
 
     last_id_only: bool = False
     at_once: int | None = None
@@ -53,8 +53,8 @@ def run_unit(
 
 @contextlib.contextmanager
 def amid_others(layer: CacheLayer, batch: Batch) -> Iterator[None]:
-    """The cache's layer as it is in the middle of a call: where it is offloaded, its tokens are
-    being prefetched, and the next layer's can be, to a buffer that the layer before has read."""
+    """Put a cache's layer in its state amid a call: if it is offloaded, its tokens are being
+    prefetched, and the previous layer's buffer is free for the next one's."""
     after = layer.after
     if layer.offloaded:
         own = batch if layer.shared is None else layer.shared.rest(batch)

@@ -120,7 +120,7 @@ class CacheShape:
     def planned(
         cls, model: HasConfig, kind: type[KVCache], max_seq_len: int, batch_size: int
     ) -> CacheShape:
-        """Of a cache that nobody has built."""
+        """The shape of a cache that isn't built."""
         layers = tuple(make_layers(kind.layer_specs(model, max_seq_len, batch_size)))
         return cls(
             kind=kind,
@@ -195,12 +195,12 @@ class _Predicted:
     peak: Peak
     trace: CallTrace
     growth: int
-    reserved: dict[tuple[int, Rules], int] = field(default_factory=dict)
+    reserved: dict[tuple[_Predicted, Rules], int] = field(default_factory=dict)
 
     def reserved_after(self, before: _Predicted, rules: Rules) -> int:
         """Bytes reserved by this call behind the same call through the unit before, and twice, for
         the layer that follows may be alike."""
-        key = id(before), rules
+        key = before, rules
         if key not in self.reserved:
             calls = [before.trace, self.trace, self.trace]
             self.reserved[key] = max(reserved_bytes(calls, rules), rules.share(self.growth))

@@ -150,7 +150,11 @@ def _allocations(model: Model, cache: Cache, *, in_one: bool) -> Iterator[list[i
         kept = [math.prod(shape) * dtype.itemsize for shape, dtype in layout.values()]
         if in_one:
             rules = Rules()
-            yield [rules.stretch(sum(map(rules.rounded, each))) for each in (weights, kept) if each]
+            yield [
+                rules.request_size(sum(map(rules.rounded, each)))
+                for each in (weights, kept)
+                if each
+            ]
         else:
             yield [*weights, *kept]
 

@@ -133,6 +133,6 @@ def test_a_unit_lies_in_one_allocation_and_reserves_what_the_model_of_the_alloca
     allocator, rules, expected = CachingAllocator(Rules()), Rules(), [0]
     for unit in units:
         for nbytes in filter(None, unit):
-            allocator.allocate(rules.stretch(nbytes))
+            allocator.allocate(rules.request_size(nbytes))
         expected.append(allocator.reserved)
     assert reserved == expected

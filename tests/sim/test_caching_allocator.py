@@ -79,6 +79,6 @@ def test_what_lives_long_reserves_its_share_of_segments(nbytes, settings):
     rules = Rules.parse(settings)
     allocator, count = CachingAllocator(rules), 37
     for _ in range(count):
-        allocator.allocate(rules.stretch(nbytes))
+        allocator.allocate(rules.request_size(nbytes))
     beyond = allocator.reserved - count * rules.share(nbytes)
     assert -count < beyond < rules.large_segment  # shares are rounded up, and one is open

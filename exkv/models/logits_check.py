@@ -1,7 +1,7 @@
-"""Checks the first logits after a load.
+"""Checks the first logits after a load for NaN and infinity.
 
-Reading refuses weights that are NaN or infinite. Others are finite and so large, by damage or for
-the dtype, that arithmetic overflows: the first call tells.
+Reading refuses weights that aren't finite. Finite ones may be so large, by damage or for the dtype,
+that arithmetic overflows, which shows in the first call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from .transformer import Transformer
 
 
-def check_answer(
+def check_logits(
     model: Transformer,
     logits: torch.Tensor,
     input_ids: torch.Tensor,
     lengths: Lengths,
     wanted: Logits,
 ) -> None:
-    """Look at the logits that a call returns.
+    """Check the logits of a call.
 
     Raises:
         FloatingPointError: some are NaN or infinite; the message names the unit where that begins.
@@ -51,8 +51,8 @@ def _is_finite(x: torch.Tensor, lengths: Lengths, *, each: bool = False) -> bool
 
 
 def _first_unit(model: Transformer, input_ids: torch.Tensor, lengths: Lengths) -> str:
-    """The first unit whose output is not finite, in words; found by halves, since what follows on
-    such an output is none either."""
+    """Name the first unit whose output is not finite, by bisection: outputs after it aren't finite
+    either."""
     alone = Lengths(past=(0,) * len(lengths.new), new=lengths.new, adapters=lengths.adapters)
 
     def is_finite_after(count: int) -> bool:
