@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C+
 NO_MISTAKE, NO_BARRIER, PAST_SHARED, BARRIER_IN_BRANCH, MISSING_LANE, PAST_MATRIX = range(6)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(load_emulated_ops()))
 
