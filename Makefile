@@ -5,11 +5,12 @@
 #   make chat MODEL=PATH       with a model folder or a GGUF file of yours
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
 #   make newest ARGS="..."     the tests under the newest release of everything that they compare with
-#   make lock                  pins today's newest releases in tests/constraints.txt
+#   make lock                  pins today's newest releases in tests/constraints.txt, and those that
+#                              make upstream installs
 #   make older                 the tests of the plug-in for transformers under 4.57 and 5.23
 #   make ray                   the tests of hosts that Ray starts; fetches Ray (80 MB, 200 unpacked)
 #   make upstream UPSTREAM=DIR ExLlamaV2's examples and TabbyAPI, from checkouts in DIR; fetches what
-#                              they need (70 packages)
+#                              they need (77 packages)
 #   make wheels                what is released, in dist/: exkv_ext/release/wheels.sh; needs a CUDA toolkit
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
@@ -19,6 +20,7 @@
 #   EXKV_BUILD=auto            which native modules to build: auto, cpu, cuda or none
 
 PINS := tests/constraints.txt
+UPSTREAM_PINS := tests/compat/upstream-requirements.txt
 TORCH ?= $(shell grep '^torch==' $(PINS))
 EXKV_BUILD ?= auto
 export EXKV_BUILD
@@ -83,6 +85,8 @@ lock:
 	@build/lock/bin/python -m pip --disable-pip-version-check install -qq --upgrade uv $(QUIETLY)
 	@echo '$(TORCH)' | build/lock/bin/uv pip compile -q --universal --upgrade --python-version 3.10 \
 	  --all-extras --no-annotate --custom-compile-command 'make lock' -c - -o $(PINS) pyproject.toml
+	@build/lock/bin/uv pip compile -q --universal --upgrade --python-version 3.10 --no-annotate \
+	  --custom-compile-command 'make lock' -o $(UPSTREAM_PINS) $(UPSTREAM_PINS:txt=in)
 
 older: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@PYTHON='$(PY)' tests/integrations/older.sh $(ARGS)

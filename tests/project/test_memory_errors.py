@@ -79,3 +79,10 @@ def test_tensors_of_a_call_that_ran_out_of_memory_are_free_behind_it():
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+def test_every_refusal_says_once_what_programs_search():
+    facts = {"unit": "layer 1", "device": "sim:0", "needed": 2, "available": 1}
+    first = errors.PlacementError("no room", **facts, suggestions=lambda: ["8 bits"])
+    assert str(first) == "no room (out of memory: Insufficient VRAM). What would fit: 8 bits"
+    assert str(errors.PlacementError(f"later: {first}", **facts)) == f"later: {first}"

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from apart import run_apart
 from hypothesis import given
 from hypothesis import strategies as st
 from simproc import needs_sim, run_sim
@@ -84,6 +85,22 @@ def test_a_switch_in_the_environment_is_on_or_off(monkeypatch):
         with pytest.raises(ValueError, match="^EXKV_SIM_DEVICES: "):  # it came from nowhere else
             sim.enable_from_env()
     assert not sim.enabled()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"EXKV_SIM_DEVICES": "24X"},
+        {"EXKV_SIM_DEVICES": f"1G,{1 << 70}"},
+        {"EXKV_SIM_DEVICES": "1G", "EXKV_SIM_DRY": "maybe"},
+        {"EXKV_SIM_DEVICES": "1G", "EXKV_SIM_ALLOCATOR": "fast"},
+    ],
+)
+def test_a_bad_variable_ends_every_program_with_one_sentence(variables):
+    done = run_apart("import exkv", **variables)
+    assert done.returncode == 1 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(list(variables)[-1]) and list(variables.values())[-1][-3:] in line
 
 
 # --- books --------------------------------------------------------------------------------------

@@ -84,9 +84,8 @@ def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
         f"no room for {name}: {ledger.place} would have to hold {ledger.total:,} bytes "
         f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "
         f"{human(ledger.workspace)}, logits {human(ledger.logits)}{transport}) and has "
-        f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few (out of memory: "
-        f"Insufficient VRAM). In all: weights {human(weights)} and cache {human(cache)} on "
-        f"{offered}{others}",
+        f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few. In all: "
+        f"weights {human(weights)} and cache {human(cache)} on {offered}{others}",
         unit=name,
         device=str(ledger.place),
         needed=ledger.total,
