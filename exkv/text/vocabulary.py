@@ -12,6 +12,7 @@ import codecs
 import contextlib
 import json
 import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +23,6 @@ from typing import Any, Protocol
 from exkv.checkpoint.files import parse_json_object, quoted, read_file, shortened
 from exkv.checkpoint.value_checks import is_int
 
-from .patterns import UnboundedPattern, check_pattern, patterns_of
-
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -31,6 +30,8 @@ _SPACE = "\u2581"  # sentencepiece's visible space
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _EACH_BYTE = "exkv.each_byte"  # the name of an error handler, see the end of the file
 _MOST_IDS = 1 << 24  # more than any vocabulary has
+#: Repeated, texts on which a regular expression of nested repetitions backtracks.
+_PROBES = ["a", "ab", "aab", "A", "1", "a1", " ", "a ", "a,", "\n", "!", "é", "中"]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -488,19 +489,26 @@ def _open_tokenizers(file: Path) -> Any:
     left in it."""
     import tokenizers
 
-    data = read_file(file)
-    for pattern in patterns_of(data):
-        try:
-            check_pattern(pattern)
-        except UnboundedPattern as error:
-            raise ValueError(f"the pattern {quoted(pattern)} is refused: {error}") from None
-    tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file))
     largest = max(tokenizer.get_vocab(True).values(), default=0)
     if largest >= _MOST_IDS:  # the library iterates over all ids below it
         raise ValueError(f"a token has the id {largest}, and there can be {_MOST_IDS}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _check_patterns(tokenizer)
     return tokenizer
+
+
+def _check_patterns(tokenizer: Any) -> None:
+    """Have the file's regular expressions fail here if they backtrack without end: the library
+    gives up on a match after ten million retries, most of a second, and a text has many matches.
+    """
+    for probe in _PROBES:
+        text = f"x{probe * 64}\0{string.printable}"  # with whatever a match is searched by
+        if tokenizer.normalizer is not None:
+            tokenizer.normalizer.normalize_str(text)
+        if tokenizer.pre_tokenizer is not None:
+            tokenizer.pre_tokenizer.pre_tokenize_str(text)
 
 
 @contextlib.contextmanager
