@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import operator
 import resource
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -16,8 +15,6 @@ from apart import run_apart
 from hypothesis import given
 from hypothesis import strategies as st
 from simproc import needs_sim, run_sim
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from exkv import sim
 
@@ -665,25 +662,6 @@ def _block_inputs(dtype, device):
     return make(shapes[0]), [make(s) for s in shapes[1]], [make(s) for s in shapes[2]], 40
 
 
-def _predicted_and_measured():
-    from torch._subclasses import FakeTensorMode
-
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        with torch.no_grad(), FakeTensorMode():
-            inputs = _block_inputs(dtype, "sim:0")
-            assert inputs[0].device == torch.device("sim:0")
-            with _StoragePeak() as predicted:
-                _attention_block(*inputs)
-        with torch.no_grad():
-            inputs = _block_inputs(dtype, "sim:0")
-            before = torch.accelerator.memory_allocated(0)
-            torch.accelerator.reset_peak_memory_stats(0)
-            _attention_block(*inputs)
-        rows.append((predicted.peak, torch.accelerator.max_memory_allocated(0) - before))
-    return rows
-
-
 def _injected_everywhere():
     """The block with a failure at each of its allocations in turn, under both grad modes."""
     inputs = _block_inputs(torch.float32, "sim:0")
@@ -711,42 +689,6 @@ def test_a_failure_at_any_allocation_leaves_no_byte_behind():
         assert points > 15
         assert failed == points
         assert completed
-
-
-class _StoragePeak(TorchDispatchMode):
-    """Follows the storages that ops make: the most rounded bytes that were alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        inputs = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in inputs:
-                self._born(t.untyped_storage())
-        return out
-
-    def _born(self, storage):
-        nbytes = -(-storage.nbytes() // 512) * 512
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._died, nbytes)
-
-    def _died(self, nbytes):
-        self.live -= nbytes
-
-
-def test_fake_tensors_predict_the_peak_of_a_block_to_the_byte():
-    rows = run_sim(_predicted_and_measured)
-    assert len(rows) == 2
-    for predicted, measured in rows:
-        assert predicted == measured > 0
 
 
 def _temporaries():
