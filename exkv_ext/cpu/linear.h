@@ -34,7 +34,7 @@ struct LinearKernels {
   // null; 0 where `run` doesn't want that, or has to do it piece by piece.
   int64_t (*widen)(const LinearParams& params, float* to);
   // More rows than this are torch's own, whose kernels are faster there as far as was measured
-  // (with torch capped to the same instructions): python -m tests.bench linear.
+  // (with torch capped to the same instructions): python -m tests.bench kernels.
   int64_t (*max_rows)(FloatType dtype);
 };
 

@@ -15,9 +15,7 @@ BENCHES = {
     "decode": "decode",  # decode steps beside transformers and llama.cpp, with adapters, of files
     "pages": "pages",  # the docs' tables of that
     "load": "load",  # imports, a plan, and opening a model in each format of weights
-    "attention": "attention",  # the attention kernels alone
-    "linear": "linear",  # linear layers by floats and by packed weights
-    "sample": "sample",  # the choice of a token
+    "kernels": "kernels",  # attention, linear layers and the choice of a token, alone
     "bound": "bound",  # decode steps of this tree beside another checkout's
     "engine": "engine",  # jobs together, alone, with n-grams, served, in llama.cpp
     "serve-load": "serve_load",  # a server, or one over hosts, under a load, checked

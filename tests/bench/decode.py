@@ -20,7 +20,6 @@ prompts are that are read meanwhile. ``pages.py`` makes the docs' tables of the 
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from exkv import CACHES, Model, SamplingParams
@@ -165,7 +163,7 @@ def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
     ours = {f"exkv {kind}": Ours(model, kind, room, rows) for kind in settings.caches}
     kind, rank = settings.caches[0], settings.adapter_rank
     for number in range(rows if rank else 0):
-        model.load_adapter(write_adapter(folder / f"adapter-{number}", model, rank, number))
+        model.load_adapter(random_adapter(folder / f"adapter-{number}", model, rank, number))
     if rank:
         names = list(model.adapters)
         ours[f"exkv {kind} + an adapter"] = Ours(model, kind, room, rows, names[0])
@@ -184,22 +182,16 @@ def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
     return found
 
 
-def write_adapter(folder: Path, model: Model, rank: int, seed: int) -> Path:
+def random_adapter(folder: Path, model: Model, rank: int, seed: int) -> Path:
     """Random halves for every linear layer but the head."""
-    made = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, like in model.stored_tensors().items():
-        if len(like.shape) == 2 and ".layers." in name:
-            sizes = {"A": (rank, like.shape[1]), "B": (like.shape[0], rank)}
-            for half, (rows, columns) in sizes.items():
-                values = torch.randn(rows, columns, generator=made) * columns**-0.5
-                path = f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight"
-                tensors[path] = values.bfloat16()
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return folder
+    from adapters import write_adapter
+
+    linears = {
+        name.removesuffix(".weight"): tuple(like.shape)
+        for name, like in model.stored_tensors().items()
+        if len(like.shape) == 2 and ".layers." in name
+    }
+    return write_adapter(folder, linears, rank=rank, seed=seed, dtype=torch.bfloat16)
 
 
 def engines_of_files(files: Mapping[str, Path], rows: int, settings: Settings) -> dict[str, Engine]:

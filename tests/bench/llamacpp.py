@@ -1,9 +1,5 @@
 """llama.cpp as a competitor, where ``pip install llama-cpp-python gguf`` was done (from source;
-nothing else needs either): a checkpoint of ours as a GGUF file, and a loop on its C interface.
-
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; tensors and keys have those
-names that ``gguf`` has for the architecture "llama".
-"""
+nothing else needs either): a checkpoint of ours as a GGUF file, and a loop on its C interface."""
 
 from __future__ import annotations
 
@@ -32,17 +28,6 @@ KV_TYPES = ("f16", "q8_0")
 PREFILL = 512
 #: What C holds pointers to, and Python must not throw away.
 _CALLED: list[Any] = []
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def is_installed() -> bool:
@@ -54,68 +39,23 @@ def version() -> str | None:
     return importlib.metadata.version("llama_cpp_python") if is_installed() else None
 
 
-def write_gguf(folder: Path, shape: Shape, words: bool = False) -> None:
-    """The checkpoint in this folder once more, matrices in bf16 and norms in float32; with
-    ``words``, every token has a text, for servers."""
-    import gguf
+def write_gguf(folder: Path, shape: Shape, words: bool = False, kind: str = "BF16") -> Path:
+    """The checkpoint in this folder once more, matrices in this type of ggml's and norms in
+    float32; with ``words``, every token has a text, for servers."""
+    from packers.gguf import in_types, write_gguf
+    from transformers import LlamaConfig
 
-    writer = _writer(folder, shape, words)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        tensor = _turned(name, tensor, shape)
-        if tensor.dim() == 1:
-            writer.add_tensor(_renamed(name), tensor.float().numpy())
+    def add_tokenizer(writer: Any) -> None:
+        writer.add_vocab_size(shape.vocab)
+        if words:
+            _add_words(writer, shape.vocab)
         else:
-            bits = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(_renamed(name), bits, raw_dtype=kind)
-    _close(writer)
+            writer.add_tokenizer_model("none")
 
-
-def write_blocks(folder: Path, shape: Shape, kind: str) -> Path:
-    """A file of random matrices in blocks of this type of ggml's."""
-    import gguf
-    from packers.blocks import random_blocks
-
-    writer, generator = _writer(folder, shape, False), torch.Generator().manual_seed(0)
-    made: dict[tuple[int, ...], Any] = {}
-    for name, size in shape.tensors().items():
-        if len(size) == 1:
-            writer.add_tensor(_renamed(name), torch.ones(size).numpy())
-            continue
-        if size not in made:
-            made[size] = random_blocks(kind, (size[0], size[1]), 0.001, generator).numpy()
-        writer.add_tensor(_renamed(name), made[size], raw_dtype=gguf.GGMLQuantizationType[kind])
-    _close(writer)
-    return folder / FILE
-
-
-def _writer(folder: Path, shape: Shape, words: bool) -> Any:
-    """A file that has its metadata and no tensor yet."""
-    import gguf
-
-    writer = gguf.GGUFWriter(folder / FILE, "llama")
-    if words:
-        _add_words(writer, shape.vocab)
-    else:
-        writer.add_tokenizer_model("none")
-    figures = {
-        **{"vocab_size": shape.vocab, "context_length": 8192, "embedding_length": shape.hidden},
-        **{"block_count": shape.layers, "feed_forward_length": shape.intermediate},
-        **{"head_count": shape.heads, "head_count_kv": shape.kv_heads},
-        **{"key_length": shape.head_dim, "value_length": shape.head_dim},
-        **{"rope_dimension_count": shape.head_dim, "rope_freq_base": 10000.0},
-        "layer_norm_rms_eps": 1e-5,
-    }
-    for name, value in figures.items():
-        getattr(writer, f"add_{name}")(value)
-    return writer
-
-
-def _close(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    file, tensors = folder / FILE, load_file(folder / "model.safetensors")
+    config = LlamaConfig.from_pretrained(folder)
+    write_gguf(file, config, tensors, in_types(kind), add_tokenizer)
+    return file
 
 
 def _add_words(writer: Any, size: int) -> None:
@@ -156,27 +96,6 @@ def bytes_read(file: Path) -> int:
     tensors = {name: placed.tensor.nbytes for name, placed in GGUFContents(file).tensors.items()}
     table = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
     return sum(tensors.values()) - table
-
-
-def _renamed(name: str) -> str:
-    ends = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in ends:
-        return ends[name]
-    _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
-def _turned(name: str, tensor: Tensor, shape: Shape) -> Tensor:
-    """Rotary pairs are neighbours there, and half a head apart here: rows of the matrices of
-    queries and keys change places."""
-    if not name.endswith(("q_proj.weight", "k_proj.weight")):
-        return tensor
-    halves = tensor.unflatten(0, (-1, 2, shape.head_dim // 2))
-    return halves.transpose(1, 2).flatten(0, 2)
 
 
 class Context:

@@ -58,12 +58,11 @@ class Settings:
 
 def write(folder: Path, kind: str, shape: Shape) -> Path:
     """A random checkpoint; what exkv opens of it."""
-    if kind in BLOCKS:
-        from .llamacpp import write_blocks
-
-        folder.mkdir()
-        return write_blocks(folder, shape, kind)
     plain = write_checkpoint(folder, shape, DTYPES["bf16"])
+    if kind in BLOCKS:
+        from .llamacpp import write_gguf
+
+        return write_gguf(plain, shape, kind=kind)
     if kind != FLOATS:
         _pack(plain, kind)
     return plain

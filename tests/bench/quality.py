@@ -8,8 +8,7 @@ chunk are seen through what the cache made of the tokens before.
 
 Three figures: perplexity, the mean KL divergence from the reference's next-token distribution to
 that with the cache (nats a token: what is lost where the text itself is noise), and the share of
-questions that greedy decoding answers right, by how far back the fact was told. A second table
-follows perplexity along chats of many windows, past what window and sink caches hold.
+questions that greedy decoding answers right, by how far back the fact was told.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ S = TypeVar("S")
 ROWS = 8
 #: Tokens between a fact and its question: the bounds of the columns.
 DISTANCES = (0, 100, 250, 500, 1000)
-#: Positions in a long chat: the bounds of the second table's columns.
-POSITIONS = (0, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,6 @@ class Settings:
     makes: tuple[str, ...] = setting(tuple(MAKES), "kinds of cache", MAKES)
     texts: int = setting(8, "chats for perplexity and divergence")
     tokens: int = setting(1280, "of each chat")
-    long_texts: int = setting(8, f"chats of {POSITIONS[-1]:,} tokens; 0 for no second table")
     questions: int = setting(96, "held out, at distances spread evenly up to 1,000 tokens")
     chunk: int = setting(64, "tokens of a call")
     seed: int = setting(1, "of chats and questions")
@@ -132,36 +128,19 @@ def chats(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[list
     return found
 
 
-def is_answer(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
-    """Of each token, whether the assistant says it."""
-    begin, end = (tokenizer.id_of(mark) for mark in ("<|assistant|>", "<|end|>"))
-    found, answering = [], False
-    for token in ids:
-        found.append(answering)
-        answering = token == begin or (answering and token != end)
-    return found
-
-
 def divergence(reference: Tensor, found: Tensor) -> Tensor:
     """KL(reference || found) of distributions given as log-probabilities (..., V), in nats."""
     return F.kl_div(found, reference, log_target=True, reduction="none").sum(-1)
 
 
 class Texts:
-    """Chats, and what the reference says of each next token.
+    """Chats, and what the reference says of each next token."""
 
-    Args:
-        count, tokens: of the chats.
-    """
-
-    def __init__(
-        self, model: Model, tokenizer: Tokenizer, settings: Settings, count: int, tokens: int
-    ) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, settings: Settings) -> None:
         self.model, self.chunk = model, settings.chunk
-        rows = chats(tokenizer, count, tokens, settings.seed)
+        rows = chats(tokenizer, settings.texts, settings.tokens, settings.seed)
         self.batches = list(calls(rows))
-        self.answers = torch.tensor([is_answer(tokenizer, row) for row in rows])  # bool (N, T)
-        cache = REFERENCE.build(model, tokens)
+        cache = REFERENCE.build(model, settings.tokens)
         self.expected = [self._log_probs(cache, rows) for rows in self.batches]
 
     def _log_probs(self, cache: KVCache, rows: Sequence[Sequence[int]]) -> Tensor:
@@ -235,17 +214,13 @@ def measure(settings: Settings) -> dict[str, Any]:
     model = Model(DEMO, dtype=torch.float32, max_input_len=settings.chunk)
     model.load(devices=["cpu"])
     tokenizer = Tokenizer(DEMO)
-    texts = Texts(model, tokenizer, settings, settings.texts, settings.tokens)
+    texts = Texts(model, tokenizer, settings)
     asked = questions(tokenizer, settings)
     reference = _quality(model, REFERENCE, texts, asked)
     kinds = {name: _quality(model, MAKES[name], texts, asked) for name in settings.makes}
     for found in kinds.values():
         found["perplexity_ratio"] = found["perplexity"] / reference["perplexity"]
-    return {
-        "reference": reference,
-        "kinds": kinds,
-        "along": _along(model, tokenizer, settings) if settings.long_texts else {},
-    }
+    return {"reference": reference, "kinds": kinds}
 
 
 def _quality(model: Model, make: Make, texts: Texts, asked: Sequence[Question]) -> dict[str, Any]:
@@ -281,31 +256,13 @@ def sizes(model: Model, make: Make) -> dict[str, float]:
     }
 
 
-def _along(model: Model, tokenizer: Tokenizer, settings: Settings) -> dict[str, Any]:
-    """Perplexity between positions of long chats by make, of what users say and of answers apart:
-    the one needs little of what was said long ago, the other is looked up there."""
-    texts = Texts(model, tokenizer, settings, settings.long_texts, POSITIONS[-1])
-    answers = texts.answers[:, 1:]
-    found = {}
-    for name, make in {"full precision": REFERENCE, **WINDOWS}.items():
-        surprise, _ = texts.judge(make.build(model, POSITIONS[-1]))
-        parts = {"users": surprise.masked_fill(answers, math.nan)}
-        parts["answers"] = surprise.masked_fill(~answers, math.nan)
-        found[name] = {
-            f"{who}, {low}-{high}": math.exp(part[:, low:high].nanmean())
-            for who, part in parts.items()
-            for low, high in pairwise(POSITIONS)
-        }
-    return found
-
-
 # Reporting --------------------------------------------------------------------------------------
 
 
 def report(result: dict[str, Any]) -> list[str]:
     """What the columns mean, and the tables."""
     asked = result["settings"]
-    notes = [
+    return [
         f"The demo model in float32, tokens in chunks of {asked['chunk']}, seed {asked['seed']}. "
         f"Perplexity and KL divergence (nats a token, from the distribution with a float32 cache) "
         f"over {asked['texts']} chats of {asked['tokens']:,} tokens; right: of "
@@ -314,17 +271,6 @@ def report(result: dict[str, Any]) -> list[str]:
         "and sink keep 1,024 tokens where no number is given.",
         _kinds(result),
     ]
-    if result["along"]:
-        along = result["along"].items()
-        headings = ["cache", *next(iter(result["along"].values()))]
-        notes += [
-            f"Perplexity along {asked['long_texts']} chats of {POSITIONS[-1]:,} tokens, between "
-            "these positions, of what users say (fluency: little of it needs what was said long "
-            "ago) and of the answers (looked up). The model gives its first token no attention "
-            "to speak of, so a window without sinks has no sink to lose.",
-            markdown(headings, [[k, *(f"{x:.2f}" for x in v.values())] for k, v in along]),
-        ]
-    return notes
 
 
 def _kinds(result: dict[str, Any]) -> str:
@@ -353,5 +299,5 @@ def _percent(tally: Mapping[str, int]) -> str:
 
 QUICK = {
     **{"makes": ("fp16", "8bit", "4bit", "sliding_window 128"), "texts": 1, "tokens": 300},
-    **{"long_texts": 0, "questions": 8},
+    "questions": 8,
 }

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import attention, cluster_kills, engine, harness, hf_caches, linear, load, sample
+from bench import cluster_kills, engine, harness, hf_caches, kernels, load
 from bench.harness import ROOT, Sample, disturbed, in_turns, markdown, rotated, show, spread
 from bench.shapes import SHAPES, write_checkpoint
 from cluster_hosts import cluster_of
@@ -40,7 +40,7 @@ def quick(tmp_path_factory):
     return run
 
 
-NAMES = ("decode", "load", "attention", "linear", "sample", "bound", "engine", "hf", "hosts")
+NAMES = ("decode", "load", "kernels", "bound", "engine", "hf", "hosts")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,7 +58,7 @@ def test_a_bench_writes_its_figures_and_prints_its_tables(name, quick):
 
 def bench_of(measure) -> SimpleNamespace:
     return SimpleNamespace(
-        **{"__name__": "one", "__doc__": "One.", "Settings": sample.Settings, "measure": measure},
+        **{"__name__": "one", "__doc__": "One.", "Settings": kernels.Settings, "measure": measure},
         **{"report": lambda result: [str(result["found"])], "QUICK": {"rounds": 2}},
         wrong=lambda result: ["not five"] * (result["found"] != 5),
     )
@@ -122,64 +122,32 @@ def test_a_bench_whose_packages_are_missing_stops_no_other(monkeypatch, capsys):
 # Kernels --------------------------------------------------------------------------------------
 
 
-def test_the_attention_bench_compares_with_torch(quick):
-    _, result, text = quick("attention")
-    decode = {row["engine"]: row for row in result["decode"]}
-    ours = {"exkv bf16", "exkv int8", "exkv bf16 in pages"}
-    assert decode.keys() == ours | {"SDPA enable_gqa", "SDPA on groups"}
-    assert decode["exkv bf16"]["by"]["exkv bf16"]["median"] == 1
-    for row in (*result["decode"], *result["prefill"]):
-        assert row["bandwidth_share"]["min"] > 0
-        assert row["by"]["exkv int8"].keys() == SPREAD
-    assert text.count("SDPA enable_gqa") == 2
-    stored = {row["engine"]: row for row in result["store"]}
-    assert {name.split()[0] for name in stored} == {"float", "int8", "int4"}
-    assert all(row["seconds"]["min"] > 0 for row in stored.values())
-    assert stored["int8 by append_kv"]["by"]["int8 by append_kv"]["median"] == 1
-    assert text.count("by its parts") == 3
-
-
-def test_disturbed_rounds_count_only_where_too_few_are_calm():
-    def samples(probes):
-        return [Sample("a", index, 0, *pair) for index, pair in enumerate(probes)]
-
-    calm, slow = (10.0, 10.0), (5.0, 10.0)
-    assert attention.kept(samples([calm] * 5 + [slow])) == [0, 1, 2, 3, 4]
-    assert attention.kept(samples([calm] * 4 + [slow])) == [0, 1, 2, 3, 4]
-
-
-def test_the_linear_bench_measures_every_size_kind_and_number_of_rows(quick):
-    _, result, text = quick("linear")
-    cases = result["cases"]
-    assert {(case["outputs"], case["inputs"]) for case in cases} == {(512, 64), (192, 64)}
-    assert {case["rows"] for case in cases} == {1, 5}
-    assert {case["kind"] for case in cases} == {"torch", "bf16", "int4", "Q4_0"}
-    assert len(cases) == 2 * 2 * 4
-    for case in cases:
-        assert case["ratio"]["n"] == 2
-        assert case["gflops"]["min"] > 0 and case["share"]["min"] > 0
-    assert text.count("Q4_0 |") == 4
+def test_the_kernels_bench_sets_each_way_beside_what_it_replaces(quick):
+    _, result, text = quick("kernels")
+    ways: dict[str, dict[str, list[str]]] = {}
+    for row in result["rows"]:
+        ways.setdefault(row["kernel"], {}).setdefault(row["case"], []).append(row["way"])
+        assert row["seconds"]["min"] > 0 and row["faster"]["n"] == 2
+        assert (row["read"]["min"] > 0) == (row["kernel"] in ("decode", "prefill", "linear"))
+    ours = ["exkv", "exkv int8", "exkv in pages"]
+    assert ways["decode"] == {"4x2x32": ["SDPA enable_gqa", "SDPA on groups", *ours]}
+    assert ways["prefill"] == {"4x2x32": ["SDPA enable_gqa", *ours]}
+    assert set(ways["store"]) == {f"4x2x32 {kind}" for kind in ("float", "int8", "int4")}
+    sizes = [f"{size}, {rows} rows" for size in ("512 x 64", "192 x 64") for rows in (1, 5)]
+    assert ways["linear"] == dict.fromkeys(sizes, ["torch", "bf16", "int4", "Q4_0"])
+    assert len(ways["sample"]) == 2 * len(kernels.CHAINS)
+    assert text.count("times as fast as ") == len(kernels.TABLES)
 
 
 def test_projections_are_all_that_a_decode_step_reads():
-    assert linear.projections(SHAPES["150M"]) == [
+    assert kernels.projections(SHAPES["150M"]) == [
         *((32000, 768), (2048, 768), (768, 2048), (768, 768), (256, 768))
     ]
 
 
-def test_the_sample_bench_measures_every_chain_and_number_of_rows(quick):
-    cases = quick("sample")[1]["cases"]
-    assert [(case["rows"], case["chain"]) for case in cases] == [
-        (rows, chain) for rows in (1, 2) for chain in sample.CHAINS
-    ]
-    for case in cases:
-        assert case["ratio"]["reference"]["n"] == case["ratio"]["transformers"]["n"] == 2
-        assert case["seconds"]["exkv"]["min"] > 0
-
-
 def test_all_ways_draw_from_the_same_tokens():
     logits = torch.tensor([[0.0, 5.0, 4.0, -1.0]]).expand(2000, -1)
-    tokens = sample.warped(logits, (1.0, 2, 1.0, 0.0))()
+    tokens = kernels.warped(logits, (1.0, 2, 1.0, 0.0))()
     assert set(tokens.flatten().tolist()) == {1, 2}
 
 

@@ -137,16 +137,3 @@ def tokens_of(folder, settings, ids, starts) -> dict[str, list[list[int]]]:
             found[name].append(step)
         engine.close()
     return found
-
-
-def test_heads_are_turned_into_pairs_that_are_neighbours():
-    """Row j and row j + D/2 of a head's matrix become rows 2j and 2j + 1; all others stay."""
-    shape = SHAPES["tiny"]
-    rows = torch.arange(2.0 * shape.head_dim).view(-1, 1).expand(-1, 3)
-    found = llamacpp._turned("model.layers.0.self_attn.q_proj.weight", rows, shape)[:, 0]
-    half = shape.head_dim // 2
-    for head in range(2):
-        mine = found[head * shape.head_dim :][: shape.head_dim] - head * shape.head_dim
-        assert mine[0::2].tolist() == list(range(half))
-        assert mine[1::2].tolist() == list(range(half, 2 * half))
-    assert llamacpp._turned("model.layers.0.self_attn.v_proj.weight", rows, shape) is rows

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from bench.engine import Wordless
 from bench.shapes import SHAPES
-from hostile_calls import _sections
+from hostile_calls import _sections, random_packed
 
 from exkv import CACHES, Engine, Job, Model, PagedCache, devices
 from exkv.checkpoint import ModelConfig
@@ -36,7 +36,6 @@ from exkv.models import graph_run
 from exkv.ops import REFERENCES
 from exkv.weights import GroupFormat, register
 from exkv.weights.bitsandbytes import Bnb4Format
-from exkv.weights.exl2 import Exl2Format
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS
 from exkv.weights.mxfp4 import MXFP4
@@ -95,17 +94,7 @@ def formats(outputs: int, inputs: int) -> dict[str, Any]:
 
 
 def packed(format: Any, size: tuple[int, int], device: torch.device) -> list[torch.Tensor]:
-    """Random tensors of a format that it takes; scales are small numbers."""
-    made = [
-        torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
-        if dtype.itemsize == 1
-        else torch.rand(shape).to(dtype)
-        for shape, dtype in format.layout(size).values()
-    ]
-    if isinstance(format, Exl2Format):
-        made[1] = torch.randint(-(2**31), 2**31, made[1].shape).int()
-        made[3] = torch.randperm(size[1]).int()
-    return [each.to(device) for each in made]
+    return [each.to(device) for each in random_packed(format, size)]
 
 
 @part

@@ -184,6 +184,11 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[Tensor], str, list[in
             )
         )
     )
+    return random_packed(format, size), format.name, list(format.native(size))
+
+
+def random_packed(format: Any, size: tuple[int, int]) -> list[Tensor]:
+    """Random tensors of a format that it takes; scales are small numbers."""
     tensors = [
         torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
         if dtype.itemsize == 1
@@ -193,7 +198,7 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[Tensor], str, list[in
     if isinstance(format, Exl2Format):
         tensors[1] = torch.randint(-(2**31), 2**31, tensors[1].shape).int()
         tensors[3] = torch.randperm(size[1]).int()
-    return tensors, format.name, list(format.native(size))
+    return tensors
 
 
 def _sections(outputs: int, inputs: int) -> Exl2Format:
