@@ -71,7 +71,7 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What a step is measured of. ``model`` is a family in tiny sizes, or one of ``SHAPES``."""
+    """A model, a cache and a batch. ``model`` is a family in tiny sizes, or one of ``SHAPES``."""
 
     model: str
     cache: str = "fp16"
@@ -137,7 +137,7 @@ def write_tiny(folder: Path, family: str, layers: int) -> None:
 
 
 def written(folder: Path, case: Case, layers: int) -> tuple[Path, str]:
-    """The case's checkpoint, which several have in common, and its dtype."""
+    """The case's checkpoint, shared by cases of one model, and its dtype."""
     place = folder / case.model
     if not place.exists() and case.model in SHAPES:
         write_checkpoint(place, SHAPES[case.model], torch.bfloat16)
@@ -159,7 +159,7 @@ class Tree:
         self._process = subprocess.Popen(command, cwd=root, env=environment, **pipes)
 
     def measured(self, case: dict[str, Any], index: int) -> list[float] | str:
-        """Milliseconds of a step, of the processor and by the clock, or why there are none."""
+        """Milliseconds of a step (CPU time, wall time), or why there are none."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
@@ -185,7 +185,7 @@ def trees(other: Path) -> Iterator[dict[str, Tree]]:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """A row for each case: what each tree took, a value a round, and why one took nothing."""
+    """A row for each case: each tree's times by round, and why a tree has none."""
     other, rows = settings.other.resolve(), []
     with tempfile.TemporaryDirectory() as scratch, trees(other) as asked:
         for case in settings.cases:
@@ -205,7 +205,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> list[str]:
-    """A table of the processor's time."""
+    """A table of CPU times."""
     cells = []
     for row in result["rows"]:
         before, after = ([spent[0] for spent in row[name]] for name in (BEFORE, AFTER))

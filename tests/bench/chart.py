@@ -10,7 +10,7 @@ Point = tuple[float, float]
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", colour: str = "#888") -> str:
-    """Words, their ``anchor`` (start, middle or end) at x."""
+    """A text whose ``anchor`` (start, middle or end) is at x."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
 
@@ -25,18 +25,18 @@ def svg(title: str, width: float, height: float, parts: Iterable[str]) -> str:
 
 
 def key(x: float, y: float, dash: str) -> str:
-    """A short stroke that says what a dash stands for."""
+    """A sample of a dash pattern, for a legend."""
     return f'<path d="M{x} {y}h40" stroke="#888" stroke-width="2" stroke-dasharray="{dash}"/>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """An area with axes, and what is drawn in it so far.
+    """A plot with axes, and the parts drawn so far.
 
     Attributes:
-        x, y: ticks, evenly far apart; the axes end at the first and the last.
+        x, y: evenly spaced ticks; the axes end at the first and the last.
         log: whether both axes are logarithmic.
-        left, top, width, height: of the area, in the file's units.
+        left, top, width, height: of the plot, in the file's units.
     """
 
     x: Sequence[float]
@@ -49,7 +49,7 @@ class Panel:
     parts: list[str] = field(default_factory=list)
 
     def at(self, point: Point) -> Point:
-        """Where a point lies in the file."""
+        """A point's place in the file."""
         shares = []
         for value, ticks in zip(point, (self.x, self.y), strict=True):
             value, low, high = map(math.log10 if self.log else float, (value, ticks[0], ticks[-1]))

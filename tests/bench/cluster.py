@@ -71,7 +71,7 @@ class Settings:
 
 
 class Way:
-    """A model that is loaded, with what is measured of it."""
+    """A loaded model, and its measurements."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self._settings = settings
@@ -112,7 +112,7 @@ class Way:
         return ids.shape[1] / seconds(partial(self._forward, ids))
 
     def _decode(self) -> float:
-        """Milliseconds of a step behind a short text."""
+        """Milliseconds of a step after a short text."""
         self._cache.reset()
         self._forward(self._ids(0, 1, SHORT))
         times, token = [], torch.tensor([[5]])
@@ -123,7 +123,7 @@ class Way:
         return statistics.median(times)
 
     def _run_jobs(self, seed: int) -> tuple[float, float]:
-        """Of prompts and new tokens, and of new ones from the last first one to the first end."""
+        """Tokens a second: prompts and new tokens in all, and new tokens while all jobs decode."""
         settings = self._settings
         prompts = self._ids(seed + 1000, settings.jobs, settings.prompt).tolist()
         options = {"settings": SamplingParams.greedy(), "max_new_tokens": settings.new}
@@ -147,8 +147,8 @@ class Way:
 
 
 def split_by_layers(plan: Plan, stages: int) -> list[float]:
-    """GB for each stage, so that each has as many layers as the others of a plan over one device:
-    these take the time, and an embedding table takes none."""
+    """Split a plan over one device into stages of as many layers each, in GB: layers take the time,
+    and an embedding table takes none."""
     (ledger,) = (each for each in plan.ledgers if each.units)
     layers = [unit for unit in plan.units if unit.cache]
     layer = layers[0].weights + layers[0].cache
@@ -203,7 +203,7 @@ def _reads(cores: int) -> float:
 def _beside(
     settings: Settings, folder: Path, cores: Sequence[int]
 ) -> dict[str, Callable[[int], dict[str, float]]]:
-    """llama.cpp's ways of measuring the same: over one endpoint, and over all."""
+    """The same measured with llama.cpp, over one endpoint and over all."""
     llamacpp.write_gguf(folder, SHAPES[settings.shape])
     names = [field.name for field in fields(cluster_rpc.Sizes) if field.name != "short"]
     sizes = cluster_rpc.Sizes(short=SHORT, **{name: getattr(settings, name) for name in names})

@@ -45,16 +45,16 @@ HUNG = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a generation.
+    """The outcome of a generation.
 
     Attributes:
-        what: was done, and to which host.
-        wrong: tokens that differ from one machine's.
+        what: what was done, and to which host.
+        wrong: how many tokens differ from one machine's.
         off: by which logits differ from one machine's at most; they are of the order of 1. Tokens
             that are computed again run in other chunks, whose sums are rounded otherwise.
         hung: it did not go on, or ended with an error.
         paused: seconds of its longest step.
-        back: seconds that it took to take the host in again, once it had asked.
+        back: seconds to readmit the host, once it had asked.
     """
 
     what: str
@@ -79,13 +79,13 @@ class Timed(Decoding):
         self.seconds.append(time.monotonic() - started)
 
     def off(self, other: Decoding) -> float:
-        """By how much logits differ at most."""
+        """The largest difference of logits."""
         pairs = zip(self.logits, other.logits, strict=True)
         return max(float((one - two).abs().max()) for one, two in pairs)
 
 
 def expected(folder: Path) -> Timed:
-    """The generation of one machine."""
+    """The generation on one machine."""
     model = Model(folder, max_input_len=_CHUNK)
     model.load(devices=["cpu"])
     decoding = Timed(model)
@@ -96,7 +96,7 @@ def expected(folder: Path) -> Timed:
 def struck(
     model: ClusterModel, want: Decoding, what: str, host: str, strike: Callable[[], object]
 ) -> Outcome:
-    """A generation at a random step of which something happens; the host is taken in again."""
+    """A generation during which something happens at a random step; the host is readmitted."""
     cluster, step = model.cluster, random.randint(0, _STEPS - 2)
     decoding, back = Timed(model), None
     try:
@@ -122,7 +122,7 @@ def struck(
 
 
 def _take_in(model: ClusterModel, host: str) -> float:
-    """Seconds to take a host in, that asks for it by itself or is started again."""
+    """Seconds to readmit a host that asks by itself or is started again."""
     model.cluster.restore()
     deadline = time.monotonic() + HUNG
     while host not in model.cluster.waiting:
@@ -151,7 +151,7 @@ def _signal(launcher: Processes, host: str, number: int) -> None:
 
 @contextlib.contextmanager
 def loaded(folder: Path, cluster: Cluster) -> Iterator[ClusterModel]:
-    """The model over a cluster, spread over all hosts."""
+    """The model, spread over all hosts of a cluster."""
     with cluster:
         model = ClusterModel(folder, cluster, max_input_len=_CHUNK)
         model.load_autosplit(Cache(model, PROMPT.numel() + _STEPS + 1, 1), objective="balance")
@@ -164,7 +164,7 @@ def loaded(folder: Path, cluster: Cluster) -> Iterator[ClusterModel]:
 
 
 class Apart(Processes):
-    """Hosts in namespaces, which the driver can't end: they may be out of its reach only."""
+    """Hosts in network namespaces, which the driver can't end: they may only be out of reach."""
 
     def end(self, name: str) -> None:
         """Whoever runs it there does."""
@@ -177,7 +177,7 @@ class Apart(Processes):
 def cut_off(
     folder: Path, want: Decoding, times: int, timeout: float, link: netns.Link
 ) -> list[Outcome]:
-    """Generations during which the cable of each host in turn is pulled for some seconds."""
+    """Generations during which each host in turn is cut off for some seconds."""
     what = f"cable pulled for {_CUT:.0f} s, messages may take {timeout:g} s"
     with netns.network(link, link) as network:
         listening = listen(network.driver, 0)
@@ -230,7 +230,7 @@ def drive(folder: Path) -> None:
 
 
 def driver_killed(folder: Path) -> Outcome:
-    """How long hosts go on whose driver is killed in the middle of a generation."""
+    """Seconds until hosts end after their driver is killed in the middle of a generation."""
     command = [sys.executable, "-m", "tests.bench", "cluster-kills", "--drive", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
@@ -302,7 +302,7 @@ def _signalled(folder: Path, want: Decoding, plan: Sequence[tuple[str, int, str]
 
 
 def _apart(function: Callable[..., list[Outcome]], *args: object) -> list[Outcome]:
-    """What a function finds in a process of its own."""
+    """A function's result in a process of its own."""
     found = apart(lambda: [asdict(each) for each in function(*args)])
     return [Outcome(**each) for each in found or []]
 

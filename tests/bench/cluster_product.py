@@ -37,13 +37,13 @@ _RAGGED = [20, 3, 17, 9, 1, 16, 12, 5]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What came of some combinations.
+    """The outcome of some combinations.
 
     Attributes:
         same: combinations that gave the same bits.
         wrong: the others, in words.
-        loads: on how many hosts a load was measured.
-        unequal: hosts where that wasn't what had been planned.
+        loads: hosts on which a load was measured.
+        unequal: hosts where the measured bytes differ from the planned ones.
     """
 
     same: int
@@ -66,7 +66,7 @@ def cache_of(kind: str, model: Model) -> KVCache:
 
 
 def outputs(model: Model, cache: KVCache, batch: str) -> list[torch.Tensor]:
-    """All logits of a prompt and some steps; of beams their tokens."""
+    """All logits of a prompt and some steps; for beams the tokens."""
     cache.reset()
     if batch == "beams":
         prompts = [_IDS[0].tolist(), _IDS[1, :9].tolist()]
@@ -82,7 +82,7 @@ def outputs(model: Model, cache: KVCache, batch: str) -> list[torch.Tensor]:
 
 
 def load(model: ClusterModel, way: str) -> None:
-    """Over all hosts evenly: by itself, or by a split by hand that comes to the same."""
+    """Load over all hosts evenly: automatically, or by an equal manual split."""
     if way == "autosplit":
         model.load_autosplit(model.caches[0], objective="balance")
         return
@@ -142,7 +142,7 @@ def models(folder: str | Path, cluster: Cluster) -> tuple[ClusterModel, Model]:
 
 
 def everything(folder: Path, stages: int) -> list[dict[str, Any]]:
-    """All combinations of so many stages, a load for each way and kind."""
+    """All combinations of this number of stages, with a load for each way and kind."""
     sim.enable(MEMORY)
     with Cluster.local([MEMORY] * (stages - 1)) as cluster:
         model, alone = models(folder, cluster)
@@ -159,7 +159,7 @@ class Settings:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Number of stages -> what came of its combinations."""
+    """Number of stages -> the outcome of its combinations."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as top:
         folder = write_checkpoint(Path(top), SHAPE, torch.float32)
@@ -167,7 +167,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> list[str]:
-    """Counts; what differs is in :func:`wrong`."""
+    """Counts; differences are in :func:`wrong`."""
     lines = []
     for stages, found in result["found"].items():
         same, loads = (sum(each[key] for each in found or []) for key in ("same", "loads"))
@@ -181,7 +181,7 @@ def report(result: dict[str, Any]) -> list[str]:
 
 
 def wrong(result: dict[str, Any]) -> list[str]:
-    """Combinations and hosts that differ, and numbers of stages that came to no end."""
+    """Combinations and hosts that differ, and numbers of stages that did not finish."""
     texts = [f"{stages} stages: nothing" for stages, found in result["found"].items() if not found]
     every = [each for found in result["found"].values() for each in found or []]
     return texts + [text for each in every for text in (*each["wrong"], *each["unequal"])]

@@ -33,7 +33,7 @@ ROWS = ("prompt, tokens/s", "jobs, tokens/s", "jobs that all decode, tokens/s", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is run; in tokens. ``short`` is what a decode step comes behind."""
+    """Sizes in tokens. ``short`` is the context of a decode step."""
 
     prefill: int
     chunk: int
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def program(folder: Path, *names: str) -> str:
-    """The first of these that is there.
+    """The first of these programs that exists.
 
     Raises:
         FileNotFoundError: none is.
@@ -56,7 +56,7 @@ def program(folder: Path, *names: str) -> str:
 
 
 def _endpoint(server: str, core: int, stack: ExitStack) -> str:
-    """The address of a new endpoint with one core and one thread, which ends with the stack."""
+    """Start an endpoint with one core and one thread -> its address; it ends with the stack."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [server, "-H", "127.0.0.1", "-p", str(port), "-t", "1", "-d", "CPU"]
@@ -96,7 +96,7 @@ def measure(
 def _run(
     words: Sequence[str], sizes: Sizes, prompts: Sequence[int], rows: int
 ) -> list[dict[str, Any]]:
-    """What the program says of each of these lengths of prompts, with so many sequences."""
+    """The program's figures for each prompt length, with ``rows`` sequences."""
     room = rows * (max(prompts) + sizes.new)
     options = [
         *("-ngl", "99", "-t", "1", "-fa", "on", "--output-format", "jsonl"),

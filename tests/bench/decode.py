@@ -156,8 +156,8 @@ class Theirs:
 
 
 def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
-    """exkv with each cache over one loaded model, and unless it is alone the others: each holds the
-    weights once."""
+    """exkv with each cache over one loaded model, and, unless it is alone, its competitors; each
+    holds the weights once."""
     room, dtype = max((*settings.contexts, *settings.prompts)) + settings.steps + 1, settings.dtype
     model = Model(folder, dtype=DTYPES[dtype])
     ours = {f"exkv {kind}": Ours(model, kind, room, rows) for kind in settings.caches}
@@ -220,7 +220,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """What a step reads of one model by a batch of rows."""
+    """The bytes that a step of a batch reads of one model."""
 
     shape: Shape
     rows: int = 1
@@ -251,8 +251,8 @@ class Reads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One engine, once: tokens a second of all rows, and what the probe read before and after,
-    bytes a second."""
+    """One sample of an engine: tokens a second of all rows, and the probe's bytes a second
+    before and after."""
 
     engine: str
     context: int
@@ -274,7 +274,7 @@ class Sample:
 def decode(
     engine: Engine, context: int, rows: int, steps: int, index: int
 ) -> tuple[float, list[int]]:
-    """Tokens a second behind a context, and the first row's."""
+    """Tokens a second after a context, and the first row's tokens."""
     engine.rewind(context)
     # What is set up once a length is not the subject.
     tokens = [engine.step(list(range(3, 3 + rows)))]
@@ -308,7 +308,7 @@ def measure_decode(
 def measure_prompts(
     competitors: dict[str, Engine], vocab: int, settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """Tokens a second of reading a prompt, a result for each length and engine."""
+    """Tokens a second of prefill, a result for each length and engine."""
     generator = torch.Generator().manual_seed(2)
     for length in settings.prompts:
         ids = torch.randint(3, vocab, (1, length), generator=generator)
@@ -329,7 +329,7 @@ def _prefill(engine: Engine, ids: Tensor, index: int) -> float:
 
 
 def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator[dict[str, Any]]:
-    """One result for each batch. The files of weights are gone when the last one is taken."""
+    """One result for each batch. The weight files are deleted after the last one."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(Path(scratch), shape, DTYPES[settings.dtype])
@@ -400,7 +400,7 @@ def rows_of(reads: Reads, samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """All models so far, after each."""
+    """Yield all results so far after each model."""
     probe, models = MemoryProbe(torch.device(settings.device)), []
     for shape in settings.shapes:
         for measured in measure_shape(shape, settings, probe):
@@ -409,7 +409,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def wrong(result: dict[str, Any]) -> list[str]:
-    """In float32, with caches that store floats, all choose the same tokens."""
+    """In float32, with float caches, all engines choose the same tokens."""
     if result["settings"].get("dtype") != "fp32":
         return []
     return [
@@ -455,7 +455,7 @@ def prompt_table(model: dict[str, Any]) -> str:
 
 
 def table(model: dict[str, Any], state: dict[str, Any]) -> str:
-    """The rows of one state of the machine, under what its memory read."""
+    """The rows of one state of the machine, under its memory bandwidth."""
     rows = state["rows"]
     names = dict.fromkeys(row["engine"] for row in rows)
     others = [name for name in names if not name.startswith("exkv")]

@@ -99,13 +99,13 @@ class Settings:
 
     @property
     def room(self) -> int:
-        """Tokens of a cache in which all jobs fit."""
+        """Tokens of a cache that holds all jobs."""
         pages = -(-(self.prompt + self.new) // self.page) + 1
         return self.jobs * (pages * self.page + (512 if self.model else 0))
 
 
 class Wordless(Tokenizer):
-    """No words and no end: random weights have neither."""
+    """A tokenizer without words or end tokens, for random weights."""
 
     eos_ids = ()
 
@@ -129,8 +129,8 @@ class Run:
     Attributes:
         clock, processor: seconds.
         first: seconds, the median wait for a first token.
-        tokens: that all jobs wrote.
-        asking: seconds of the processor that the clients of a server take.
+        tokens: written by all jobs.
+        asking: CPU seconds of a server's clients.
         steps: seconds of the steps in which all jobs decode: in the native run, in the model's call
             with it, in all.
         share: of the memory's speed that these read.
@@ -149,7 +149,7 @@ class Run:
 
 
 def random_prompts(settings: Settings, seed: int) -> list[list[int]]:
-    """Of random tokens, the first ones the same in all."""
+    """Prompts of random tokens that share the first ones."""
     made = torch.Generator().manual_seed(seed)
     draw = partial(torch.randint, llamacpp.FIRST_WORD, SHAPES[settings.shape].vocab, generator=made)
     common = draw((settings.shared,)).tolist()
@@ -186,7 +186,7 @@ class Clock:
 
 @contextmanager
 def clocked(model: Model) -> Iterator[tuple[Clock, Clock]]:
-    """The native run's clock, and that of the model's call, for the time being."""
+    """Clock the native run and the model's call within the context."""
     native = torch.ops.exkv.bound_run.default
     clocks = Clock(native), Clock(model.forward)
     torch.ops.exkv.bound_run.default, model.forward = clocks  # type: ignore[method-assign]
@@ -198,7 +198,7 @@ def clocked(model: Model) -> Iterator[tuple[Clock, Clock]]:
 
 
 class Ours:
-    """An engine for each run, whose pages begin empty."""
+    """A new engine for each run, with empty pages."""
 
     def __init__(self, model: Path, settings: Settings) -> None:
         self.model, self.written = Model(model, max_input_len=256), {}
@@ -276,7 +276,7 @@ def read_by(events: Sequence[Event], settings: Settings) -> int:
 
 
 class Slots:
-    """llama.cpp's."""
+    """llama.cpp's slots."""
 
     def __init__(self, file: Path, settings: Settings) -> None:
         self.slots = llamacpp.Slots(
@@ -305,7 +305,7 @@ class Slots:
 
 
 class Served:
-    """A server, asked over HTTP."""
+    """A server, called over HTTP."""
 
     def __init__(self, server: serving.Server) -> None:
         self._server = server
@@ -336,7 +336,7 @@ class Served:
 
 
 def command(way: str, file: Path, settings: Settings, port: int) -> list[str]:
-    """A server's words."""
+    """A server's command line."""
     jobs, room = str(settings.jobs), str(settings.room)
     if way == SERVER:
         words = [sys.executable, "-m", "exkv", "serve", str(file), "--page", str(settings.page)]
@@ -409,7 +409,7 @@ def _speeds(runs: Sequence[dict[str, Any]], clock: str) -> list[float]:
 
 
 def _of_step(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Shares of a step's time: of the call beside the native run, and around the call."""
+    """Shares of a step's time: the call without the native run, and the rest of the step."""
     steps = [run["steps"] for run in runs if run["steps"][2]]
     if not steps:
         return ["", ""]

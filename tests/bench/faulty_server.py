@@ -15,7 +15,7 @@ from exkv.models import Transformer
 
 
 def make_faulty(every: int) -> None:
-    """Let passes fail as a device without memory does."""
+    """Have forward calls fail as if a device were out of memory."""
     real, passes = Transformer.forward_chunk, 0
 
     def forward_chunk(self: Transformer, *args: Any, **kwargs: Any) -> torch.Tensor | None:

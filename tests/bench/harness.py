@@ -1,4 +1,4 @@
-"""What all benches share: settings that are options, rounds in turns, probes of the memory,
+"""The harness of all benches: settings as options, interleaved rounds, memory probes,
 spreads, tables, and the files that a bench writes.
 
 A bench is a module, of which :func:`run` makes a command. It has
@@ -46,7 +46,7 @@ UNDISTURBED = 0.8
 def setting(
     default: Any = MISSING, help: str = "", choices: Iterable[str] | None = None, positional=False
 ) -> Any:
-    """A field of settings, with what its option says."""
+    """A field of settings, and the help of its option."""
     about = {"help": help, "choices": choices and list(choices), "positional": positional}
     return field(default=default, metadata=about)
 
@@ -105,7 +105,7 @@ def _option(name: str) -> str:
 
 
 def _told(kind: Any, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What argparse is told of a field."""
+    """A field's arguments for argparse."""
     told: dict[str, Any] = {"help": about.get("help")}
     if kind is bool:
         return told | {"action": argparse.BooleanOptionalAction}
@@ -126,7 +126,7 @@ def _value(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a way gave in a round, and what the memory read before and after, bytes a second."""
+    """A way's value in a round, and the probe's bytes a second before and after."""
 
     way: str
     round: int
@@ -146,8 +146,8 @@ def in_turns(
     warm: int = 0,
 ) -> Iterator[Sample]:
     """Call each way with the round's number. Every round begins with another way, so that none
-    always finds a warm machine; a probe lies between any two samples. The first ``warm`` rounds,
-    with negative numbers, yield nothing."""
+    always finds a warm machine, and the probe runs between any two samples. The first ``warm``
+    rounds, with negative numbers, yield nothing."""
     for index in range(-warm, rounds):
         before = probe()
         for name in rotated(list(ways), index):
@@ -163,7 +163,7 @@ def rotated(items: Sequence[Any], by: int) -> list[Any]:
 
 
 def by_way(samples: Iterable[Sample]) -> dict[str, list[Any]]:
-    """Way -> its values, a round each."""
+    """Way -> its values by round."""
     found: dict[str, list[Any]] = {}
     for sample in samples:
         found.setdefault(sample.way, []).append(sample.value)
@@ -171,7 +171,7 @@ def by_way(samples: Iterable[Sample]) -> dict[str, list[Any]]:
 
 
 def seconds(call: Callable[[], Any], best_of: int = 1, timer=time.perf_counter) -> float:
-    """That a call takes, the least of some."""
+    """Seconds of a call, the least of ``best_of``."""
 
     def once() -> float:
         started = timer()
@@ -182,7 +182,7 @@ def seconds(call: Callable[[], Any], best_of: int = 1, timer=time.perf_counter) 
 
 
 def disturbed(samples: Iterable[Sample]) -> set[int]:
-    """Rounds with a sample around which the memory was slower than it can be."""
+    """Rounds with a sample around which the memory was slow."""
     samples = list(samples)
     best = max(max(each.before, each.after) for each in samples)
     return {s.round for s in samples if min(s.before, s.after) < UNDISTURBED * best}
@@ -198,7 +198,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Each round's value by the same round's base."""
+    """Each round's value divided by the same round's base."""
     return spread([value / other for value, other in zip(values, base, strict=True)])
 
 
@@ -209,7 +209,7 @@ def show(found: Mapping[str, float], digits: int = 2, scale: float = 1.0) -> str
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with aligned columns: the first one left, the others right."""
+    """A table, its first column aligned left and the others right."""
     cells = [list(map(str, row)) for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
 
@@ -225,7 +225,7 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def machine(device: torch.device = CPU) -> dict[str, Any]:
-    """Everything that a reader of the figures asks first."""
+    """The machine and the versions, for readers of the figures."""
     import transformers
 
     import exkv
@@ -247,7 +247,7 @@ def machine(device: torch.device = CPU) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The model as the system tells it; with its family and number where the name says little."""
+    """The processor's name, with family and model where the name says little."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except FileNotFoundError:
@@ -277,8 +277,8 @@ def synchronize(device: torch.device) -> None:
 
 
 class MemoryProbe:
-    """Reads a buffer far larger than any cache: what decoding can reach, and whether something
-    else is using the machine."""
+    """Reads a buffer far larger than any cache. It gives the limit of decoding, and shows whether
+    something else uses the machine."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
@@ -299,7 +299,7 @@ class MemoryProbe:
 
 
 def status_bytes(field: str, process: int | str = "self") -> int:
-    """Bytes, from what Linux tells of a process: ``VmRSS``, ``VmHWM``, ``RssAnon``."""
+    """A process's ``VmRSS``, ``VmHWM`` or ``RssAnon`` in bytes, from /proc."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -307,8 +307,8 @@ def status_bytes(field: str, process: int | str = "self") -> int:
 
 
 def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own, as JSON can carry it; None where it
-    failed, which is printed."""
+    """A function's result in a forked process, through JSON; None if it failed, with the traceback
+    printed."""
     reading, writing = os.pipe()
     if not (pid := os.fork()):
         status = 1

@@ -46,7 +46,7 @@ BASE = next(iter(CACHES))
 
 
 class Allocations(LiveStorages, TorchDispatchMode):
-    """Counts the storages that ops make, those inside of tensors made of others, too."""
+    """Counts the storages that ops allocate, also those inside of wrapper subclasses."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -66,7 +66,7 @@ def _key(x: Tensor) -> int:
 
 
 def served(config: Any) -> tuple[list[str], list[str]]:
-    """Names of caches that can be made here, and why others can't."""
+    """Names of caches that can be built here, and why others can't."""
     names, reasons = [], []
     for name, (_, make) in CACHES.items():
         try:
@@ -107,7 +107,7 @@ def model_of(settings: Settings) -> PreTrainedModel:
 
 @torch.no_grad()
 def decode(model: PreTrainedModel, name: str, context: int) -> Callable[[int], None]:
-    """What decodes so many tokens behind a prompt of this length."""
+    """A function that decodes ``tokens`` tokens after a prompt of this length."""
     implementation, make = CACHES[name]
     model.set_attn_implementation(implementation)
     cache = make(model.config)
@@ -128,7 +128,7 @@ def speed(model: PreTrainedModel, name: str, context: int, tokens: int, index: i
 
 
 def peak(model: PreTrainedModel, name: str, context: int) -> int:
-    """Bytes at most, over four tokens."""
+    """Peak bytes over four tokens."""
     with Allocations() as storages:
         steps = decode(model, name, context)
         storages.peak = storages.current
@@ -137,7 +137,7 @@ def peak(model: PreTrainedModel, name: str, context: int) -> int:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """A case for every context and cache, and why some caches have none."""
+    """A case for every context and cache, and why some caches are left out."""
     model = model_of(settings)
     names, reasons = served(model.config)
     cases = []

@@ -47,7 +47,7 @@ RATES: dict[str, tuple[Rate, tuple[int, ...], int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is drawn, if anything."""
+    """The drawing, if any."""
 
     svg: Path | None = setting(None, "write the drawing there")
 

@@ -35,7 +35,7 @@ def is_installed() -> bool:
 
 
 def version() -> str | None:
-    """That of llama-cpp-python, or None where it isn't."""
+    """The version of llama-cpp-python; None if it isn't installed."""
     return importlib.metadata.version("llama_cpp_python") if is_installed() else None
 
 
@@ -59,7 +59,7 @@ def write_gguf(folder: Path, shape: Shape, words: bool = False, kind: str = "BF1
 
 
 def _add_words(writer: Any, size: int) -> None:
-    """Control tokens, single bytes as GPT-2 spells them, and words that no text is made of."""
+    """Add control tokens, single bytes as GPT-2 spells them, and words that occur in no text."""
     import gguf
 
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -80,7 +80,7 @@ def _add_words(writer: Any, size: int) -> None:
 
 
 def quantize(folder: Path, kind: str) -> Path:
-    """The file in this folder once more as llama.cpp quantizes it, ``Q4_K_M`` for example."""
+    """Quantize the folder's GGUF file with llama.cpp, to ``Q4_K_M`` for example."""
     api, made = _silenced(), folder / f"model-{kind}.gguf"
     params = api.llama_model_quantize_default_params()
     params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind}")
@@ -92,7 +92,7 @@ def quantize(folder: Path, kind: str) -> Path:
 
 
 def bytes_read(file: Path) -> int:
-    """Of its weights by a step: all but an embedding table that is no head."""
+    """Bytes of weights that a step reads: all but an embedding table that is not the head."""
     tensors = {name: placed.tensor.nbytes for name, placed in GGUFContents(file).tensors.items()}
     table = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
     return sum(tensors.values()) - table
@@ -248,7 +248,7 @@ class Slots(Context):
 
 @cache
 def _silenced() -> Any:
-    """The library, told to print nothing."""
+    """The library, with its log switched off."""
     from llama_cpp import llama_cpp
 
     silence = llama_cpp.llama_log_callback(lambda level, text, data: None)

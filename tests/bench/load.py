@@ -57,7 +57,7 @@ class Settings:
 
 
 def write(folder: Path, kind: str, shape: Shape) -> Path:
-    """A random checkpoint; what exkv opens of it."""
+    """Write a random checkpoint -> the path that exkv opens."""
     plain = write_checkpoint(folder, shape, DTYPES["bf16"])
     if kind in BLOCKS:
         from .llamacpp import write_gguf
@@ -69,7 +69,7 @@ def write(folder: Path, kind: str, shape: Shape) -> Path:
 
 
 def _pack(folder: Path, kind: str) -> None:
-    """The floats in this folder as integers; layers of one size get the same ones."""
+    """Quantize the folder's floats; layers of one size get the same integers."""
     from packers import Packed, Recipe, every_projection
     from packers import write as write_packed
     from packers.compressed import group, integers, settings
@@ -100,7 +100,7 @@ def _pack(folder: Path, kind: str) -> None:
 
 
 def run(words: Sequence[str], index: int) -> dict[str, float]:
-    """A process's seconds by the clock and of the processor, and what its last line tells."""
+    """A process's wall and CPU seconds, and the figures in its last line."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done: list[subprocess.CompletedProcess[str]] = []
     how = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
@@ -116,7 +116,7 @@ def run(words: Sequence[str], index: int) -> dict[str, float]:
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Program -> figure -> its values, one a round."""
+    """Program -> figure -> its values by round."""
     shape = SHAPES[settings.shape]
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "config.json"
@@ -145,7 +145,7 @@ def _bytes(path: Path) -> int:
 
 
 def report(result: dict[str, Any]) -> list[str]:
-    """Two tables: beyond torch's import, and opening; memory beside the file's bytes."""
+    """Two tables: imports and a plan beyond torch's import; opening, with memory by file size."""
     values, sizes = result["values"], result["bytes"]
     beyond = [[name] for name in ("import exkv", PLAN)]
     for row, figure in itertools.product(beyond, ("process", "processor")):
@@ -169,7 +169,7 @@ def report(result: dict[str, Any]) -> list[str]:
 
 
 def _open(figures: dict[str, list[float]]) -> list[float]:
-    """Load and first logits together: some loaders leave the reading to the latter."""
+    """Load and first logits together: some loaders read at the first call."""
     return [sum(pair) for pair in zip(figures["load"], figures["first"], strict=True)]
 
 

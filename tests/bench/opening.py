@@ -80,7 +80,7 @@ def _device_peak(device: str) -> int:
 
 
 def _status(field: str) -> int:
-    """Bytes, from what Linux tells of this process."""
+    """This process's bytes, from /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 

@@ -32,7 +32,7 @@ class Settings:
 
 
 def table(model: Mapping[str, Any]) -> str:
-    """One model and batch: the first kind of cache at every context, others at the longest."""
+    """One model and batch: the first kind of cache at every context, the others at the longest."""
     rows = {(row["engine"], row["context"]): row for row in model["rows"]}
     contexts = sorted({context for _, context in rows})
     engines = dict.fromkeys(engine for engine, _ in rows if engine.startswith("exkv "))
@@ -68,20 +68,20 @@ def _cells(rows: Rows, engine: str, context: int, first: bool, unit: bool) -> tu
 
 
 def _ratio(value: float | None) -> str:
-    """With two figures that count."""
+    """Format with two significant figures."""
     if value is None:
         return ""
     return f"{value:.{2 if value < 0.995 else 1 if value < 9.95 else 0}f}"
 
 
 def named(text: str) -> list[Path]:
-    """The results of decoding that a page names, in order."""
+    """The decoding results that a page names, in order."""
     found = re.findall(r"`tests/bench/results/(decode-[^`]*\.json)`", text)
     return [RESULTS / name for name in dict.fromkeys(found)]
 
 
 def tables(file: Path) -> list[str]:
-    """Of one result, a model and batch each."""
+    """The tables of one result, one for each model and batch."""
     return [table(model) for model in json.loads(file.read_text())["models"]]
 
 

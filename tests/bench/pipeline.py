@@ -23,11 +23,11 @@ from exkv.planning.plan import Link
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One group of sequences on its way through all hosts and back.
+    """One trip of a group of sequences through all hosts and back.
 
     Attributes:
-        total: seconds that it takes when nothing else is under way.
-        busiest: seconds for which it keeps the busiest host or link to itself.
+        total: seconds when nothing else is under way.
+        busiest: seconds for which it occupies the busiest host or link.
     """
 
     total: float
@@ -39,23 +39,23 @@ class Round:
         return cls(total=sum(busy) + sum(idle), busiest=max(busy))
 
     def per_second(self, groups: int) -> float:
-        """Rounds of all groups together, with so many under way."""
+        """Rounds a second of all groups together."""
         return min(groups / self.total, 1 / self.busiest)
 
     def prefill_seconds(self, chunks: int) -> float:
-        """Until the last of a prompt's chunks, which follow each other, is through."""
+        """Seconds until the last of a prompt's consecutive chunks is done."""
         return self.total + (chunks - 1) * self.busiest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What each host has.
+    """A host's card.
 
     Attributes:
         memory: bytes for weights and caches.
         bandwidth: bytes a second at which it reads them.
         flops: floating point operations a second.
-        beside: bytes a second at which it reads what has no room, from the host's memory.
+        beside: bytes a second at which it reads the rest from host memory.
     """
 
     memory: float
@@ -66,7 +66,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A model of units alike, and its sequences.
+    """A model of equal units, and its sequences.
 
     Attributes:
         units: that can be placed on different hosts.
@@ -83,7 +83,7 @@ class Work:
     hidden: float
 
     def most_rows(self, card: Card, hosts: int) -> int:
-        """Sequences whose caches have room beside the weights; 0 where not even these have."""
+        """Sequences whose caches fit beside the weights; 0 if the weights don't fit."""
         largest = -(-self.units // hosts)
         return max(int((card.memory * self.units / largest - self.weights) // self.cache), 0)
 
@@ -106,7 +106,7 @@ def decode_round(work: Work, card: Card, link: Link, hosts: int, rows: int) -> R
 
 
 def _seconds(work: Work, card: Card, units: int, rows: int) -> float:
-    """A decode step on one host: reading, or where that is less multiplying."""
+    """Seconds of a decode step on one host: the longer of reading and multiplying."""
     share = units / work.units
     held = share * (work.weights + rows * work.cache)
     over = max(held - card.memory, 0)
@@ -115,7 +115,7 @@ def _seconds(work: Work, card: Card, units: int, rows: int) -> float:
 
 
 def one_sequence(work: Work, card: Card, link: Link, hosts: int) -> float:
-    """Tokens a second of one sequence over so many hosts, those beyond the units idle."""
+    """Tokens a second of one sequence over ``hosts`` hosts; hosts beyond the units are idle."""
     return decode_round(work, card, link, min(hosts, work.units), 1).per_second(1)
 
 

@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, built by both, and the cards; the host comes last in ``budgets``."""
+    """A model, built by both libraries, and the cards; the host is last in ``budgets``."""
 
     model: Model
     peer: Any
@@ -98,12 +98,12 @@ class Case:
         return workload.costs(workload.peaks(self.budgets))
 
     def judge(self, costs: Sequence[UnitCost], devices: Sequence[torch.device]) -> Plan:
-        """The ledgers of units that are placed on these devices, whether they fit or not."""
+        """The ledgers of units on these devices, whether they fit or not."""
         return plan_where(costs, self.budgets, [*map(Place, devices)], "pack", "listed")
 
 
 def _on_meta(config: Mapping[str, Any]) -> Any:
-    """transformers' model, without storage."""
+    """transformers' model on meta."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def _on_meta(config: Mapping[str, Any]) -> Any:
 
 
 def device_map(case: Case, mode: str) -> dict[str, int | str]:
-    """What ``from_pretrained(device_map=mode)`` would do: module name -> card's index or "cpu"."""
+    """The map of ``from_pretrained(device_map=mode)``: module name -> card's index or "cpu"."""
     from transformers.integrations import accelerate
 
     # It says of every card that it isn't here.
@@ -136,7 +136,7 @@ def where(case: Case, found: Mapping[str, int | str]) -> list[torch.device]:
 
 
 def nearest(name: str, found: Mapping[str, int | str]) -> int | str:
-    """What a map says of a module: of itself, or of the closest module around it."""
+    """A map's entry for a module, or for the closest module around it."""
     parts = name.split(".")
     around = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
     return next(found[module] for module in around if module in found)
@@ -146,7 +146,7 @@ def nearest(name: str, found: Mapping[str, int | str]) -> int | str:
 
 
 def figures(plan: Plan) -> dict[str, Any]:
-    """What a plan comes to; bytes are over the cards."""
+    """A plan's figures; bytes are summed over the cards."""
     cards = [ledger for ledger in plan.ledgers if ledger.device.type != "cpu"]
     used = [ledger.headroom for ledger in cards if ledger.units]
     on_cpu = [unit.name for unit in plan.units if unit.device.type == "cpu"]
@@ -161,14 +161,14 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 
 def theirs(case: Case, mode: str) -> dict[str, Any]:
-    """transformers' map, which knows of no cache, and figures with each cache beside it."""
+    """transformers' map, which ignores the cache, and its figures with each cache."""
     devices = where(case, device_map(case, mode))
     plans = {context: case.judge(case.costs(context), devices) for context in CONTEXTS}
     return {"contexts": {context: figures(plan) for context, plan in plans.items()}}
 
 
 def ours(case: Case, objective: str) -> dict[str, Any]:
-    """exkv's plan for each cache; ``fits_on_cards`` asks the planner with no host beside them."""
+    """exkv's plan for each cache; ``fits_on_cards`` plans without the host."""
     contexts = {}
     for context in CONTEXTS:
         scenario = case.scenario(context, objective)
@@ -179,7 +179,7 @@ def ours(case: Case, objective: str) -> dict[str, Any]:
 
 
 def compare(name: str, cards: str) -> dict[str, Any]:
-    """Everything about one model on one set of cards."""
+    """All figures of one model on one set of cards."""
     case = Case.of(MODELS[name], CARDS[cards])
     return {
         "model": name,

@@ -45,7 +45,7 @@ DISTANCES = (0, 100, 250, 500, 1000)
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """A kind of cache and what it is told; ``dtype`` is what it stores floats in."""
+    """A kind of cache and its options; floats are stored in ``dtype``."""
 
     kind: type[KVCache]
     options: Mapping[str, Any]
@@ -92,8 +92,8 @@ class Settings:
 def logits_through(
     model: Model, cache: KVCache, rows: Sequence[Sequence[int]], chunk: int
 ) -> Iterator[Tensor]:
-    """Logits (B, T, vocabulary) of a chunk after the other, on the host; rows begin anew, and where
-    one has ended, what is there means nothing."""
+    """Logits (B, T, vocabulary) chunk by chunk, on the host, from empty rows; logits beyond a row's
+    end are meaningless."""
     cache.reset()
     ids = padded(rows)
     for start in range(0, ids.shape[1], chunk):
@@ -103,12 +103,12 @@ def logits_through(
 
 
 def calls(items: Sequence[S]) -> Iterator[Sequence[S]]:
-    """As many at once as a cache has rows."""
+    """Batches of as many items as a cache has rows."""
     yield from (items[first : first + ROWS] for first in range(0, len(items), ROWS))
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 (B, T), filled up with 0 on the right."""
+    """int64 (B, T), padded with 0 on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
@@ -117,7 +117,7 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 def chats(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """Chats of exactly so many tokens each, as the model reads them."""
+    """Chats of exactly ``tokens`` tokens each, as the model reads them."""
     rng = random.Random(f"quality/{seed}/{tokens}")
     found = []
     for _ in range(count):
@@ -134,7 +134,7 @@ def divergence(reference: Tensor, found: Tensor) -> Tensor:
 
 
 class Texts:
-    """Chats, and what the reference says of each next token."""
+    """Chats, and the reference's distribution of each next token."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, settings: Settings) -> None:
         self.model, self.chunk = model, settings.chunk
@@ -149,8 +149,7 @@ class Texts:
         return torch.cat([logits.log_softmax(-1) for logits in parts], 1)
 
     def judge(self, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """For each token, the nats by which it was unforeseen, (N, T - 1), and the divergence
-        from the reference, (N, T)."""
+        """Each token's surprise in nats (N, T - 1), its divergence from the reference (N, T)."""
         surprise, apart = [], []
         for rows, expected in zip(self.batches, self.expected, strict=True):
             found, ids = self._log_probs(cache, rows), padded(rows)
@@ -180,7 +179,7 @@ class Question:
 
 
 def questions(tokenizer: Tokenizer, settings: Settings) -> list[Question]:
-    """Held-out ones, those of like length beside each other."""
+    """Held-out questions, sorted by length."""
     items = toy_world.heldout(settings.seed, settings.questions, DISTANCES[-1])
     return sorted((Question.of(tokenizer, item) for item in items), key=lambda q: len(q.ids))
 
@@ -206,9 +205,9 @@ def answered(model: Model, cache: KVCache, asked: Sequence[Question], chunk: int
 
 
 def measure(settings: Settings) -> dict[str, Any]:
-    """Every figure, by the names of makes.
+    """All figures, by the names of makes.
 
-    On one thread: so small a model is no faster on two, and sums come out alike everywhere.
+    On one thread: so small a model is no faster on two, and sums are the same everywhere.
     """
     torch.set_num_threads(1)
     model = Model(DEMO, dtype=torch.float32, max_input_len=settings.chunk)
@@ -246,7 +245,7 @@ def _tally(verdicts: Sequence[bool]) -> dict[str, int]:
 
 
 def sizes(model: Model, make: Make) -> dict[str, float]:
-    """Bytes of all layers: of one token that is kept, and of a row of the model's length."""
+    """Bytes of all layers for one stored token, and for a row of the model's length."""
     length = model.config.max_position_embeddings
     specs = make.kind.layer_specs(model, length, 1, **make.options)
     layers = [(spec.nbytes(spec.capacity), spec.capacity) for spec in specs]

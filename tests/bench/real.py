@@ -79,8 +79,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Of running the text: how each unit's weights are kept, through what cache, in calls of so
-    many tokens (0: of a row)."""
+    """A way to run the text: each unit's weight format, the cache, and tokens of a call (0 for a
+    whole row)."""
 
     kept: dict[str, str]
     cache: KVCache
@@ -113,7 +113,7 @@ class Subject:
         return Way(kept=dict.fromkeys(self.names, AS_STORED), cache=cache)
 
     def made(self, option: str) -> list[Any]:
-        """The units with their weights kept in one way; rounded when they are first asked for."""
+        """The units with their weights in one format; rounded at the first call."""
         if option not in self.modules:
             self.modules[option] = self._modules(dict.fromkeys(self.names, option))
         return self.modules[option]
@@ -127,7 +127,7 @@ class Subject:
         return [unit.module for unit in other.units]
 
     def log_probs(self, way: Way, row: Tensor) -> Tensor:
-        """Of each next token of a row (1, T): (1, T, V)."""
+        """Log-probabilities of each next token of a row (1, T): (1, T, V)."""
         for index, unit in enumerate(self.model.units):
             unit.module = self.made(way.kept[unit.name])[index]
         way.cache.reset()
@@ -169,7 +169,7 @@ def _surprise(log_probs: Tensor, row: Tensor) -> float:
 
 
 def standard_error(after: Sequence[float], before: Sequence[float]) -> float:
-    """Of the mean of what the rows' figures are more."""
+    """The standard error of the mean of the rows' differences."""
     more = [a - b for a, b in zip(after, before, strict=True)]
     return statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
 
@@ -253,7 +253,7 @@ def _bytes_a_token(cache: KVCache) -> float:
 
 
 def _uniform(subject: Subject) -> dict[str, Any]:
-    """As ``Model(weights=...)`` keeps them: the tied table in 8 bits."""
+    """As ``Model(weights=...)`` stores them: the tied table in 8 bits."""
     table = dict.fromkeys((subject.names[0], subject.names[-1]), "int8")
     kept = [dict.fromkeys(subject.names, weights) | table for weights in BITS]
     return dict(zip(BITS, _kept(subject, kept), strict=True))
@@ -267,7 +267,7 @@ def _kept(subject: Subject, kept: Sequence[dict[str, str]]) -> list[dict[str, An
 
 
 def _bits(subject: Subject, kept: dict[str, str]) -> float:
-    """Of a weight, on a device, where those as stored are bfloat16."""
+    """Bits of a weight on a device; weights as stored are bfloat16."""
     model = Model(subject.folder, dtype=torch.bfloat16, weights="best")
     stored = _counted(model)
     model.choose(Choice(kept=kept, loss=dict.fromkeys(kept, 0.0)))
@@ -275,12 +275,12 @@ def _bits(subject: Subject, kept: dict[str, str]) -> float:
 
 
 def _counted(model: Model) -> int:
-    """Bytes of all weights; the head's are the table's."""
+    """Bytes of all weights; the head shares the table's."""
     return sum(sum(unit.nbytes.values()) for unit in model.units[:-1])
 
 
 def _curves(subject: Subject) -> dict[str, list[dict[str, Any]]]:
-    """``weights="best"`` on cards with room for fewer and fewer bits a weight."""
+    """``weights="best"`` on cards with room for ever fewer bits a weight."""
     points = {way: _points(subject, way) for way in subject.settings.losses}
     found = iter(_kept(subject, [point.pop("kept") for each in points.values() for point in each]))
     return {way: [point | next(found) for point in each] for way, each in points.items()}
@@ -309,7 +309,7 @@ def _points(subject: Subject, way: str) -> list[dict[str, Any]]:
 
 
 class _TextLosses(losses.TextLosses):
-    """What fewer bits cost on a text, by modules that are loaded already."""
+    """The loss of fewer bits on a text, by modules that are already loaded."""
 
     def __init__(self, subject: Subject, checkpoint: Checkpoint) -> None:
         super().__init__(subject.model.config, checkpoint, subject.calibration)

@@ -124,7 +124,7 @@ def _model(config: dict[str, Any], weights: str | None) -> Model:
 
 
 def _q4_k() -> None:
-    """A method by which all matrices but the ends and the routers are Q4_K."""
+    """A quantization method: all matrices but the ends and the routers are Q4_K."""
     gguf = importlib.import_module("exkv.weights.gguf")
     made = ModuleType("q4_k")
     format = next(each for each in gguf.FORMATS.values() if each.name == "gguf Q4_K")
@@ -142,7 +142,7 @@ def _q4_k() -> None:
 
 
 def _allocations(model: Model, cache: Cache, *, in_one: bool) -> Iterator[list[int]]:
-    """Of each unit, the bytes of every allocation that stays."""
+    """The bytes of each lasting allocation, by unit."""
     for unit in ModelShape.of(model).units:
         weights = [tensor.nbytes for tensor in unit.shapes.values()]
         layer = None if unit.spec.layer is None else cache.layers[unit.spec.layer]
@@ -160,7 +160,7 @@ def _allocations(model: Model, cache: Cache, *, in_one: bool) -> Iterator[list[i
 
 
 def _beyond(units: list[list[int]]) -> int:
-    """Bytes reserved beyond what a load asks for, rounded."""
+    """Bytes reserved beyond the rounded bytes that a load asks for."""
     allocator = CachingAllocator()
     asked = [nbytes for unit in units for nbytes in unit]
     for nbytes in asked:

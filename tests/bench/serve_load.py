@@ -52,7 +52,7 @@ _SLACK, _FILES = 24 << 20, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is asked of the server; sizes in tokens."""
+    """The requests to the server; sizes in tokens."""
 
     model: Path = DEMO
     seconds: float = 120.0
@@ -71,12 +71,12 @@ class Settings:
 
     @property
     def shared(self) -> int:
-        """Tokens that a third of the prompts begin with."""
+        """Tokens of the beginning that a third of the prompts share."""
         return self.prompt * 2 // 3
 
     @property
     def longest(self) -> int:
-        """Tokens of a request, at most, or a few more."""
+        """Upper bound on a request's tokens."""
         return self.shared + self.prompt // 4 + 8 + self.new
 
     @property
@@ -126,13 +126,13 @@ def requests_of(load: Settings) -> list[dict[str, Any]]:
 
 
 def kind_of(load: Settings, index: int) -> str:
-    """What its waits are counted as."""
+    """The kind under which a request's waits are counted."""
     first = "before others, " if load.scarce and index % 5 == 0 else ""
     return first + ("shared beginning" if index % 3 == 0 else "own prompt")
 
 
 def texts_alone(load: Settings, bodies: Sequence[dict[str, Any]]) -> list[str]:
-    """One after the other, each by an engine that has nothing else."""
+    """The texts one after another, each alone in an engine."""
     model, tokenizer = Model(load.model, max_input_len=256), Tokenizer(load.model)
     tokens = -(-load.longest // load.page) * load.page
     cache = PagedCache(model, max_seq_len=tokens, page=load.page)
@@ -151,7 +151,7 @@ def texts_alone(load: Settings, bodies: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def server(load: Settings) -> AbstractContextManager[Server]:
-    """``exkv serve`` for a load, which has ended afterwards."""
+    """``exkv serve`` for a load, ended at the exit of the context."""
     module = "tests.bench.faulty_server" if load.oom_every else "exkv"
     words = [sys.executable, "-m", module, "serve", str(load.model), "--page", str(load.page)]
     words += ["--max-seq-len", str(load.cache), "--max-running", str(load.max_running)]
@@ -161,7 +161,7 @@ def server(load: Settings) -> AbstractContextManager[Server]:
 
 
 def stages_of(load: Settings) -> list[str]:
-    """Words by which a server lies over as many stages, this machine's."""
+    """Arguments of a server over as many stages, all on this machine."""
     if load.stages == 1:
         return []
     model = Model(load.model, max_input_len=256)
@@ -183,7 +183,7 @@ def split_evenly(plan: Plan, stages: int) -> list[float]:
 
 
 def hosts_of(found: Server) -> list[int]:
-    """The processes that a server has started and that run."""
+    """The running processes that a server has started."""
     tasks = Path(f"/proc/{found.process.pid}/task").glob("*/children")
     children = [int(pid) for task in tasks for pid in task.read_text().split()]
     return sorted(pid for pid in children if b"cluster" in _words(pid))
@@ -203,7 +203,7 @@ def held(found: Server) -> dict[str, tuple[int, int]]:
 
 
 async def _watch(found: Server, load: Settings) -> dict[str, tuple[int, int]]:
-    """What processes hold after a quarter of the time; a host dies after half of it."""
+    """The processes' memory and files after a quarter of the time; a host dies after half of it."""
     await asyncio.sleep(load.seconds / 4)
     early = held(found)
     await asyncio.sleep(load.seconds / 4)
@@ -274,7 +274,7 @@ def _settled(found: Server) -> dict[str, float]:
 
 
 def loaded(load: Settings) -> Outcome:
-    """The load, and what is left of it in the server."""
+    """Put load on the server -> the outcome, and what is left in the server."""
     out, bodies = Outcome(), requests_of(load)
     asked = list(zip(bodies, texts_alone(load, bodies), strict=True))
 
@@ -299,7 +299,7 @@ def loaded(load: Settings) -> Outcome:
 
 
 def killed(load: Settings) -> bool:
-    """Whether a server that was killed under load starts again, has all pages, and is right."""
+    """Whether a server killed under load starts again, has all pages, and answers right."""
     bodies, out = requests_of(load)[:8], Outcome()
     texts = texts_alone(load, bodies)
     asked = [json.dumps(body | {"stream": True}).encode() for body in bodies]
@@ -322,7 +322,7 @@ def killed(load: Settings) -> bool:
 
 
 def leaked(figures: dict[str, float]) -> int:
-    """Pages that no job has and that are not there."""
+    """Pages that no job holds and that are not available."""
     return int(figures["exkv_pages"] - figures["exkv_pages_available"])
 
 
@@ -346,7 +346,7 @@ def wrong(result: dict[str, Any]) -> list[str]:
 
 
 def mistakes_of(load: Settings, out: Outcome) -> list[str]:
-    """What was lost, wrong or leaked; memory grows where a dead host's units go to others."""
+    """Lost, wrong and leaked things; memory may grow where a dead host's units move."""
     bad = ("wrong", "lost", "bad, not refused", "not ended by SIGTERM")
     found = [f"{name}: {out.counts[name]}" for name in bad if out.counts[name]] + out.wrong[:10]
     if leaked(out.figures):
@@ -361,13 +361,13 @@ def mistakes_of(load: Settings, out: Outcome) -> list[str]:
 
 
 def percentiles(seconds: Sequence[float]) -> list[float]:
-    """Of :data:`SHARES`."""
+    """The percentiles of :data:`SHARES`."""
     found = sorted(seconds) or [0.0]
     return [found[min(int(len(found) * share / 100), len(found) - 1)] for share in SHARES]
 
 
 def waits_of(out: Outcome) -> list[tuple[str, int, list[float]]]:
-    """Of each kind of request and of all, to the first part and to the end: how many, and the
+    """Of each kind of request and of all, to the first part and to the end: the count, and the
     percentiles of their seconds."""
     kinds = dict(sorted(out.waits.items()))
     everything = {"all": [each for found in kinds.values() for each in found], **kinds}
@@ -379,7 +379,7 @@ def waits_of(out: Outcome) -> list[tuple[str, int, list[float]]]:
 
 
 def report(result: dict[str, Any]) -> list[str]:
-    """Tables of what came, how long it took, and what processes held."""
+    """Tables of answers, waits, and the processes' memory and files."""
     load, figures, counts = result["settings"], result["figures"], result["counts"]
     about = (
         f"{load['clients']} clients for {load['seconds']:g} s, {Path(load['model']).name}, a cache "

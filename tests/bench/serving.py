@@ -23,8 +23,8 @@ class Server:
     """A server's process.
 
     Args:
-        command: its words, by the port at which it is to listen.
-        log: where it writes.
+        command: makes its command line from the port.
+        log: file of its output.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
-        """At once, as the system would."""
+        """Kill it at once (SIGKILL)."""
         self.process.kill()
         self.process.wait()
 
@@ -79,7 +79,7 @@ class Server:
 def running(
     command: Callable[[int], Sequence[str]], env: Mapping[str, str] = {}
 ) -> Iterator[Server]:
-    """A server that answers, and has ended afterwards."""
+    """A running server, ended at the exit of the context."""
     with tempfile.TemporaryDirectory() as folder:
         found = Server(command, Path(folder) / "log", env)
         try:
@@ -90,7 +90,7 @@ def running(
 
 
 class Answered(NamedTuple):
-    """Status, text, seconds to its first part and to its end, and new tokens, if it says so."""
+    """Status, text, seconds to the first part and to the end, and the stated new tokens."""
 
     status: int
     text: str = ""
@@ -131,7 +131,7 @@ class _Reader(asyncio.Protocol):
 
 
 async def ask(port: int, body: bytes, drop_after: int = -1) -> Answered:
-    """What a request for a completion brings; it is dropped after so many events, -1 for never."""
+    """Send a completion's request -> its answer; dropped after some events, -1 for never."""
     started = time.perf_counter()
     loop = asyncio.get_running_loop()
     transport, reader = await loop.create_connection(lambda: _Reader(drop_after), "127.0.0.1", port)

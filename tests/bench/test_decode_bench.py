@@ -110,7 +110,7 @@ def test_a_batchs_step_reads_the_weights_once_and_every_rows_cache():
 
 
 def test_a_row_of_a_batch_gets_the_tokens_that_it_gets_alone(tmp_path):
-    """Ours does to the bit. Others round as they like, and so are only asked for their tokens."""
+    """exkv's do to the bit. Others round as they like, so only their number is checked."""
     shape, settings = SHAPES["tiny"], replace(TINY, caches=("fp16", "8bit"), adapter_rank=0)
     write_checkpoint(tmp_path, shape, torch.bfloat16)
     if llamacpp.is_installed():
@@ -126,7 +126,7 @@ def test_a_row_of_a_batch_gets_the_tokens_that_it_gets_alone(tmp_path):
 
 
 def tokens_of(folder, settings, ids, starts) -> dict[str, list[list[int]]]:
-    """What each engine says, step by step, after these tokens, each in a row of its own."""
+    """Each engine's tokens, step by step, after these tokens, each in a row of its own."""
     found = {}
     for name, engine in decode.engines(folder, len(starts), settings).items():
         engine.prefill(ids)

@@ -33,7 +33,7 @@ def simulated(busy, idle, groups: int, rounds: int) -> list[float]:
 
 
 def steady(busy, idle, groups: int, warm: int, rounds: int) -> float:
-    """Rounds a second of the simulation once it is in step, over whole rounds of all groups."""
+    """Rounds a second of the simulation in its steady state, over whole rounds of all groups."""
     done = sorted(simulated(busy, idle, groups, (warm + rounds) * groups))
     return rounds * groups / (done[-1] - done[warm * groups - 1])
 
