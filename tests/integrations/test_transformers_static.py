@@ -6,9 +6,9 @@ import pytest
 import torch
 from hf_families import given
 from tiny import TINY, llama, reference
-from transformers import StaticCache
+from transformers import GenerationConfig, StaticCache
 
-from exkv.integrations.transformers import HFCache
+from exkv.integrations.transformers import HFCache, disable, enable
 from exkv.integrations.transformers.named import OffloadedStaticCache
 
 LENGTH = 24
@@ -20,18 +20,91 @@ def pairs(tokens, seed):
     return torch.randn((2, 2, 2, tokens, 16), generator=generator)
 
 
+def config_of(kind, window):
+    """One layer of this kind, with a window, or chunks, of this length."""
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    config = llama(num_hidden_layers=1, **({sizes[kind]: window} if kind in sizes else {}))
+    config.layer_types = [kind]
+    return config
+
+
+@pytest.mark.parametrize("read_first", ["returned", "stored"])
+@pytest.mark.parametrize("window", [4, 7, 40])
+@pytest.mark.parametrize("layer", ["full_attention", "sliding_attention", "chunked_attention"])
 @pytest.mark.parametrize("kind", ["static", "offloaded_static"])
-def test_buffers_are_padded_to_the_capacity_as_stock_ones_are(kind):
-    ours, theirs = HFCache(CONFIG, kind, max_cache_len=LENGTH), StaticCache(CONFIG, LENGTH)
-    for step, tokens in enumerate((5, 1, 3)):
+def test_buffers_are_those_of_stock_static_caches(kind, layer, window, read_first):
+    """Of every layer, whatever is read first: what an update returned, or what is stored then."""
+    config = config_of(layer, window)
+    ours, theirs = HFCache(config, kind, max_cache_len=LENGTH), StaticCache(config, LENGTH)
+    for step, tokens in enumerate((5, 1, 3, 1, 9, 1)):
+        assert ours.get_mask_sizes(tokens, 0) == theirs.get_mask_sizes(tokens, 0)
         found, expected = (cache.update(*pairs(tokens, step), 0) for cache in (ours, theirs))
-        assert found[0].shape == (2, 2, LENGTH, 16)
+        assert found[0].shape == expected[0].shape
+        if read_first == "stored":
+            assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
-        assert ours.get_mask_sizes(4, 0) == theirs.get_mask_sizes(4, 0)
+        assert torch.equal(ours.layers[0].values, theirs.layers[0].values)
         assert ours.get_seq_length() == int(theirs.get_seq_length())
-    legacy = ours.to_legacy_cache()
-    assert legacy[0][0].shape == (2, 2, 9, 16)
+
+
+def test_legacy_pairs_have_no_zeros_behind_the_last_token():
+    cache = HFCache(CONFIG, "static", max_cache_len=LENGTH)
+    cache.update(*pairs(9, 0), 0)
+    assert cache.to_legacy_cache()[0][0].shape == (2, 2, 9, 16)
+
+
+def test_a_full_layer_refuses_what_is_too_long_as_stock_ones_do_and_a_window_slides_on():
+    for layer, is_full in (("full_attention", True), ("sliding_attention", False)):
+        cache = HFCache(config_of(layer, 4), "static", max_cache_len=6)
+        cache.update(*pairs(6, 0), 0)
+        if is_full:
+            with pytest.raises(IndexError, match="made for 6: make it with a larger max_seq_len"):
+                cache.update(*pairs(1, 1), 0)
+        else:
+            assert cache.update(*pairs(1, 1), 0)[0].shape[2] == 4
+
+
+def test_a_window_before_a_full_layer_refuses_with_it_before_anything_is_stored():
+    model = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None))
+    assert model.config.layer_types[0] == "sliding_attention"
+    cache = HFCache(model.config, "static", max_seq_len=LENGTH)
+    ids = torch.randint(3, 300, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids, **given(model, cache))
+        with pytest.raises(ValueError, match=f"{LENGTH} tokens are in the cache and 1 come"):
+            model(ids[:, :1], **given(model, cache))
+    assert {layer.get_seq_length() for layer in cache.layers} == {LENGTH}
+
+
+@pytest.mark.parametrize(
+    "call, length",
+    [
+        ({"max_new_tokens": 5}, 12),
+        ({"max_length": 20}, 19),
+        ({"max_new_tokens": 5, "max_cache_len": 70}, 70),
+        ({"generation_config": GenerationConfig(max_new_tokens=9)}, 16),
+        ({"max_new_tokens": 5, "cache_config": {"max_cache_len": 30}}, 30),
+    ],
+)
+def test_a_call_by_name_makes_a_cache_of_the_length_that_it_needs(call, length):
+    model = reference(CONFIG)
+    ids = torch.arange(3, 11).view(1, -1)
+    enable(every_name=True)
+    try:
+        for prompt in ((ids,), ()):
+            named = {} if prompt else {"input_ids": ids}
+            out = model.generate(
+                *prompt,
+                **{**named, **call},
+                cache_implementation="static",
+                return_dict_in_generate=True,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            assert out.past_key_values.get_max_length() == length
+            assert out.past_key_values.layers[0].keys.shape[2] == length
+    finally:
+        disable()
 
 
 def test_it_is_a_static_cache_to_those_who_check():

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from exkv import devices
-from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, cache_kind
+from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, Window, cache_kind
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import FAMILIES
 from exkv.layers.rope import RotaryTables
@@ -34,7 +34,7 @@ from .versions import (
 #: First step of growth, in tokens: a short text takes no more than in transformers' caches.
 _FIRST_STEP = 32
 #: Kinds allocated at once; for the model's longest text by default.
-_STATIC = ("static", "offloaded_static")
+STATIC = ("static", "offloaded_static")
 #: Layers with keys and values of each token, and a state of fixed size.
 _HYBRID = ("hybrid", "hybrid_sliding")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *_HYBRID)
@@ -73,7 +73,7 @@ class HFCache(DynamicCache):
 
     def __new__(cls, config: Any = None, kind: str = "dynamic", **_: Any) -> HFCache:
         """An :class:`HFStaticCache` for static kinds."""
-        return super().__new__(HFStaticCache if cls is HFCache and kind in _STATIC else cls)
+        return super().__new__(HFStaticCache if cls is HFCache and kind in STATIC else cls)
 
     def __init__(
         self,
@@ -92,17 +92,22 @@ class HFCache(DynamicCache):
         batches = Batches(_rotary_tables(text, kind) if rotates else None)
         layer_types, arguments = get_layer_types_and_kwargs(text)
         # Nothing masks what a cross-attention's cache has after the encoder's tokens.
-        static = kind in _STATIC and limit is not None and not config.is_encoder_decoder
+        static = kind in STATIC and limit is not None and not config.is_encoder_decoder
         Cache.__init__(
             self,
             layers=[
-                _layer(layer_type, kwargs, spec, batches, dtype, static)
+                _layer(
+                    *(layer_type, kwargs, spec, batches),
+                    *(_window(layer_type, kwargs, kind), dtype, static),
+                )
                 for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
             ],
         )
         self.kind, self._config = kind, text
         self._snapshots: dict[int, list[Any]] = {}
         self._chain()
+        if static:
+            _lift_limits(self.attention_layers)
 
     def _chain(self) -> None:
         for layer, after in pairwise(self.attention_layers):
@@ -373,6 +378,14 @@ class HFStaticCache(HFCache, StaticCache):
         return padded and self._config._attn_implementation != NAME
 
 
+def _lift_limits(layers: Sequence[HFLayer]) -> None:
+    """Let windows slide on as in stock static caches, but for those before the first layer that
+    keeps every token: they refuse, as it would, before anything of a call is stored."""
+    keeps_all = (at for at, layer in enumerate(layers) if not layer.is_sliding)
+    for layer in layers[next(keeps_all, 0) :]:
+        layer.lift_limit()
+
+
 def _is_recurrent(layer: Any) -> bool:
     """Whether the layer has a state that sums up all tokens and can't be cropped."""
     return any(getattr(layer, "is_recurrent_states_initialized", {}).values())
@@ -389,7 +402,7 @@ def layer_specs(
     text = config.get_text_config(decoder=True)
     layer_types, arguments = get_layer_types_and_kwargs(text)
     _check_layer_types(layer_types)
-    made, grows = cache_kind(kind), max_seq_len is None and kind not in _STATIC
+    made, grows = cache_kind(kind), max_seq_len is None and kind not in STATIC
     if max_seq_len is None:
         max_seq_len = UNLIMITED if grows else _longest_text(text, kind)
     spec = LayerSpec(
@@ -398,10 +411,13 @@ def layer_specs(
     known = made.known_options(options)
     specs: list[LayerSpec | None] = []
     for layer, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
-        windows = _Windows(sliding_window=_window(layer_type, kwargs) or None)
+        window = _window(layer_type, kwargs, kind)
         one = None
         if layer_type in _ATTENTION:
+            windows = _Windows(sliding_window=window or None)
             one = _without_pages(made.compose(spec, windows, layer, **known))
+            if window and kind in STATIC:  # as of stock static caches
+                one = replace(one, retention=Window(window))
         specs.append(_growing(one) if one is not None and grows else one)
     return specs
 
@@ -418,10 +434,13 @@ def _without_pages(spec: LayerSpec) -> LayerSpec:
     return replace(spec, growth=Static()) if isinstance(spec.growth, Paged) else spec
 
 
-def _window(layer_type: str, arguments: dict[str, Any]) -> int:
-    """The layer's sliding window; 0 for none. (Chunks are in the mask alone.)"""
-    slides = layer_type in ("sliding_attention", "hybrid_sliding")
-    return arguments["sliding_window"] if slides else 0
+def _window(layer_type: str, arguments: Mapping[str, Any], kind: str) -> int:
+    """The layer's sliding window; 0 for none. Chunks are one in static caches, as in stock ones;
+    elsewhere they are in the mask alone."""
+    slides = ("sliding_attention", "hybrid_sliding")
+    if kind in STATIC:
+        slides = (*slides, "chunked_attention")
+    return arguments["sliding_window"] if layer_type in slides else 0
 
 
 def _layer(
@@ -429,13 +448,13 @@ def _layer(
     arguments: dict[str, Any],
     spec: LayerSpec | None,
     batches: Batches,
+    window: int,
     dtype: torch.dtype | None,
     static: bool,
 ) -> Any:
     """Make exkv's layer for keys and values, or transformers' own for a state of fixed size."""
     if spec is None:
         return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
-    window = _window(layer_type, arguments)
     if layer_type in _HYBRID:
         states = arguments["number_of_states"]
         return HFHybridLayer(

@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -25,14 +26,16 @@ from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATION
 
 from exkv.cache import CACHES
 
-from .cache import HFCache
+from .cache import STATIC, HFCache
 from .named import NAMED, NamedCache
 from .versions import cache_argument, with_cache_renamed
 
 #: Names that transformers removed, or now takes for its static cache.
 _REMOVED = ("sink", "sliding_window", "hybrid")
 #: Arguments of ``generate`` that an ``HFCache`` replaces.
-_SETTINGS = ("cache_implementation", "cache_config")
+_SETTINGS = ("cache_implementation", "cache_config", "max_cache_len")
+#: The first arguments of ``generate``.
+_POSITIONAL = ("inputs", "generation_config")
 _stock_generate: Any = None
 _stock_classes: list[tuple[Any, str, Any]] = []
 
@@ -59,11 +62,13 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs = with_cache_renamed(self, kwargs)
+        named = dict(zip(_POSITIONAL, args, strict=False))
+        kwargs = {**named, **with_cache_renamed(self, kwargs)}
         if isinstance(cache := kwargs.get(cache_argument(self)), NamedCache):
             cache.learn(self.config)
         kwargs = _with_cache(self, kwargs, names, {"kind": kind, **options})
-        return stock(self, *args, **kwargs)
+        first = [kwargs.pop(name) for name in named]
+        return stock(self, *first, *args[len(named) :], **kwargs)
 
     setattr(GenerationMixin, "generate", generate)  # noqa: B010  # mypy knows it as a method
     for name, cache_class in NAMED.items():
@@ -104,6 +109,8 @@ def _with_cache(
         return kwargs
     settings = kwargs.get("cache_config") or getattr(given, "cache_config", None) or {}
     settings = {**(defaults if name == "exkv" else {"kind": name}), **settings}
+    if settings["kind"] in STATIC and not {"max_seq_len", "max_cache_len"} & set(settings):
+        settings["max_cache_len"] = _length(model, kwargs)
     rest = {key: value for key, value in kwargs.items() if key not in _SETTINGS}
     if isinstance(given, GenerationConfig):
         rest["generation_config"] = config = copy.deepcopy(given)
@@ -112,6 +119,23 @@ def _with_cache(
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, HFCache(model.config, **settings))
     return {**rest, cache_argument(model): cache}
+
+
+def _length(model: PreTrainedModel, call: Mapping[str, Any]) -> int | None:
+    """Tokens for which a stock static cache would be made: those of the longest text but its last,
+    or ``max_cache_len``. None where the call says no length, and for encoder-decoders."""
+    config = call.get("generation_config") or model.generation_config
+    wanted, length, new = (
+        call.get(name) or getattr(config, name, None)
+        for name in ("max_cache_len", "max_length", "max_new_tokens")
+    )
+    prompts = (call.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    prompt = next((each for each in prompts if each is not None), None)
+    if new and prompt is not None:
+        length = prompt.shape[1] + new
+    if not length or model.config.is_encoder_decoder:
+        return wanted
+    return max(length - 1, wanted or 0)
 
 
 def _names(every: bool) -> set[str]:

@@ -187,6 +187,10 @@ class Undo:
     chunks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
+class CacheFullError(ValueError, IndexError):
+    """More tokens than a cache was made for; an IndexError as of stock static layers."""
+
+
 class HFLayer(CacheLayerMixin):
     """Keys and values of one layer in exkv's storage.
 
@@ -195,8 +199,8 @@ class HFLayer(CacheLayerMixin):
         window: the model layer's sliding window; 0 for none.
         dtype: of stored floats; None for the keys' and values'.
         batches: shared by the layers of a cache.
-        static: whether keys and values are handed out at the cache's full length, with zeros after
-            the last token, as stock static layers do; where tokens lie in order.
+        static: whether keys and values are handed out at the layer's full length, with zeros after
+            the last token, as stock static layers do.
 
     Attributes:
         store: None before the first tokens.
@@ -204,6 +208,8 @@ class HFLayer(CacheLayerMixin):
         rows: stored tokens and left padding of each row.
         after: the next layer, whose offloaded tokens this one prefetches.
         record_past: whether tokens can be cropped although the layer forgets.
+        limit: most tokens a row.
+        full_length: of keys and values handed out, at least; 0 for as many as there are.
     """
 
     is_compileable = False
@@ -218,9 +224,10 @@ class HFLayer(CacheLayerMixin):
         static: bool = False,
     ) -> None:
         self.template, self.window, self.batches = template, window, batches
-        self.full_length = template.max_seq_len if static and self._in_order else 0
+        self.limit = template.max_seq_len
         self.stored_dtype = dtype
         self.is_sliding = bool(window) and template.retention == Window(window)
+        self.full_length = min(self.limit, window or self.limit) if static else 0
         self.store: CacheLayer | None = None
         self.rows = batches.rows((), ())
         self._written: tuple[int, ...] = ()
@@ -320,12 +327,16 @@ class HFLayer(CacheLayerMixin):
                 f"the cache holds {self.batch_size} rows, and {rows} come: use reset(), "
                 "batch_repeat_interleave() or batch_select_indices(), or another cache"
             )
-        limit = self.template.max_seq_len
-        if self.rows.length + tokens > limit:
-            raise ValueError(
+        if self.rows.length + tokens > self.limit:
+            raise CacheFullError(
                 f"{self.rows.length} tokens are in the cache and {tokens} come, but it was made "
-                f"for {limit}: make it with a larger max_seq_len"
+                f"for {self.limit}: make it with a larger max_seq_len"
             )
+
+    def lift_limit(self) -> None:
+        """Let a window slide on past the cache's length."""
+        if self.is_sliding and self.window <= self.limit:
+            self.limit = UNLIMITED
 
     def _by_token(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H_kv, T, D) -> (B, T, H_kv, D), without a gradient."""
@@ -356,8 +367,11 @@ class HFLayer(CacheLayerMixin):
         if self._call is None:
             return
         if not self._call.stored:
-            self._commit(self._call, self.pads, self._own_params())
-            self._placed.release_written()
+            if self.is_sliding:  # its stand-ins may be read later, when the window has moved on
+                self._call.full()
+            else:
+                self._commit(self._call, self.pads, self._own_params())
+                self._placed.release_written()
         self._call = None
 
     def _own_params(self) -> AttentionParams:
@@ -515,14 +529,17 @@ class HFLayer(CacheLayerMixin):
                 self._commit(call, self.pads, self._own_params())
             k, v = self._read(call.view() if call.stored else None)
         elif call.stored or not tokens:
-            k, v = self._kept(self._sizes(0)[0])
+            k, v = self._kept(self._seen(0)[0])
         else:
             self._check_visible(tokens)
-            past = self._kept(self._sizes(tokens)[0] - tokens)
+            past = self._kept(self._seen(tokens)[0] - tokens)
             new = self._rounded(call.k, call.v)
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, new, strict=True))
             self._commit(call, self.pads, self._own_params())
         self._placed.release_written()
+        missing = self.full_length - k.shape[1]
+        if missing > 0:
+            k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (k, v))
         key_dim, value_dim = self.dims
         return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
 
@@ -535,9 +552,6 @@ class HFLayer(CacheLayerMixin):
         k, v = spec.storage.decode(taken, spec.dtype, spec.head_dim)
         if padded:
             k, v = (_padded(x, self.pads, self.rows.length) for x in (k, v))
-        missing = max(self.full_length - k.shape[1], 0)
-        if missing:
-            k, v = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (k, v))
         return k, v
 
     def _kept(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -608,8 +622,11 @@ class HFLayer(CacheLayerMixin):
 
     def _sizes(self, tokens: int) -> tuple[int, int]:
         """Mask sizes for a call whose tokens are not stored yet."""
-        if self.full_length:
-            return self.full_length, 0
+        seen, first = self._seen(tokens)
+        return max(seen, self.full_length), first
+
+    def _seen(self, tokens: int) -> tuple[int, int]:
+        """Number of tokens that such a call sees, and position of the first."""
         past, window = self.rows.length, self.template.retention
         if not isinstance(window, Window):
             return past + tokens, 0
@@ -618,8 +635,7 @@ class HFLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Largest number of tokens a row; -1 for no limit."""
-        limit = self.template.max_seq_len
-        return -1 if limit >= UNLIMITED else limit
+        return -1 if self.limit >= UNLIMITED else self.limit
 
     def get_max_cache_shape(self) -> int:
         """The same by its older name."""
@@ -794,7 +810,7 @@ class HFLayer(CacheLayerMixin):
         if self.store is not None:
             self.store.convert(replace(self.store.spec, **properties), [], self.lens)
         self.template = replace(self.template, **properties)
-        self.full_length = self.full_length if self._in_order else 0
+        self.full_length = self.full_length if type(self.template.arrangement) is OneStore else 0
 
     def offload(self) -> None:
         """Move the storage to host memory."""
