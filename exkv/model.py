@@ -18,6 +18,7 @@ from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
 from exkv.decode import GenerateOutput, generate
 from exkv.decode.prompts import PromptIds
+from exkv.decode.request import resolve
 from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
@@ -101,6 +102,7 @@ class Model(Transformer):
         self._losses: Losses | None = None
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
+        self.own_generation_config: GenerationConfig | None = None
 
     @classmethod
     def from_pretrained(
@@ -146,6 +148,16 @@ class Model(Transformer):
     def device(self) -> torch.device:
         """Where the embedding lies, the host before loading. Ids may lie anywhere."""
         return self.units[0].device or torch.device("cpu")
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """How ``generate`` decodes where a call says nothing: the checkpoint's recommendation with
+        its token ids, or what was assigned."""
+        return resolve(self, None, {})
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig) -> None:
+        self.own_generation_config = config
 
     def to(self, *_: Any, **__: Any) -> Model:
         """Return the model as it is: ``load`` says where it lies, and ``dtype`` how."""

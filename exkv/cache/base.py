@@ -116,13 +116,19 @@ class KVCache(Rows):
 
     def __init__(
         self,
-        model: CacheOwner,
+        model: CacheOwner | None = None,
         max_seq_len: int = -1,
         batch_size: int = 1,
         lazy: bool = False,
         dtype: torch.dtype | None = None,
         **properties: Any,
     ) -> None:
+        if model is None:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name}() needs the model that it serves, from which it learns its layers and "
+                f"where they lie: {name}(model), rather than none or a config"
+            )
         self.lazy = lazy
         self.call_len: int | None = None
         self._begin(model, self.layer_specs(model, max_seq_len, batch_size, dtype, **properties))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -141,13 +141,20 @@ def check_speculation(model: Transformer, request: Request) -> None:
         )
 
 
+def default_config(model: Transformer) -> GenerationConfig:
+    """What was set as ``model.generation_config``, else what the checkpoint recommends."""
+    if (own := getattr(model, "own_generation_config", None)) is not None:
+        return cast(GenerationConfig, own)
+    path = model.config.path
+    return GenerationConfig() if path is None else GenerationConfig.from_pretrained(path)
+
+
 def resolve(model: Transformer, given: Any, changes: dict[str, Any]) -> GenerationConfig:
     """The config of a call, with the model's token ids unless it names others."""
     if isinstance(given, GenerationConfig):
         config = given
     else:
-        path = model.config.path
-        config = GenerationConfig() if path is None else GenerationConfig.from_pretrained(path)
+        config = default_config(model)
         if given is not None:
             config = config.updated(**arguments.of_config(given))
     config = config.updated(**changes)

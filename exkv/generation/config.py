@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from exkv.sampling.step import filled
 
 from . import arguments, validation
 
+FILE_NAME = "generation_config.json"
 # What a file does not decide: how a call draws, where it stores, and what it gives back.
 _OF_THE_CALL = {
     "seed",
@@ -139,7 +141,9 @@ class GenerationConfig:
         validation.check_together(self)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> GenerationConfig:
+    def from_pretrained(
+        cls, folder: str | Path, config_file_name: str = FILE_NAME
+    ) -> GenerationConfig:
         """What the checkpoint's generation_config.json recommends; the defaults without one.
 
         What changes no token is left aside.
@@ -147,7 +151,7 @@ class GenerationConfig:
         Raises:
             ValueError: the file is broken, or asks for something that isn't done here.
         """
-        file = Path(folder) / "generation_config.json"
+        file = Path(folder) / config_file_name
         if not file.exists():
             return cls()
         stated = read_json_object(file)
@@ -159,6 +163,26 @@ class GenerationConfig:
             raise ValueError(
                 f"{file}: {error}; or pass a generation_config=GenerationConfig(...) of your own"
             ) from None
+
+    def save_pretrained(
+        self, save_directory: str | Path, config_file_name: str = FILE_NAME
+    ) -> None:
+        """Write what differs from the defaults, for :meth:`from_pretrained`.
+
+        Raises:
+            OSError: it can't be written.
+        """
+        default = GenerationConfig()
+        stated = {
+            name: value
+            for name, value in self._values().items()
+            if value != getattr(default, name) and name not in _OF_THE_CALL
+        }
+        if isinstance(bias := stated.get("sequence_bias"), Mapping):
+            stated["sequence_bias"] = [[list(ids), value] for ids, value in bias.items()]
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / config_file_name).write_text(json.dumps(stated, indent=2) + "\n", "utf-8")
 
     def updated(self, **changes: Any) -> GenerationConfig:
         """A copy with other values of some fields.

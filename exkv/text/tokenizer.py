@@ -67,10 +67,16 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | os.PathLike[str], *, padding_side: str | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        padding_side: str | None = None,
+        pad_token: str | None = None,
     ) -> Tokenizer:
         """Read a folder's tokenizer, in the words of transformers' ``from_pretrained``."""
         tokenizer = cls(folder)
+        if pad_token is not None:
+            tokenizer.pad_token = pad_token
         if padding_side is not None:
             tokenizer.padding_side = padding_side
         return tokenizer
@@ -278,9 +284,15 @@ class Tokenizer:
         *,
         continue_final_message: bool = False,
         template: str | None = None,
+        tokenize: bool | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool | None = None,
         **variables: Any,
-    ) -> str:
+    ) -> Any:
         """Render a conversation by the checkpoint's chat template.
+
+        Returns the text; with ``tokenize=True``, or where one of the two that follow it is given,
+        what transformers returns: an :class:`Encoding`, or ids alone with ``return_dict=False``.
 
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...].
@@ -289,6 +301,9 @@ class Tokenizer:
                 no generation prompt then.
             template: the name of one of `chat_templates`; None takes "tool_use" if `tools` are
                 given and there is one, else "default".
+            tokenize: True for ids, False for the text.
+            return_tensors: "pt" for tensors, of one row.
+            return_dict: False for ids without their mask.
             variables: further variables of the template, such as `tools` (JSON schemas).
 
         Raises:
@@ -300,7 +315,12 @@ class Tokenizer:
         generation = {"add_generation_prompt": add_generation_prompt and not continue_final_message}
         fields = {**defaults, **variables, **generation}
         render = chosen.render_unfinished if continue_final_message else chosen.render
-        return render(messages, fields)
+        text = render(messages, fields)
+        if tokenize is False or tokenize is return_tensors is return_dict is None:
+            return text
+        rows = [text] if return_tensors else text
+        found = self(rows, add_special_tokens=False, return_tensors=return_tensors)
+        return found["input_ids"] if return_dict is False else found
 
     def encode_chat(
         self,

@@ -63,6 +63,39 @@ out = model.generate(**inputs, max_new_tokens=12, do_sample=False, stop_strings=
                      tokenizer=tokenizer)
 result = out.tolist()
 """,
+    "a chat template": """
+messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where is it?"}]
+encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True,
+                                        return_tensors="pt", return_dict=True).to(model.device)
+length = encoded["input_ids"].shape[1]
+out = model.generate(**encoded, max_new_tokens=6, do_sample=False)
+ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False, return_tensors="pt",
+                                    return_dict=False)
+texts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+         tokenizer.decode(out[0, length:], skip_special_tokens=True)]
+plain = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
+result = (texts, ids.shape[1] < length, model.generate(encoded.input_ids, max_new_tokens=2,
+          do_sample=False).tolist(), plain["input_ids"], plain["attention_mask"])
+""",
+    "a saved generation config": """
+import tempfile
+folder = tempfile.mkdtemp()
+GenerationConfig(max_new_tokens=5, do_sample=False, no_repeat_ngram_size=2).save_pretrained(folder)
+GenerationConfig(num_beams=3, early_stopping=True).save_pretrained(folder, "beams.json")
+config = GenerationConfig.from_pretrained(folder)
+beams = GenerationConfig.from_pretrained(folder, "beams.json")
+model.generation_config = config
+result = (model.generate(inputs["input_ids"], pad_token_id=0).tolist(), beams.num_beams,
+          beams.early_stopping, model.generation_config.max_new_tokens)
+""",
+    "the model's generation config": """
+ends = model.generation_config.eos_token_id
+result = [ends] if isinstance(ends, int) else list(ends)
+""",
+    "a pad token of its own": """
+tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="</s>", padding_side="left")
+result = tokenizer(["Anna", "Anna put the key"], padding=True)["input_ids"]
+""",
     "the tokenizer's tokens": """
 result = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token_id,
           tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer))
@@ -83,6 +116,10 @@ def folder(tmp_path_factory):
     named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer.train_from_iterator(said * 20, vocab_size=320, special_tokens=list(named.values()))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **named)
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     fast.save_pretrained(folder)
     return str(folder)
 
@@ -108,6 +145,12 @@ result = out.past_key_values is cache, cache.seq_lens[0], out.sequences.shape[1]
 """
     is_same, stored, length = run(OURS, program, folder)
     assert is_same and stored == length - 1
+
+
+def test_a_cache_without_a_model_says_that_it_needs_one(folder):
+    for made in ("exkv.DynamicCache()", "exkv.DynamicCache(config=model.config)"):
+        with pytest.raises(TypeError, match=r"DynamicCache\(model\), rather than none or a config"):
+            run(OURS, f"import exkv\n{made}", folder)
 
 
 def test_from_pretrained_refuses_what_it_does_not_know(folder):

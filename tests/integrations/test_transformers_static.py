@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_families import given
+import transformers
+from hf_families import ENCODER_DECODERS, given
 from tiny import TINY, llama, reference
 from transformers import GenerationConfig, StaticCache
 
@@ -105,6 +106,21 @@ def test_a_call_by_name_makes_a_cache_of_the_length_that_it_needs(call, length):
             assert out.past_key_values.layers[0].keys.shape[2] == length
     finally:
         disable()
+
+
+def test_a_call_by_name_serves_an_encoder_decoder_without_a_longest_text():
+    model = transformers.T5ForConditionalGeneration(ENCODER_DECODERS["T5ForConditionalGeneration"]())
+    ids = torch.arange(3, 11).view(1, -1)
+    call = {"do_sample": False, "max_new_tokens": 5, "return_dict_in_generate": True}
+    expected = model.eval().generate(ids, **call)
+    enable(every_name=True)
+    try:
+        out = model.generate(ids, cache_implementation="static", **call)
+    finally:
+        disable()
+    assert torch.equal(out.sequences, expected.sequences)
+    assert isinstance(out.past_key_values.self_attention_cache, StaticCache)
+    assert out.past_key_values.self_attention_cache.get_max_length() == 5
 
 
 def test_it_is_a_static_cache_to_those_who_check():

@@ -34,6 +34,8 @@ from .versions import cache_argument, with_cache_renamed
 _REMOVED = ("sink", "sliding_window", "hybrid")
 #: Arguments of ``generate`` that an ``HFCache`` replaces.
 _SETTINGS = ("cache_implementation", "cache_config", "max_cache_len")
+#: What serves the encoder's keys, whose number a call doesn't say.
+_GROWING = {"static": "dynamic", "offloaded_static": "offloaded"}
 #: The first arguments of ``generate``.
 _POSITIONAL = ("inputs", "generation_config")
 _stock_generate: Any = None
@@ -109,7 +111,9 @@ def _with_cache(
         return kwargs
     settings = kwargs.get("cache_config") or getattr(given, "cache_config", None) or {}
     settings = {**(defaults if name == "exkv" else {"kind": name}), **settings}
+    encoders = settings
     if settings["kind"] in STATIC and not {"max_seq_len", "max_cache_len"} & set(settings):
+        encoders = {**settings, "kind": _GROWING[settings["kind"]]}
         settings["max_cache_len"] = _length(model, kwargs)
     rest = {key: value for key, value in kwargs.items() if key not in _SETTINGS}
     if isinstance(given, GenerationConfig):
@@ -117,25 +121,25 @@ def _with_cache(
         config.cache_implementation = config.cache_config = None
     cache: Any = HFCache(model.config, **settings)
     if model.config.is_encoder_decoder:
-        cache = EncoderDecoderCache(cache, HFCache(model.config, **settings))
+        cache = EncoderDecoderCache(cache, HFCache(model.config, **encoders))
     return {**rest, cache_argument(model): cache}
 
 
 def _length(model: PreTrainedModel, call: Mapping[str, Any]) -> int | None:
     """Tokens for which a stock static cache would be made: those of the longest text but its last,
-    or ``max_cache_len``. None where the call says no length, and for encoder-decoders."""
+    or ``max_cache_len``; of a decoder's text where there is an encoder. None where the call says no
+    length."""
     config = call.get("generation_config") or model.generation_config
     wanted, length, new = (
         call.get(name) or getattr(config, name, None)
         for name in ("max_cache_len", "max_length", "max_new_tokens")
     )
-    prompts = (call.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-    prompt = next((each for each in prompts if each is not None), None)
-    if new and prompt is not None:
-        length = prompt.shape[1] + new
-    if not length or model.config.is_encoder_decoder:
-        return wanted
-    return max(length - 1, wanted or 0)
+    has_encoder = model.config.is_encoder_decoder
+    names = ("decoder_input_ids",) if has_encoder else ("inputs", "input_ids", "inputs_embeds")
+    prompt = next((call[name] for name in names if call.get(name) is not None), None)
+    if new and (prompt is not None or has_encoder):
+        length = new + (1 if prompt is None else prompt.shape[1])
+    return max(length - 1, wanted or 0) if length else wanted
 
 
 def _names(every: bool) -> set[str]:
