@@ -44,12 +44,14 @@ IDS = torch.randint(3, 300, (3, 24), generator=torch.Generator().manual_seed(2))
 
 
 def masks():
-    """No padding; padding on the left; and padding between two turns."""
+    """No padding; padding on the left, of every row in one; and padding between two turns."""
     left = torch.ones_like(IDS)
     left[1, :5] = left[2, :11] = 0
     between = left.clone()
     between[0, 14:16] = 0
-    return {"none": torch.ones_like(IDS), "left": left, "between": between}
+    every = torch.ones_like(IDS)
+    every[:, :13] = every[1, 13] = every[2, 13:15] = 0
+    return {"none": torch.ones_like(IDS), "left": left, "every row": every, "between": between}
 
 
 #: Of masks, windows, soft caps and learned sinks.
@@ -82,7 +84,7 @@ def logits(model, mask, cache=None):
     return torch.cat(out, dim=1)[mask.bool()]
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "between"])
+@pytest.mark.parametrize("padding", ["none", "left", "every row", "between"])
 def test_logits_are_those_of_eager(model, padding):
     mask = masks()[padding]
     model.set_attn_implementation("eager")

@@ -477,8 +477,10 @@ class HFLayer(CacheLayerMixin):
         elif pads != self.pads or call.params.window != params.window:
             return None
         spec = self._placed.spec
-        rows = _rolled(self._widened(q), call.rolled, 1)
-        out = _rolled(spec.storage.attend(rows, call.view(), params, spec.dtype), call.rolled, -1)
+        skipped = min(call.rolled or (0,))  # padding of every row, which isn't stored
+        rows = _rolled(self._widened(q), call.rolled, 1)[:, : q.shape[1] - skipped]
+        out = spec.storage.attend(rows, call.view(), params, spec.dtype)
+        out = _rolled(F.pad(out, (0, 0, 0, 0, 0, skipped)) if skipped else out, call.rolled, -1)
         self._placed.release_written()
         return self._as_wide_as_values(out)
 
