@@ -22,9 +22,10 @@ from exkv.decode.request import resolve
 from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
+from exkv.loading.calibration import UnitsByText
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
-from exkv.models import Transformer
+from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
 from exkv.planning.best import planned
@@ -88,18 +89,23 @@ class Model(Transformer):
             weights: "int8", "int6", "int5" or "int4" for integers (see ``exkv.weights.on_load``);
                 "best" to choose for each unit, when the model is planned or loaded, the least lossy
                 of these that fits; None for floats.
-            calibration: a text for "best", on which the loss of fewer bits is measured by the
-                model's outputs. Without one, the loss is the weights' error.
+            calibration: a text in the model's language. Integers are rounded for what it gives the
+                layers as inputs, which takes the host a pass of the text through the model at each
+                load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's
+                outputs, what fewer bits lose. Without one, the weights' own error counts.
         """
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
         config = with_weights(config, weights)
-        if calibration is not None and weights != BEST:
-            raise ValueError(f'calibration is for weights="{BEST}", and weights is {weights!r}')
+        if calibration is not None and weights is None:
+            raise ValueError(
+                "calibration is a text by which float weights become integers, and weights is None"
+            )
         super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
         self.weights = weights
         self._chooses, self._calibration = weights == BEST, calibration
         self._losses: Losses | None = None
+        self._by_text: UnitsByText | None = None
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
         self.own_generation_config: GenerationConfig | None = None
@@ -179,6 +185,17 @@ class Model(Transformer):
         if self._chooses and self._losses is None:
             self._losses = losses_of(self, self._calibration)
         return self._losses
+
+    @property
+    def rounds_by_text(self) -> bool:
+        """Whether loading rounds the weights by a calibration text."""
+        return self._calibration is not None and not self._chooses
+
+    def made(self, unit: Unit) -> Mapping[str, torch.Tensor]:
+        assert self.checkpoint is not None
+        if self._by_text is None or self.checkpoint.hollow:
+            return {}
+        return self._by_text.parameters(unit, self.checkpoint)
 
     # Loading ------------------------------------------------------------------------------
 
@@ -306,6 +323,8 @@ class Model(Transformer):
         """Load; a generator of what ``callback_gen`` yields, on which all other forms stand."""
         if self._chooses and options.plan is not None and not self.loaded:
             self.choose(options.plan.choice)
+        if self.rounds_by_text and self._by_text is None:
+            self._by_text = UnitsByText(self, self._calibration or "")
         scenario = self._scenario_of(options)
         if options.draft is not None:
             yield from self._load_with(options.draft, scenario, options)
@@ -392,6 +411,8 @@ class Model(Transformer):
     def _keep_record(self, plan: Plan, report: LoadReport) -> None:
         """Record a complete load; later plans count this model."""
         self.plan, self.report = plan, report
+        if self._by_text is not None:
+            self._by_text.done()
         LOADED.add(self)
 
     # In use -------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
     ("--calibration",): {
         "type": text_of,
         "metavar": "FILE",
-        "help": "a text to measure on what fewer bits cost, for --weights best",
+        "help": "a text by which weights become integers, and on which --weights best measures "
+        "what fewer bits cost",
     },
     ("--dtype",): {"choices": DTYPES, "help": "of arithmetic and floats (what the model says)"},
     ("--draft",): {

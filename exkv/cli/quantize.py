@@ -2,7 +2,9 @@
 integers.
 
 It works unit by unit, with at most one decoder layer in memory. The linear layers of decoder layers
-are quantized; embedding, head, routers, norms and biases are not.
+are quantized; embedding, head, routers, norms and biases are not. Without a text each weight is
+rounded by itself; with one, for the inputs that the text gives it: see
+``exkv.loading.calibration``.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,17 @@ from safetensors.torch import save_file
 from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import read_json_object
 from exkv.checkpoint.safetensors import INDEX_NAME
-from exkv.models import unit_specs
+from exkv.loading.calibration import rounded_units, rows_of
+from exkv.models import Unit, unit_specs
 from exkv.models.units import UnitSpec
 from exkv.sizes import human
-from exkv.weights import compressed_tensors
+from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.bits import SCALE_DTYPES
-from exkv.weights.rounding import rounded
+from exkv.weights.rounding import Rounded, rounded
 from exkv.weights.settings import stays_float
+from exkv.weights.source import StoredMatrix
+
+from .flags import text_of
 
 #: ``--weights`` -> bits of an integer.
 WEIGHTS = {"int8": 8, "int4": 4}
@@ -50,6 +56,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("model", metavar="IN", help="a checkpoint's folder, of floats")
     parser.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
     parser.add_argument("--weights", choices=WEIGHTS, required=True, help="integers to store")
+    parser.add_argument(
+        "--calibration",
+        type=text_of,
+        metavar="FILE",
+        help="a text, in the model's language, for whose inputs to round: less is lost, and it "
+        "takes longer",
+    )
     parser.set_defaults(run=run)
 
 
@@ -63,6 +76,7 @@ class _Work:
         group: inputs that share a scale.
         floats: matrices that stay floats.
         bits: of an integer.
+        rounded: of each unit, the matrices that a text has rounded, by their layers' names.
     """
 
     specs: list[UnitSpec]
@@ -70,6 +84,7 @@ class _Work:
     group: int
     floats: list[str]
     bits: int
+    rounded: Iterator[Mapping[str, Rounded]] = itertools.repeat({})
 
     @property
     def stored(self) -> dict[str, ExpectedTensor]:
@@ -80,11 +95,14 @@ class _Work:
 
 def run(args: argparse.Namespace) -> int:
     folder, out = Path(args.model), Path(args.out)
-    work = _plan(ModelConfig.from_pretrained(folder), WEIGHTS[args.weights])
+    config = ModelConfig.from_pretrained(folder)
+    work = _plan(config, WEIGHTS[args.weights])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder: name a new one")
     with Checkpoint(folder) as checkpoint:
         checkpoint.expect(work.stored)
+        if args.calibration is not None:
+            work = replace(work, rounded=_by_text(config, checkpoint, work, args.calibration))
         before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
         with _whole_or_empty(out):
             after = _write_weights(checkpoint, work, out)
@@ -155,10 +173,10 @@ def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
     """Write a file for each unit, and their index -> bytes of all tensors."""
     left, total = set(checkpoint.names()), 0
     file_of: dict[str, str] = {}
-    for place, spec in enumerate(work.specs):
+    for place, (spec, made) in enumerate(zip(work.specs, work.rounded, strict=False)):
         names = {name for source in spec.sources for name in source.stored} & left
         last = place == len(work.specs) - 1
-        tensors = _stored(checkpoint, work, sorted(left if last else names))
+        tensors = _stored(checkpoint, work, sorted(left if last else names), made)
         left -= names
         if not tensors:
             continue
@@ -172,8 +190,64 @@ def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
     return total
 
 
-def _stored(checkpoint: Checkpoint, work: _Work, names: list[str]) -> dict[str, torch.Tensor]:
-    """These tensors, quantized if their layer is."""
+def _by_text(
+    config: ModelConfig, checkpoint: Checkpoint, work: _Work, text: str
+) -> Iterator[Mapping[str, Rounded]]:
+    """The matrices of each unit, rounded for what the text gives them as inputs."""
+    matrices = [_stored_matrices(spec, work.layers) for spec in work.specs]
+
+    def kept_as(unit: Unit) -> dict[str, GroupFormat]:
+        return {
+            path: GroupFormat(bits=work.bits, group=work.group, scale=_scale(checkpoint, each.name))
+            for path, each in matrices[unit.index].items()
+        }
+
+    found = rounded_units(config, checkpoint, rows_of(config, text), kept_as)
+    return map(_by_layers, matrices, found)
+
+
+def _stored_matrices(spec: UnitSpec, layers: frozenset[str]) -> dict[str, StoredMatrix]:
+    """Those of these layers, by the paths of their modules."""
+    found = (matrix for source in spec.sources for matrix in source.matrices)
+    return {matrix.layer: matrix for matrix in found if matrix.name in layers}
+
+
+def _by_layers(
+    matrices: Mapping[str, StoredMatrix], found: Mapping[str, Rounded]
+) -> dict[str, Rounded]:
+    """From paths of modules to names of layers, one of which may have the rows of several."""
+    parts: dict[str, list[str]] = {}
+    for path in found:
+        parts.setdefault(matrices[path].name, []).append(path)
+    return {
+        name: _put_together([matrices[path] for path in paths], [found[path] for path in paths])
+        for name, paths in parts.items()
+    }
+
+
+def _put_together(matrices: Sequence[StoredMatrix], parts: Sequence[Rounded]) -> Rounded:
+    """A stored matrix of all that lie in it."""
+    codes, scale = (torch.cat([getattr(p, each) for p in parts]) for each in ("codes", "scale"))
+    rows = torch.arange(len(codes))
+    places = [rows if each.rows is None else each.rows(rows) for each in matrices]
+    order = torch.cat(places).argsort()
+    return Rounded(codes=codes[order], scale=scale[order])
+
+
+def _scale(checkpoint: Checkpoint, layer: str) -> torch.dtype:
+    """In which the scales of a layer are stored."""
+    dtype = checkpoint.info(f"{layer}.weight").dtype
+    return dtype if dtype in SCALE_DTYPES else torch.float32
+
+
+def _stored(
+    checkpoint: Checkpoint, work: _Work, names: list[str], made: Mapping[str, Rounded]
+) -> dict[str, torch.Tensor]:
+    """These tensors, quantized if their layer is.
+
+    Args:
+        made: layers that are rounded already.
+    """
     found = {}
     for name in names:
         layer, tensor = name.removesuffix(".weight"), checkpoint.tensor(name)
@@ -182,8 +256,9 @@ def _stored(checkpoint: Checkpoint, work: _Work, names: list[str]) -> dict[str, 
             continue
         if not tensor.isfinite().all():
             raise ValueError(f"{checkpoint.info(name).file}: {name} has values that are not finite")
-        dtype = tensor.dtype if tensor.dtype in SCALE_DTYPES else torch.float32
-        values = rounded(tensor, work.bits, work.group, dtype)
+        values = made.get(layer)
+        if values is None:
+            values = rounded(tensor, work.bits, work.group, _scale(checkpoint, layer))
         stored = compressed_tensors.stored_as_packed(values, work.bits)
         found |= {f"{layer}.{part}": made for part, made in stored.items()}
     return found

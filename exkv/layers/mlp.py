@@ -186,14 +186,29 @@ def mixture_or_mlp(
 def run_experts(
     x: Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
 ) -> Tensor:
-    """Run the op ``experts``; ``matrices`` are gate, up and down of each expert."""
+    """Run the op ``experts``, or module by module where one has hooks; ``matrices`` are gate, up
+    and down of each expert."""
     flat = [part for expert in matrices for part in expert]
+    if any(part._forward_pre_hooks or part._forward_hooks for part in flat):
+        return _module_by_module(x, routing, matrices, act)
     format, inner = flat[0].format, flat[0].size[0]
     if any(part.format is not format for part in flat):
         pairs = [(part.format, parameters_of(part)) for part in flat]
         return mixed_experts(x, routing, pairs, inner, act)
     tensors = [[parameters_of(part) for part in expert] for expert in matrices]
     return format.experts(x, routing, tensors, inner, act)
+
+
+def _module_by_module(
+    x: Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
+) -> Tensor:
+    activate = ACTIVATIONS[act].apply
+
+    def run(expert: int, inputs: Tensor) -> Tensor:
+        gate, up, down = matrices[expert]
+        return down(activate(gate(inputs)).mul_(up(inputs)))
+
+    return sum_of_experts(x, routing, len(matrices), run)
 
 
 @describes(GatedMLP)

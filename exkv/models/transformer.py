@@ -210,9 +210,14 @@ class Transformer:
             name: adapter.read(unit.index, device, hollow=hollow)
             for name, adapter in self._adapters.items()
         }
-        unit.read(self.checkpoint, device, shared)
+        unit.read(self.checkpoint, device, shared, self.made(unit))
         unit.low_rank = changes
         self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
+
+    def made(self, unit: Unit) -> Mapping[str, torch.Tensor]:
+        """Parameters of a unit that is being read which a format doesn't make of its own: name ->
+        tensor on the host."""
+        return {}
 
     def unload(self) -> None:
         """Free every byte, caches included. The model can be loaded again, elsewhere too.

@@ -23,6 +23,7 @@ from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
 from exkv.weights import FormatOf, Source, format_source, tensor_source
 from exkv.weights.read_parameters import read_parameters
+from exkv.weights.source import with_made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,17 +180,23 @@ class Unit:
         return self.spec.name
 
     def read(
-        self, checkpoint: WeightReader, device: torch.device, shared: Mapping[str, torch.Tensor]
+        self,
+        checkpoint: WeightReader,
+        device: torch.device,
+        shared: Mapping[str, torch.Tensor],
+        made: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Read the weights to the device, all of them or none.
 
         Args:
             shared: parameters whose tensor is on the device already, for tied weights.
+            made: parameters whose tensor is on the host already, instead of what the formats make.
 
         Raises:
             torch.OutOfMemoryError: the device is full; the unit is as before.
         """
-        sources = [s for s in self.spec.sources if not shared.keys() >= set(s.parameters)]
+        there = (s for s in self.spec.sources if not shared.keys() >= set(s.parameters))
+        sources = [with_made(source, made) for source in there]
         state = {**shared, **read_parameters(checkpoint, sources, self.shapes, device)}
         with torch.device("meta"):
             module = self.spec.build()

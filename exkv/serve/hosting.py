@@ -65,7 +65,7 @@ class ServeOptions:
         gpu_split: GB to use on each device; None for all that is free but ``reserve``.
         reserve: bytes to leave free on each device, one number for all or one for each.
         weights: turn float weights into integers as they are loaded; None for as they are.
-        calibration: a text for ``weights="best"``.
+        calibration: a text by which weights become integers.
         dtype: of arithmetic and floats; None for what the model says.
         embed_cpu: keep the embedding in host memory; None where only that fits.
         objective, order: how to spread over the devices, as of :func:`exkv.place`.

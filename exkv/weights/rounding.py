@@ -33,6 +33,12 @@ class Rounded:
     codes: torch.Tensor
     scale: torch.Tensor
 
+    def values(self, bits: int) -> torch.Tensor:
+        """The matrix that they stand for, fp32."""
+        groups = self.scale.shape[1]
+        signed = self.codes.float().sub_(1 << bits - 1).unflatten(1, (groups, -1))
+        return signed.mul_(self.scale.float().unsqueeze(-1)).flatten(1)
+
 
 def rounded(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> Rounded:
     """A matrix (out, in) of floats in ``bits`` bits.
@@ -51,9 +57,7 @@ def rounded(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> 
 
 def squared_error(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> float:
     """What :func:`rounded` loses of a matrix: the sum of squared differences."""
-    made = rounded(weight, bits, group, dtype)
-    signed = made.codes.float().sub_(1 << bits - 1).unflatten(1, (-1, group))
-    found = signed.mul_(made.scale.float().unsqueeze(-1)).flatten(1)
+    found = rounded(weight, bits, group, dtype).values(bits)
     return float((found - weight).square().sum())
 
 

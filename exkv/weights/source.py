@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,6 +71,13 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
         convert=convert,
         matrices=(StoredMatrix(layer=layer, name=name),),
     )
+
+
+def with_made(source: Source, made: Mapping[str, torch.Tensor]) -> Source:
+    """The source, of which these parameters were made already: if they are all that it makes."""
+    if not made.keys() >= set(source.parameters):
+        return source
+    return replace(source, convert=lambda _: {name: made[name] for name in source.parameters})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -319,7 +319,7 @@ def test_the_cache_is_chosen_with_the_weights(folder):
 
 
 def test_what_cannot_be_asked_is_refused(folder, capsys):
-    with pytest.raises(ValueError, match='calibration is for weights="best", and weights is None'):
+    with pytest.raises(ValueError, match="float weights become integers, and weights is None"):
         Model(folder, calibration="text")
     with pytest.raises(ValueError, match="has 3 tokens; give some hundred words"):
         Model(folder, weights="best", calibration="a").losses()

@@ -1,0 +1,227 @@
+"""A text's way through the units, whose matrices are rounded for what it gives them as inputs.
+
+Units run one after the other in float32, on the host or on a device, all of the text at once. A
+matrix is rounded when its inputs first come by, and goes on with the integers' values: so the
+second moments, by which ``exkv.weights.feedback`` rounds, are those of inputs that everything
+before has rounded already, in the same layer too. One unit of floats is in memory at a time, beside
+the text's hidden states.
+
+An expert is rounded for the tokens that are routed to it. Where these are few, others join them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from exkv.batch import Batch, Lengths
+from exkv.cache import NoCacheLayer
+from exkv.checkpoint import ModelConfig, WeightReader
+from exkv.devices import CPU
+from exkv.layers.linear import Linear
+from exkv.layers.mlp import Experts
+from exkv.models import Transformer, Unit
+from exkv.ops.experts import Routing
+from exkv.text import Tokenizer
+from exkv.weights import GroupFormat
+from exkv.weights.feedback import root_of, rounded_by
+from exkv.weights.on_load import OnLoad
+from exkv.weights.rounding import Rounded
+
+#: Rows of a text that are looked at, and tokens of a row.
+ROWS, TOKENS = 16, 512
+_FEWEST_TOKENS = 32
+#: Tokens that an expert is rounded for at least, where the text has as many.
+_OF_EXPERT = 256
+
+
+#: From a unit to what its matrices become, by their modules' paths.
+KeptAs = Callable[[Unit], Mapping[str, GroupFormat]]
+#: A unit's matrices in integers, by their modules' paths.
+Found = dict[str, Rounded]
+
+
+def rows_of(config: ModelConfig, text: str) -> torch.Tensor:
+    """The text's first tokens, in rows (B, T): 16 of 512, or fewer; a row that isn't full is left
+    out unless it is the only one.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    if config.path is None:
+        raise ValueError("a text needs the model's tokenizer, and the config came from no folder")
+    ids = Tokenizer(config.path).encode(text)[: ROWS * TOKENS]
+    if len(ids) < _FEWEST_TOKENS:
+        raise ValueError(
+            f"the text to calibrate by has {len(ids)} tokens; give some thousand words, "
+            f"{_FEWEST_TOKENS} tokens at least"
+        )
+    count = max(len(ids) // TOKENS, 1)
+    return torch.tensor(ids[: count * TOKENS]).view(count, -1)
+
+
+def rounded_units(
+    config: ModelConfig,
+    checkpoint: WeightReader,
+    ids: torch.Tensor,
+    kept_as: KeptAs,
+    device: torch.device = CPU,
+) -> Iterator[Found]:
+    """Round unit after unit, in the order of the model.
+
+    Args:
+        config: of the float weights.
+        ids: int64 (B, T).
+        device: where the units run.
+
+    Raises:
+        ValueError: the text's hidden states are not finite; names the matrix.
+    """
+    model = Transformer(replace(config, quantization=None), dtype=torch.float32)
+    batch = Batch.on(device, Lengths.uniform(len(ids), 0, ids.shape[1]), model.rotary, torch.float32)
+    x = ids.to(device)
+    for unit in model.units[:-1]:
+        unit.read(checkpoint, device, {})
+        checkpoint.unmap()
+        rounding = _Rounding(unit, kept_as(unit))
+        with torch.no_grad(), rounding:
+            x = rounding.module(x, batch, NoCacheLayer())
+        unit.release()
+        yield rounding.found
+    yield {}
+
+
+class UnitsByText:
+    """The integers of a model that quantizes on load, for units that are read in their order; for
+    an earlier one the text starts again.
+
+    Args:
+        model: its units say what becomes integers.
+        text: some thousand words.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+
+    def __init__(self, model: Transformer, text: str) -> None:
+        self.model, self.ids = model, rows_of(model.config, text)
+        self.formats = [_integers(unit) for unit in model.units]
+        self._checkpoint: WeightReader | None = None
+        self._under_way: Iterator[tuple[int, Found]] = iter(())
+        self._index, self._found = 0, Found()
+
+    def parameters(self, unit: Unit, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
+        """A unit's parameters that are made of integers, on the host."""
+        if unit.spec.layer is None:
+            return {}
+        if checkpoint is not self._checkpoint or unit.index < self._index:
+            found = rounded_units(self.model.config, checkpoint, self.ids, self._kept_as)
+            self._checkpoint, self._under_way = checkpoint, enumerate(found)
+            self._index = -1
+        while self._index < unit.index:
+            self._index, self._found = next(self._under_way)
+        formats = self.formats[unit.index]
+        return {
+            f"{path}.{name}": tensor
+            for path, made in self._found.items()
+            for name, tensor in formats[path].pack(made.codes, made.scale).items()
+        }
+
+    def done(self) -> None:
+        """Free what is held of the text's way."""
+        self._checkpoint, self._under_way = None, iter(())
+        self._found = {}
+
+    def _kept_as(self, unit: Unit) -> Mapping[str, GroupFormat]:
+        return self.formats[unit.index]
+
+
+def _integers(unit: Unit) -> dict[str, GroupFormat]:
+    """The formats of a decoder layer's matrices that loading turns into integers."""
+    if unit.spec.layer is None:
+        return {}
+    with torch.device("meta"):
+        module = unit.spec.build()
+    linears = ((path, part) for path, part in module.named_modules() if isinstance(part, Linear))
+    return {path: part.format for path, part in linears if isinstance(part.format, OnLoad)}
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """What was made of the last inputs, which neighbours share."""
+
+    x: torch.Tensor | None = None
+    root: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class _Rounding(contextlib.ExitStack):
+    """While it is entered, a unit's matrices are rounded as soon as their inputs come by."""
+
+    def __init__(self, unit: Unit, kept_as: Mapping[str, GroupFormat]) -> None:
+        super().__init__()
+        assert unit.module is not None
+        self.unit, self.module, self.kept_as = unit, unit.module, kept_as
+        self.found: Found = {}
+        self._last = _Inputs()
+
+    def __enter__(self) -> _Rounding:
+        for path, module in self.module.named_modules():
+            hook: Callable[..., None] | None = None
+            if path in self.kept_as:
+                hook = partial(self._round, path)
+            elif isinstance(module, Experts):
+                hook = self._round_experts
+            if hook is not None:
+                self.callback(module.register_forward_pre_hook(hook).remove)
+        return self
+
+    def _round(self, path: str, linear: Linear, inputs: tuple[Any, ...]) -> None:
+        if path in self.found:
+            return
+        (x,) = inputs
+        kept = self.kept_as[path]
+        weight = linear.get_parameter("weight").detach()
+        try:
+            made = rounded_by(self._root(x), weight, kept.bits, kept.group, kept.scale)
+        except ValueError as error:
+            raise ValueError(f"{self.unit.name}.{path}: {error}") from None
+        self.found[path] = Rounded(codes=made.codes.cpu(), scale=made.scale.cpu())
+        values = nn.Parameter(made.values(kept.bits), requires_grad=False)
+        linear.register_parameter("weight", values)
+
+    def _root(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the inputs' moments."""
+        if self._last.x is not x:
+            rows = x.flatten(0, -2)
+            self._last = _Inputs(x, root_of(rows.T @ rows / len(rows)))
+        return self._last.root
+
+    def _round_experts(self, mlp: Experts, inputs: tuple[Any, ...]) -> None:
+        """Run each expert on its own tokens, and others if these are few."""
+        tokens = inputs[0].flatten(0, 1)
+        chosen = mlp.route(tokens).chosen
+        for expert in range(len(mlp.experts)):
+            own = (chosen == expert).any(-1)
+            x = tokens[_with_others(own)]
+            ones = torch.ones(len(x), 1, device=x.device)
+            mlp.run(x, Routing(chosen=torch.full_like(ones, expert, dtype=torch.int64), weights=ones))
+
+
+def _with_others(own: torch.Tensor) -> torch.Tensor:
+    """The indices of an expert's tokens, and where they are few of others at even distances.
+
+    Args:
+        own: bool (N,), whether a token is the expert's.
+    """
+    missing = _OF_EXPERT - int(own.sum())
+    if missing <= 0:
+        return own.nonzero().flatten()
+    others = own.logical_not().nonzero().flatten()
+    step = max(len(others) // missing, 1)
+    return torch.cat([own.nonzero().flatten(), others[::step][:missing]])

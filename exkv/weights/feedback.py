@@ -1,0 +1,159 @@
+"""Integers in groups from float weights and a text's inputs: rounding that makes up for its errors.
+
+A weight (out, in) that is rounded to Q changes its outputs for inputs x by (W - Q) x, in squares by
+tr((W - Q) H (W - Q)^T) with the second moments H = E[x x^T]. With H = R R^T and R upper triangular
+that is the sum of the squares of (W - Q) R, and a column of it depends on no later column of Q. So
+columns are rounded in their order, each to what makes up for the errors of those before it: GPTQ
+(Frantar et al., 2022) in the form of LDLQ (Chee et al., 2023), which needs no inverse.
+
+Scales are chosen with that in view, group by group: of the candidates of ``rounding`` the one that
+leaves the least error, then least squares fits of the scale to the codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .rounding import FITS, SHARES, Rounded
+
+#: Share of the mean squared input that is added to every input's own: for directions that the text
+#: has little of. It grows tenfold, this many times at most, where float32 needs more.
+DAMPING, _TRIES = 0.01, 4
+#: Columns that are rounded between two products of matrices, and rows that are looked at at once.
+_COLUMNS, _ROWS = 16, 4096
+
+
+def rounded_for(
+    moments: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
+) -> Rounded:
+    """A matrix (out, in) of floats in ``bits`` bits, for inputs with these moments.
+
+    Args:
+        moments: E[x x^T], fp32 (in, in).
+        group: inputs that share a scale; it divides their number.
+        dtype: of the scales.
+
+    Raises:
+        ValueError: the moments are not finite, or not those of real numbers.
+    """
+    return rounded_by(root_of(moments), weight, bits, group, dtype)
+
+
+def root_of(moments: torch.Tensor) -> torch.Tensor:
+    """R of the moments, damped: upper triangular, R R^T = H. Errors as of :func:`rounded_for`."""
+    if not torch.isfinite(moments).all():
+        raise ValueError(
+            "the text gives inputs whose squares are not finite: the model's own values overflow; "
+            "leave the calibration out"
+        )
+    turned = moments.flip(0, 1)
+    step = DAMPING * float(moments.diagonal().mean()) or 1.0
+    for _ in range(_TRIES):
+        turned.diagonal().add_(step)
+        lower, failed = torch.linalg.cholesky_ex(turned)
+        if not failed:
+            return lower.flip(0, 1)
+        step *= 10
+    raise ValueError("the inputs' second moments are no sums of squares")
+
+
+def rounded_by(
+    root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
+) -> Rounded:
+    """:func:`rounded_for` by the root of the moments, which matrices of the same inputs share."""
+    parts = [_rows(root, rows, bits, group, dtype) for rows in weight.split(_ROWS)]
+    return Rounded(
+        codes=torch.cat([part.codes for part in parts]),
+        scale=torch.cat([part.scale for part in parts]),
+    )
+
+
+def _rows(
+    root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
+) -> Rounded:
+    """Inputs come first here, so that a column of the matrix is contiguous."""
+    wide = weight.float().T.contiguous()
+    errors, half = torch.empty_like(wide), 1 << bits - 1
+    codes, scales = torch.empty_like(wide, dtype=torch.uint8), []
+    for begin in range(0, len(wide), group):
+        own = slice(begin, begin + group)
+        carried = root[:begin, own].T @ errors[:begin]
+        within = root[own, own]
+        target = torch.linalg.solve_triangular(within.T, carried, upper=False).add_(wide[own])
+        made = _group(target, within, half, dtype)
+        torch.sub(wide[own], made.codes * made.scale, out=errors[own])
+        codes[own] = made.codes.add_(half)
+        scales.append(made.scale.to(dtype))
+    return Rounded(codes=codes.T.contiguous(), scale=torch.stack(scales, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """Of one group: codes, signed fp32 (group, out); scale and squared error, fp32 (out,)."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    error: torch.Tensor
+
+
+def _group(target: torch.Tensor, root: torch.Tensor, half: int, dtype: torch.dtype) -> _Made:
+    """The best found for the columns of a group.
+
+    Args:
+        target: (group, out), their weights, which already make up for the groups before.
+        root: the group's part of R.
+    """
+    largest = target.gather(0, target.abs().argmax(0, keepdim=True))
+    shares = torch.tensor(SHARES, device=target.device).unsqueeze(1)
+    tried = torch.cat([largest * (shares / -half), largest.abs() * (shares / (half - 0.5))])
+    best = _least(_fed_back(target, root, tried.to(dtype).float(), half))
+    for _ in range(FITS):
+        made, goal = root.T @ best.codes, root.T @ target
+        fitted = (made * goal).sum(0) / made.square().sum(0).clamp_(min=1e-30)
+        other = _fed_back(target, root, fitted.to(dtype).float().unsqueeze(0), half)
+        best = _least(_both(best, other))
+    return best
+
+
+def _fed_back(target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, half: int) -> _Made:
+    """All candidates (C, out) -> codes (group, C, out), scale and error (C, out)."""
+    scale = torch.where((scale != 0) & scale.isfinite(), scale, torch.ones_like(scale))
+    unit, squares = root / root.diagonal(), root.diagonal().square()
+    shape = (len(target), *scale.shape)
+    codes, errors = torch.empty(shape, device=target.device), torch.empty(shape, device=target.device)
+    lost = torch.zeros_like(scale)
+    for first in range(0, len(target), _COLUMNS):
+        last = min(first + _COLUMNS, len(target))
+        wanted = unit[:first, first:last].T @ errors[:first].flatten(1)
+        wanted = wanted.unflatten(1, scale.shape).add_(target[first:last].unsqueeze(1))
+        for column in range(first, last):
+            goal = wanted[column - first]
+            if column > first:
+                before = errors[first:column].flatten(1).T
+                goal.view(-1).addmv_(before, unit[first:column, column])
+            code = torch.div(goal, scale, out=codes[column]).round_().clamp_(-half, half - 1)
+            lost.addcmul_(goal.addcmul_(code, scale, value=-1), goal, value=float(squares[column]))
+            torch.addcmul(target[column], code, scale, value=-1, out=errors[column])
+    return _Made(codes=codes, scale=scale, error=lost)
+
+
+def _least(found: _Made) -> _Made:
+    """The candidate with the least error, of each output."""
+    best = found.error.argmin(0, keepdim=True)
+    index = best.unsqueeze(0).expand(len(found.codes), -1, -1)
+    return _Made(
+        codes=found.codes.gather(1, index).squeeze(1),
+        scale=found.scale.gather(0, best).squeeze(0),
+        error=found.error.gather(0, best).squeeze(0),
+    )
+
+
+def _both(best: _Made, other: _Made) -> _Made:
+    """A result and another one's candidates, as candidates."""
+    return _Made(
+        codes=torch.cat([best.codes.unsqueeze(1), other.codes], 1),
+        scale=torch.cat([best.scale.unsqueeze(0), other.scale]),
+        error=torch.cat([best.error.unsqueeze(0), other.error]),
+    )

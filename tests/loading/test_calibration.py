@@ -1,0 +1,191 @@
+"""Weights that a text rounds while they are loaded: which matrices, by what inputs, and what is
+lost less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import toy_world
+from simproc import run_sim
+from tiny import TINY, llama, reference, save, save_tokenizer
+
+from exkv import Cache, Model, ModelConfig, Tokenizer, sim
+from exkv.checkpoint import Checkpoint
+from exkv.layers.linear import Linear, Matrix
+from exkv.layers.mlp import Experts
+from exkv.loading.calibration import ROWS, TOKENS, rounded_units, rows_of
+from exkv.weights.feedback import rounded_for
+from exkv.weights.groups import GroupFormat
+from exkv.weights.rounding import rounded
+from exkv.weights.settings import ROUTERS, stays_float
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model"
+FORMAT = GroupFormat(bits=4, group=32, scale=torch.float16)
+IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
+TEXT = toy_world.heldout_text(5, 2000)
+
+
+def all_matrices(unit) -> dict[str, GroupFormat]:
+    return {
+        path: FORMAT
+        for path, part in unit.module.named_modules()
+        if isinstance(part, Linear) and unit.spec.layer is not None and not is_router(path)
+    }
+
+
+def is_router(path: str) -> bool:
+    return stays_float(path, (*ROUTERS, "mlp.gate"))
+
+
+def rounded_by_ids(folder: Path) -> list[dict]:
+    with Checkpoint(folder) as checkpoint:
+        config = ModelConfig.from_pretrained(folder)
+        return list(rounded_units(config, checkpoint, IDS, all_matrices))
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_path):
+    """A matrix whose inputs nobody sees would be rounded without data."""
+    folder = save(reference(TINY[name](num_hidden_layers=2)), tmp_path)
+    found = rounded_by_ids(folder)
+    model = Model(folder, dtype=torch.float32)
+    model.load(devices=["cpu"])
+    assert len(found) == len(model.units) and found[0] == found[-1] == {}
+    for unit, made in zip(model.units, found, strict=True):
+        assert made.keys() == all_matrices(unit).keys()
+        for path, values in made.items():
+            weight = unit.module.get_submodule(path).weight
+            assert (values.values(4) - weight).abs().max() < weight.abs().max()
+            assert not torch.equal(values.codes, rounded(weight, 4, 32, torch.float16).codes)
+
+
+def test_moments_are_those_behind_everything_that_is_rounded_before():
+    """Hooks on the loaded model of integers see the inputs by which its weights were rounded."""
+    model = Model(DEMO, dtype=torch.float32, weights="int4", calibration=TEXT)
+    model.load(devices=["cpu"])
+    seen: dict[str, torch.Tensor] = {}
+    for unit in model.units[1:-1]:
+        for path, part in unit.module.named_modules():
+            if isinstance(part, Linear):
+                name = f"{unit.name}.{path}"
+                part.register_forward_pre_hook(
+                    lambda _, inputs, name=name: seen.update({name: inputs[0].flatten(0, -2)})
+                )
+    ids = rows_of(model.config, TEXT)
+    assert ids.shape == (4, TOKENS)
+    model.forward(ids)
+    with Checkpoint(DEMO) as checkpoint:
+        for name in ("0.self_attn.q_proj", "0.mlp.down_proj", "3.self_attn.o_proj"):
+            layer = f"model.layers.{name}"
+            weight, x = checkpoint.tensor(f"{layer}.weight").float(), seen[layer]
+            expected = rounded_for(x.T @ x / len(x), weight, 4, 64, torch.float16).values(4)
+            index, _, path = name.partition(".")
+            part = model.units[int(index) + 1].module.get_submodule(path)
+            found = part.format.dequantize(dict(part.named_parameters()), torch.float32)
+            assert torch.isclose(found, expected, atol=1e-6).float().mean() > 0.99, name
+
+
+def log_probs(model: Model) -> torch.Tensor:
+    text = toy_world.heldout_text(6, 1000)
+    ids = torch.tensor([Tokenizer(DEMO).encode(text)[:512]])
+    model.load(devices=["cpu"])
+    return model.forward(ids).float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("weights", ["int4", "int6"])
+def test_a_real_model_diverges_less_than_half_as_far_on_another_text(weights):
+    """A twentieth of its next-token divergence would be chance; half is not."""
+    floats = log_probs(Model(DEMO, dtype=torch.float32))
+
+    def divergence(**how: str) -> float:
+        found = log_probs(Model(DEMO, dtype=torch.float32, weights=weights, **how))
+        return float((floats.exp() * (floats - found)).sum(-1).mean())
+
+    assert 0 < divergence(calibration=TEXT) < 0.5 * divergence()
+
+
+def on_devices(folder: str, text: str) -> dict:
+    """On two cards, and alone; the loads of one model and of another."""
+    model = Model(folder, max_input_len=32, weights="int4", calibration=text)
+    cache = Cache(model, 64)
+    model.load_autosplit(cache, devices=["sim:0"])
+    ledger = model.report.devices[0].ledger
+    alone = model.forward(IDS[:1], cache).cpu()
+    model.unload()
+    for index in range(2):
+        sim.set_capacity(index, ledger.total - ledger.weights * 4 // 10)
+    model.load_autosplit(cache)
+    lines = [(row.ledger.weights, row.measured["weights"]) for row in model.report.devices]
+    again = model.forward(IDS[:1], cache).cpu()
+    blind = Model(folder, weights="int4")
+    blind.load(devices=["cpu"])
+    return {
+        "same": torch.equal(alone, again),
+        "lines": lines,
+        "other": not torch.equal(alone, blind.forward(IDS[:1])),
+    }
+
+
+def test_it_is_placed_as_any_other_and_has_the_same_bits_at_each_load(tmp_path):
+    folder = save_tokenizer(save(reference(llama()), tmp_path))
+    text = "the quick brown fox jumps over the lazy dog " * 40
+    seen = run_sim(on_devices, "64M,64M", args=[str(folder), text])
+    assert seen["same"] and seen["other"]
+    assert len(seen["lines"]) == 2 and all(planned == found for planned, found in seen["lines"])
+
+
+def test_an_expert_that_few_tokens_choose_is_rounded_for_others_as_well(tmp_path, monkeypatch):
+    """The router sends every token to experts 0 and 1."""
+    folder = save(reference(TINY["MixtralForCausalLM"](num_hidden_layers=1)), tmp_path)
+    of_expert: dict[int, list[int]] = {}
+    run = Experts.run
+
+    def recorded(self, x, routing):
+        if routing.chosen.shape[1] == 1:
+            of_expert[int(routing.chosen[0, 0])] = [len(x), len(x.unique(dim=0))]
+        return run(self, x, routing)
+
+    def route(self, x):
+        found = original(self, x)
+        return replace(found, chosen=torch.arange(2).expand(len(x), 2).contiguous())
+
+    original = Experts.route
+    monkeypatch.setattr(Experts, "run", recorded)
+    monkeypatch.setattr(Experts, "route", route)
+    monkeypatch.setattr("exkv.loading.calibration._OF_EXPERT", 30)
+    (_, found, _) = rounded_by_ids(folder)
+    assert of_expert[0] == of_expert[1] == [80, 80]
+    assert of_expert[2] == of_expert[3] == [30, 30]
+    assert {f"mlp.experts.{i}.w2" for i in range(4)} <= found.keys()
+
+
+def test_rows_are_full_unless_there_is_one_only():
+    config = ModelConfig.from_pretrained(DEMO)
+    ids = torch.tensor(Tokenizer(DEMO).encode(TEXT))
+    assert torch.equal(rows_of(config, TEXT).flatten(), ids[: len(ids) // TOKENS * TOKENS])
+    assert rows_of(config, TEXT * 9).shape == (ROWS, TOKENS)
+    short = TEXT[:800]
+    assert rows_of(config, short).shape == (1, len(Tokenizer(DEMO).encode(short)))
+
+
+def test_a_text_that_says_too_little_is_refused_before_anything_is_read():
+    for text, count in (("", r"\d"), ("The key is in the box.", r"\d+")):
+        model = Model(DEMO, weights="int4", calibration=text)
+        with pytest.raises(ValueError, match=rf"calibrate by has {count} tokens; give some"):
+            model.load(devices=["cpu"])
+        assert not model.loaded and model.checkpoint is None
+
+
+def test_a_model_that_overflows_on_the_text_is_refused_by_the_matrix(tmp_path):
+    model = reference(llama(num_hidden_layers=2))
+    model.model.layers[1].input_layernorm.weight.data *= 1e30
+    folder = save_tokenizer(save(model, tmp_path))
+    quantized = Model(folder, weights="int4", calibration="a fox and a dog " * 40)
+    where = r"model.layers.1.self_attn.q_proj: .* squares are not finite"
+    with pytest.raises(ValueError, match=where):
+        quantized.load(devices=["cpu"])
+    assert not quantized.loaded
+    assert not any(isinstance(m, Matrix) for u in quantized.units for m in [u.module])
