@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exkv import overhead
 from exkv.caching_allocator import Rules
 from exkv.errors import Attempt
 
@@ -38,14 +39,6 @@ ALLOCATION_BLOCK = 512
 #: Bytes that no arithmetic sees on a device: kernels that the driver loads when they first run, the
 #: temporaries of libraries, and blocks that fit no request.
 _MARGINS = {"cuda": 160 << 20, "xpu": 160 << 20}
-#: What a driver's context takes of a card that is not here to be asked.
-_CONTEXT = 512 << 20
-#: Workspaces of cuBLAS: torch allocates one for each stream that multiplies, of 32 MiB on Hopper
-#: and Blackwell (``CUBLAS_WORKSPACE_CONFIG``); calls have a stream, and captures another.
-_LIBRARIES = 2 * (32 << 20)
-#: Captured decode steps share a pool: a segment for small and one for medium tensors.
-_GRAPHS = (2 << 20) + (20 << 20)
-
 #: Bytes of a huge page of host memory, on x86-64 and most ARM.
 _HUGE_PAGE = 2 << 20
 
@@ -89,7 +82,7 @@ def refusal(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     try:
-        torch.accelerator.get_memory_info(device)
+        overhead.memory_info(device)
     except RuntimeError as error:
         return str(error).splitlines()[0]
     return None
@@ -160,15 +153,6 @@ def default_margin(device: torch.device) -> int:
     return _MARGINS.get(device.type, 0)
 
 
-def expected_context(device: torch.device, *, present: bool = True) -> int:
-    """Bytes to plan for what a GPU's driver, libraries and captured graphs take and nobody has
-    taken yet: of a card that is here, the driver's context is in use by the time that it is
-    asked."""
-    if device.type not in _MARGINS:
-        return 0
-    return _LIBRARIES + _GRAPHS + (0 if present else _CONTEXT)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """A device's memory at one moment, in bytes. This process's idle allocator cache counts as
@@ -190,7 +174,7 @@ def memory(device: torch.device) -> Memory:
     """The device's memory now, by user."""
     if device.type == "cpu":
         return _host_memory()
-    free, capacity = torch.accelerator.get_memory_info(device)
+    free, capacity = overhead.memory_info(device)
     stats = torch.accelerator.memory_stats(device)  # once: it takes a millisecond
     return Memory(
         capacity=capacity,

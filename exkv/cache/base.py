@@ -30,6 +30,7 @@ from exkv.checkpoint import ModelConfig, WeightReader
 from exkv.errors import Attempt, PlacementError
 
 from .checks import MOST_ROWS, whole, whole_type
+from .convert import HostCopy
 from .file import Elsewhere, load, save
 from .layer import CacheLayer
 from .lease import Lease, Leases, changes_cache, mirrored, reads_cache
@@ -790,6 +791,20 @@ class KVCache(Rows):
         finally:
             for cache in family:
                 self.model.cache_changed(cache)
+
+    def defragment(self) -> None:
+        """Release idle memory, and allocate storages that grew anew, packed: growth leaves holes in
+        segments in which other tensors lie. Contents go by way of the host."""
+        grown = [layer for layer in self.layers if layer.grew and not layer.offloaded]
+        copies: list[HostCopy] = []
+        try:
+            copies += map(CacheLayer.lift, grown)
+            devices.release_idle_memory()
+        finally:
+            for layer, copy in zip(grown, copies, strict=False):
+                layer.put_back(copy)
+        if any(layer.offloaded for layer in grown):
+            self.model.cache_changed(self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

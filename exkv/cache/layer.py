@@ -451,6 +451,9 @@ class CacheLayer:
             lens = [old_room] * len(next(iter(tensors.values())))
         copy = HostCopy.of(tensors, lens)
         tensors.clear()
+        if devices.allocator_rules(device.type) is not None:
+            # Else a smaller storage would take a piece of the old one's segment, and keep it all.
+            devices.release_idle_memory()
         converted = restored(copy, self.spec, spec, room, device)
         if converted is not None:
             tensors.update(converted)
@@ -461,6 +464,26 @@ class CacheLayer:
         if before is None and tensors is self.tensors:  # memory that was free before is taken now
             self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
         raise torch.OutOfMemoryError(f"{device} has no room for a layer stored as {spec.storage}")
+
+    @property
+    def grew(self) -> bool:
+        """Whether the storage grew where a device gives memory in segments."""
+        grows = bool(self.tensors) and self.spec.growth.last_room(self.spec.capacity) > 0
+        return grows and devices.allocator_rules(self._placed.type) is not None
+
+    def lift(self) -> HostCopy:
+        """Move the storage to the host, for :meth:`put_back`."""
+        copy = HostCopy.of(self.tensors, ())
+        self.tensors.clear()
+        return copy
+
+    def put_back(self, copy: HostCopy) -> None:
+        """Allocate the storage anew for what was lifted; it stays on the host where a device has no
+        room any more."""
+        back = restored(copy, self.spec, self.spec, self.room, self._placed)
+        self.tensors.update(copy.tensors if back is None else back)
+        if back is None:
+            self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
 
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
         """Copy these rows of another layer, up to ``tokens`` tokens. Row by row: gathering them

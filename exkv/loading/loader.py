@@ -134,6 +134,13 @@ def _lost_memory(before: Scenario, now: Scenario) -> bool:
     return any(after.limit < earlier.limit for earlier, after in pairs)
 
 
+def _release_idle_memory(device: torch.device) -> None:
+    """Release idle segments. Else what is allocated next, and stays, would take a piece of what
+    conversions or calls needed, and leave the rest unusable."""
+    if devices.allocator_rules(device.type) is not None:
+        devices.release_idle_memory()
+
+
 def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
     """Bring a loaded model to where another plan has its units: those that stay are as they were,
     the others are read again, and their caches hold zeros.
@@ -237,6 +244,7 @@ class _Load:
         else:
             with self.measured.allocation(device, "weights"):
                 self.model.read_unit(unit, device)
+            _release_idle_memory(device)
         layers = self._cache_layers(unit)
         with self.measured.allocation(device, "cache"):
             for layer in layers:
@@ -250,9 +258,7 @@ class _Load:
             self._probe(unit, device)
         for layer in layers:
             layer.shrink()
-        if devices.allocator_rules(device.type) is not None:
-            # Else the next unit would take a piece of what calls need, and leave the rest unusable.
-            devices.release_idle_memory()
+        _release_idle_memory(device)
 
     def _cache_layers(self, unit: Unit) -> list[CacheLayer]:
         """The unit's part of every cache."""

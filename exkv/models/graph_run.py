@@ -4,7 +4,7 @@ The modules themselves are captured, over static buffers: token ids, lengths, ro
 step fills them by one copy from pinned memory; ops read the lengths on the device. Only attention's
 split of the keys is decided on the host, for the longest possible row, so there is a graph for each
 of a few lengths (:func:`bucket`). All graphs of a run share one memory pool, for which plans count
-a segment of small tensors and one of medium ones (``exkv.devices.expected_context``); if it would
+a segment of small tensors and one of medium ones (``exkv.overhead``); if it would
 be larger, or doesn't fit, units take the readable route.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from exkv import devices
+from exkv import devices, overhead
 from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
@@ -395,6 +395,6 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(_streams[device]):
-            one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-            torch.nn.functional.linear(one, one, one[0])
+            overhead.multiply(device)
+        overhead.note_captures(device)
     return _streams[device]

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from exkv import devices as accelerators
-from exkv import sim
+from exkv import overhead, sim
 from exkv.checkpoint import ModelConfig
 from exkv.sizes import parse_cards, parse_sizes
 
@@ -99,7 +99,12 @@ def make_budgets(
     if not used:
         raise ValueError("cap leaves every device out: give one of them a size above 0")
     budgets = _filled_in(used, named=devices is not None)
-    return [replace(b, context=0, segmented=False) for b in budgets] if exact else budgets
+    return [_exact(budget) for budget in budgets] if exact else budgets
+
+
+def _exact(budget: Budget) -> Budget:
+    """The same of a device that gives memory to the byte, and has no driver."""
+    return replace(budget, context=0, libraries=0, graphs=0, segmented=False)
 
 
 def _filled_in(budgets: Sequence[Budget], *, named: bool) -> list[Budget]:
@@ -161,6 +166,7 @@ def present_budget(device: torch.device, own: object = None) -> Budget:
     Args:
         own: a loaded model for which this is asked, which is no other model.
     """
+    beside = overhead.of_present(device)  # first: what it measures is in use from then on
     now = accelerators.memory(device)
     plans = [(model, model.plan) for model in LOADED if model.plan is not None]
     here = [(m, ledger) for m, p in plans for ledger in p.ledgers if ledger.device == device]
@@ -169,9 +175,11 @@ def present_budget(device: torch.device, own: object = None) -> Budget:
         device=device,
         capacity=now.capacity,
         in_use=now.in_use + now.fragments + promised,
-        in_use_by_others=now.in_use_by_others,
+        in_use_by_others=max(now.in_use_by_others - beside.context, 0),
         margin=accelerators.default_margin(device),
-        context=accelerators.expected_context(device),
+        context=beside.context,
+        libraries=beside.libraries,
+        graphs=beside.graphs,
         segmented=accelerators.allocator_rules(device.type) is not None,
         promised_workspace=_promised_workspace(device, (plan for _, plan in plans)),
         models=_models_on(device, () if own is None else (own,)),
@@ -260,11 +268,14 @@ def _cards(names: Sequence[str | torch.device], sized: Sequence[bool]) -> list[B
 
 def _card(index: int, capacity: int) -> Budget:
     device = torch.device("cuda", index)
+    beside = overhead.of_absent(device.type)
     return Budget(
         device=device,
         capacity=capacity,
         margin=accelerators.default_margin(device),
-        context=accelerators.expected_context(device, present=False),
+        context=beside.context,
+        libraries=beside.libraries,
+        graphs=beside.graphs,
         segmented=True,
     )
 

@@ -153,8 +153,9 @@ class Budget:
         in_use: taken by this process already, or promised to models that it has loaded.
         in_use_by_others: taken by everything else.
         reserve: to be left free, as the user asked.
-        context: taken by the driver, the workspaces of libraries and captured graphs, as far as it
-            is not in ``in_use`` and ``in_use_by_others`` already.
+        context: taken by the driver, as far as that is known and not in ``in_use_by_others``.
+        libraries: workspaces of cuBLAS, as far as they are not in ``in_use``.
+        graphs: the memory pool of captured decode steps.
         margin: to be left free for what no arithmetic sees.
         segmented: whether memory comes in segments, as torch's caching allocator gives it.
         cap: the most that may be used for this model, or None for no other limit.
@@ -173,6 +174,8 @@ class Budget:
     reserve: int = 0
     margin: int = 0
     context: int = 0
+    libraries: int = 0
+    graphs: int = 0
     segmented: bool = False
     cap: int | None = None
     promised_workspace: int = 0
@@ -191,9 +194,14 @@ class Budget:
         return [f"another model ({n}): {human(size)} on {self.place}" for n, size in sizes]
 
     @property
+    def overhead(self) -> int:
+        """Bytes of driver, libraries and captured graphs."""
+        return self.context + self.libraries + self.graphs
+
+    @property
     def limit(self) -> int:
         """Bytes that this model may use."""
-        taken = self.in_use + self.in_use_by_others + self.context + self.reserve + self.margin
+        taken = self.in_use + self.in_use_by_others + self.overhead + self.reserve + self.margin
         free = max(self.capacity - taken, 0)
         return free if self.cap is None else min(free, self.cap)
 

@@ -24,6 +24,7 @@ import torch
 
 from exkv import devices, sim
 from exkv.checkpoint import CheckpointError, ExpectedTensor, WeightReader
+from exkv.errors import Attempt
 
 from .finite import first_in_stored, first_not_finite
 from .source import Source
@@ -251,12 +252,16 @@ class Staging:
         copies = self._pairs[0][1]
         with copies:
             copies.uses(target)
-            if target.dtype != values.dtype and self._has_room(values.nbytes):
-                values = values.to(self.device, non_blocking=True)
+            if target.dtype != values.dtype:
+                values = self._sent(values)
             target.copy_(values, non_blocking=True)
 
-    def _has_room(self, nbytes: int) -> bool:
-        return devices.available_memory(self.device) >= devices.rounded(nbytes)
+    def _sent(self, values: torch.Tensor) -> torch.Tensor:
+        """The values on the device; on the host where it has no room for them, which only its
+        allocator knows: free memory may lie in segments that are in use."""
+        with Attempt():
+            return values.to(self.device, non_blocking=True)
+        return values
 
     def finish(self) -> None:
         """What follows on the device finds every copy complete, and the buffers may go."""

@@ -175,11 +175,13 @@ def test_a_card_that_is_not_here_gets_a_context_and_a_margin():
     plan = place(model(), devices="24G,24G")
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:1"]
     budget = plan.ledgers[0].budget
-    assert (budget.context, budget.margin, budget.segmented) == (598 * MEBI, 160 * MEBI, True)
+    assert (budget.margin, budget.segmented) == (160 * MEBI, True)
+    beside = (budget.context, budget.libraries, budget.graphs)
+    assert beside == (512 * MEBI, 64 * MEBI, 22 * MEBI) and budget.overhead == 598 * MEBI
     assert plan.ledgers[0].limit == (24 << 30) - (598 + 160) * MEBI
     assert plan.ledgers[0].allocator > 0
     exact = place(model(), devices="24G,24G", allocator="exact").ledgers[0]
-    assert (exact.budget.context, exact.budget.segmented, exact.allocator) == (0, False, 0)
+    assert (exact.budget.overhead, exact.budget.segmented, exact.allocator) == (0, False, 0)
     with pytest.raises(ValueError, match="allocator is 'other': it must be one of exact, cuda"):
         place(model(), devices="24G", allocator="other")
 
