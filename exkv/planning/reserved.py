@@ -8,6 +8,7 @@ call runs that begins with no idle segment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,27 @@ def reserved_bytes(calls: Sequence[CallTrace], rules: Rules) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if _peak(calls, rules, middle * step) else (middle, high)
     return min(high * step, most)
+
+
+def reserved_beside(held: int, requests: Trace, rules: Rules) -> int:
+    """Likewise of requests beside ``held`` bytes that are there before and after them."""
+    made = {number for number, nbytes in requests if nbytes}
+    own = [(number, nbytes) for number, nbytes in requests if number in made]
+    return reserved_bytes([CallTrace([(-1, max(held, 1)), *own], inputs=-1, out=-1)], rules)
+
+
+#: Units over which what segments are not filled by the one and are filled by the next is spread.
+_ALIKE = 8
+
+
+@functools.cache
+def shared_bytes(sizes: tuple[int, ...], rules: Rules) -> int:
+    """Bytes reserved for each of many units with allocations of these sizes, which share
+    segments."""
+    allocator = CachingAllocator(rules)
+    for nbytes in sizes * _ALIKE:
+        allocator.allocate(nbytes)
+    return -(-allocator.reserved // _ALIKE)
 
 
 def _peak(calls: Sequence[CallTrace], rules: Rules, capacity: int | None) -> int | None:

@@ -27,6 +27,7 @@ from transformers import (
     ViTConfig,
 )
 
+from exkv import sim
 from exkv.errors import PlacementError
 from exkv.integrations.transformers import HFCache, plan_device_map, resilient_generate
 from exkv.integrations.transformers.measuring import Promise
@@ -100,6 +101,36 @@ def test_a_planned_map_generates_at_full_length_where_auto_overflows(folder):
     assert tokens == generated_here()
     assert devices == ["sim:0", "sim:1"]
     assert run_sim(generated_by_auto, SIZES, args=[folder]) == "out of memory"
+
+
+def generated_in_segments(folder, by_segments):
+    """On devices that give memory in segments, cut to what the plan says that they reserve, or, as
+    if memory came to the byte, hold."""
+    promise = Promise(max_seq_len=LENGTH, batch_size=ROWS, cache=KIND)
+    budgets = make_budgets(["sim:0"])
+    _, plan = plan_blocks(CONFIG, promise, budgets, dtype=torch.float32)
+    (ledger,) = plan.ledgers
+    total = ledger.total if by_segments else ledger.total - ledger.allocator
+    sim.set_capacity(0, ledger.budget.in_use_by_others + total)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, device_map="sim:0", attn_implementation="exkv", dtype=torch.float32
+    )
+    cache = HFCache(CONFIG, KIND, max_seq_len=LENGTH)
+    try:
+        found = model.generate(prompt().to("sim:0"), **CALL, **given(model, cache))
+    except torch.OutOfMemoryError:
+        return "out of memory", ledger.allocator
+    reserved = ledger.budget.in_use_by_others + torch.accelerator.max_memory_reserved(0)
+    assert reserved <= ledger.budget.in_use_by_others + ledger.total
+    return found[:, -16:].tolist(), ledger.allocator
+
+
+def test_a_map_counts_what_devices_reserve(folder):
+    env = {"EXKV_SIM_ALLOCATOR": "cuda"}
+    found, beyond = run_sim(generated_in_segments, "256M", args=[folder, True], env=env)
+    assert found == generated_here() and beyond > 0
+    found, _ = run_sim(generated_in_segments, "256M", args=[folder, False], env=env)
+    assert found == "out of memory"
 
 
 def test_a_cache_that_fills_the_device_is_offloaded_and_generation_goes_on(folder):

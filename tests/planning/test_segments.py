@@ -16,8 +16,12 @@ from full_length import work_at_the_edge
 from simproc import run_sim
 from tiny import llama, mixtral, reference, save, small
 
-from exkv import CACHES, Cache, Model, PlacementError, place, sim
+from exkv import CACHES, Cache, Model, ModelConfig, PlacementError, place, sim
 from exkv.caching_allocator import CachingAllocator, Rules
+from exkv.cli.simulate import HollowCheckpoint
+from exkv.decode.fallback import STEPS
+from exkv.loading import load_units
+from exkv.loading.options import LoadOptions
 from exkv.planning.plan import OBJECTIVES
 
 MEBI = 1 << 20
@@ -106,6 +110,55 @@ def test_plans_hold_on_cards_cut_to_what_they_reserve(folders):
     assert outcomes["held"] >= CASES / 2
     assert sum(outcomes[each] for each in ("held", "refused")) == CASES
     assert outcomes["several devices"] > 0
+
+
+def test_growth_amid_calls_is_packed_anew_where_its_holes_leave_no_room(folders):
+    """A dynamic cache of three layers, in segments that other tensors lie in, too."""
+    outcomes, _, wrong = run_sim(plans, "90M,90M,90M", args=[folders, 69, 70], env=SEGMENTS)
+    assert outcomes["held"] == 1 and wrong == []
+
+
+def converted_on_load(folder):
+    """Weights of another dtype, converted as they are read, on a card cut to what is planned."""
+    model = Model(folder, max_input_len=16, dtype=torch.bfloat16)
+    cache = CACHES["8bit"](model, 90)
+    plan = place(model, cache, last_id_only=True)
+    (ledger,) = plan.ledgers
+    sim.set_capacity(0, ledger.budget.in_use_by_others + ledger.total)
+    model.load(plan=plan)
+    return torch.accelerator.max_memory_reserved(0) - ledger.total, model.report.surprises()
+
+
+def test_weights_are_converted_on_a_card_that_has_room_for_the_result_alone(folders):
+    beyond, surprises = run_sim(converted_on_load, "90M", args=[folders["tied"]], env=SEGMENTS)
+    assert beyond <= 0 and surprises == []
+
+
+def converted_cache(kind, steps):
+    """What a card reserves beside what its ledger says, after each conversion of a cache with
+    16 MiB a layer."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = llama(**sizes, head_dim=128, num_hidden_layers=8, max_position_embeddings=8192)
+    model = Model(ModelConfig.from_dict(config.to_dict()), dtype="float16", max_input_len=64)
+    cache = CACHES[kind](model, 4096)
+    scenario = model._scenario_of(LoadOptions(devices=["sim:0"], last_id_only=True))
+    checkpoint, kept = HollowCheckpoint(model), model._keep_record
+    list(load_units(model, scenario, checkpoint=checkpoint, lazy=False, on_loaded=kept))
+    found = []
+    for step in steps:
+        cache.convert(**STEPS[step])
+        torch.accelerator.empty_cache()
+        (ledger,) = model.plan.ledgers
+        held = ledger.weights + ledger.cache + ledger.segments
+        found.append(torch.accelerator.memory_reserved(0) - held)
+    return found
+
+
+@pytest.mark.parametrize("steps", [["8bit"], ["4bit"], ["8bit", "offload"]], ids=str)
+def test_a_converted_cache_leaves_no_part_of_its_segments_behind(steps):
+    env = {**SEGMENTS, "EXKV_SIM_DRY": "1"}
+    beyond = run_sim(converted_cache, "2G", args=["fp16", steps], env=env)
+    assert all(nbytes <= 20 * MEBI for nbytes in beyond)  # one segment that is open
 
 
 def loaded(folder):

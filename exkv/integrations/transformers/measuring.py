@@ -28,8 +28,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from exkv.devices import rounded
+from exkv.caching_allocator import Rules
+from exkv.devices import allocator_rules, rounded
 from exkv.planning.dry_run import DryRun, ShapeTensor
+from exkv.planning.live_storages import Trace
+from exkv.planning.reserved import reserved_beside
 
 from .attention import NAME, planned_padding
 from .cache import HFCache
@@ -73,6 +76,9 @@ class Unit:
 
     Attributes:
         tensors: identity -> bytes of its parameters and buffers.
+        caches: of each of its layers in a cache.
+        workspace: beside them, at the peak of a call.
+        reserved: likewise, what the call reserves where memory comes in segments.
         follows: names of other modules and tensors that lie where this one does: those without
             parameters, and those that share its tensors.
     """
@@ -80,9 +86,14 @@ class Unit:
     name: str
     module: nn.Module
     tensors: dict[int, int]
-    cache: int = 0
+    caches: list[int] = field(default_factory=list)
     workspace: int = 0
+    reserved: int = 0
     follows: list[str] = field(default_factory=list)
+
+    @property
+    def cache(self) -> int:
+        return sum(self.caches)
 
 
 def measured(
@@ -94,7 +105,7 @@ def measured(
         ValueError: a model that transformers can't build from its config alone, or whose encoder
             takes neither ids nor features.
     """
-    run = DryRun.planned_on(device_type)
+    run, rules = DryRun.planned_on(device_type), allocator_rules(device_type)
     with run, torch.no_grad(), run.device:
         model = _built(config, dtype)
         units = _units_of(model)
@@ -104,8 +115,8 @@ def measured(
             calls.make_room()
             layers = _layers_by_unit(model, units, calls.caches)
             for unit, kept in layers.items():
-                unit.cache = sum(map(_layer_bytes, kept))
-            with _following(units, layers, run):
+                unit.caches = list(map(_layer_bytes, kept))
+            with _following(units, layers, run, rules):
                 calls.measure(run)
     for unit, kept in layers.items():
         unit.workspace = max(unit.workspace, sum(map(_growth, kept)))
@@ -113,6 +124,8 @@ def measured(
     logits = rounded(promise.batch_size * vocabulary * 4) * _COPIES_OF_LOGITS
     for unit in units[0], units[-1]:  # made on the last, copied to the first
         unit.workspace = max(unit.workspace, logits + calls.held_ids)
+        if rules is not None:
+            unit.reserved = max(unit.reserved, reserved_beside(logits + calls.held_ids, [], rules))
     return _joined(units)
 
 
@@ -127,8 +140,9 @@ def _joined(units: Sequence[Unit]) -> list[Unit]:
             continue
         first.follows += [unit.name, *unit.follows]
         first.tensors |= unit.tensors
-        first.cache += unit.cache
+        first.caches += unit.caches
         first.workspace = max(first.workspace, unit.workspace)
+        first.reserved = max(first.reserved, unit.reserved)
     return joined
 
 
@@ -445,21 +459,33 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """A call of a block: bytes at its peak beyond what was there, and what it returned."""
+    """A call of a block: bytes at its peak beyond what was there, what it returned, and its
+    requests."""
 
     taken: int
     returned: Any
+    requests: Trace
 
 
 @contextmanager
 def _following(
-    units: Sequence[Unit], layers: Mapping[Unit, Sequence[Any]], run: DryRun
+    units: Sequence[Unit],
+    layers: Mapping[Unit, Sequence[Any]],
+    run: DryRun,
+    rules: Rules | None,
 ) -> Iterator[None]:
     """While a model runs, record the peak within each unit and right before it: live bytes beyond
     weights and caches, since the model holds some tensors throughout, e.g. embeddings. A unit equal
-    to an earlier one returns the same shapes at once."""
+    to an earlier one returns the same shapes at once.
+
+    Args:
+        rules: by which these bytes are reserved in segments, if they are.
+    """
     base = run.current
     known: dict[Any, _Passage] = {}
+
+    def reserved(held: int, requests: Trace) -> int:
+        return 0 if rules is None else reserved_beside(held, requests, rules)
 
     def called(
         unit: Unit, what: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -467,11 +493,15 @@ def _following(
         before, at_begin = run.peak, run.current
         case = what, _signature((args, kwargs))
         if case not in known:
+            begun = len(run.trace)
             out, taken = run.measured(lambda: forward(*args, **kwargs))
-            known[case] = _Passage(taken, tree_map_only(torch.Tensor, _Shape.of, out))
+            shapes = tree_map_only(torch.Tensor, _Shape.of, out)
+            known[case] = _Passage(taken, shapes, run.trace[begun:])
         else:
             out = tree_map_only(_Shape, _Shape.made, known[case].returned)
         unit.workspace = max(unit.workspace, max(before, at_begin + known[case].taken) - base)
+        within = reserved(at_begin - base, known[case].requests)
+        unit.reserved = max(unit.reserved, within, reserved(before - base, []))
         run.peak = run.current
         return out
 
@@ -484,6 +514,7 @@ def _following(
         for unit in units:
             del unit.module.forward
     units[-1].workspace = max(units[-1].workspace, run.peak - base)
+    units[-1].reserved = max(units[-1].reserved, reserved(run.peak - base, []))
 
 
 def _kind(module: nn.Module, layers: Sequence[Any]) -> Any:

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from exkv.caching_allocator import LARGE, SMALL, Rules
+from exkv.devices import allocator_rules
 from exkv.planning import Budget, Plan, UnitCost, make_budgets
 from exkv.planning.budgets import Devices, Sizes
+from exkv.planning.reserved import shared_bytes
 from exkv.planning.search.placement import place_units
 
 from .measuring import Promise, Unit, measured
@@ -37,6 +40,8 @@ def plan_device_map(
 ) -> dict[str, str]:
     """Module -> device, for ``from_pretrained(device_map=...)`` or accelerate's
     ``dispatch_model``.
+
+    GPUs are planned by what they reserve: transformers allocates every parameter by itself.
 
     It holds for ``HFCache(config, cache, max_seq_len=max_seq_len, **cache_config)`` (for an
     encoder-decoder the first of an ``EncoderDecoderCache``, with ``HFCache(config, cross_cache,
@@ -104,6 +109,9 @@ def plan_blocks(
 
 def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
     kinds = {budget.device.type for budget in budgets}
+    rules = {kind: found for kind in kinds if (found := allocator_rules(kind))}
+    one = next(iter(rules.values()), None)
+    opened = _open_segments(units, one) if one else 0
     costs: list[UnitCost] = []
     for unit in units:
         weights = sum(unit.tensors.values())
@@ -113,10 +121,28 @@ def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
                 weights=weights,
                 cache=unit.cache,
                 workspace=dict.fromkeys(kinds, unit.workspace),
+                segments=_shared(unit, one) - weights - unit.cache if one else 0,
+                reserved=dict.fromkeys(rules, unit.reserved + opened),
                 traffic=weights + unit.cache,
             )
         )
     return costs
+
+
+def _open_segments(units: Sequence[Unit], rules: Rules) -> int:
+    """Bytes of segments that are partly filled: with weights, which transformers allocates one by
+    one, with caches, which are allocated in the midst of calls, and with what one call left behind
+    and another does not fit into, for which nobody calls again."""
+    weights = (nbytes for unit in units for nbytes in unit.tensors.values())
+    caches = (nbytes for unit in units for nbytes in unit.caches)
+    left = SMALL, LARGE - 1  # a segment of each kind
+    return sum(map(rules.open_segments, (weights, caches, left)))
+
+
+def _shared(unit: Unit, rules: Rules) -> int:
+    """Bytes reserved for a unit, which shares segments with others like it."""
+    weights = tuple(nbytes for nbytes in unit.tensors.values() if nbytes)
+    return shared_bytes(weights, rules) + sum(map(rules.share, unit.caches))
 
 
 def map_of(units: Sequence[Unit], plan: Plan) -> dict[str, str]:
