@@ -25,7 +25,7 @@ from exkv import (
     Tokenizer,
     sim,
 )
-from exkv.cache import CacheLayer, OnDevice, Storage
+from exkv.cache import CacheLayer, Dynamic, OnDevice, OnHost, Storage
 from exkv.decode import fixed_batch as entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -391,6 +391,109 @@ def test_a_conversion_that_fails_half_way_loses_nothing(folder, error):
     failed, wrong = run_sim(converted_at_every_allocation, "64M", args=[folder, error])
     assert failed >= 8  # two layers of four tensors
     assert wrong == []
+
+
+def offloaded_at_every_pinned_allocation(folder):
+    """What layers hold that were moved to the host while it could not pin memory, and how many
+    allocations of pinned memory there were."""
+    model, _ = small(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=3)
+    model.generate(PROMPTS, cache=cache, max_new_tokens=2)
+    sim.let_streams_lag()  # else nothing is pinned for simulated devices
+    points, wrong = 1, []
+    for point in range(1, 20):
+        copy = cache.clone()
+        before = sim.allocation_count(pinned=True)
+        sim.fail_allocation(point, "pinned")
+        copy.convert(residence=OnHost())
+        sim.fail_allocation(None)
+        points = sim.allocation_count(pinned=True) - before
+        for old, new in zip(cache.layers, copy.layers, strict=True):
+            same = all(torch.equal(old.tensors[n].cpu(), new.tensors[n]) for n in old.tensors)
+            wrong += [] if same and new.offloaded else [point]
+        copy.free()
+        if point >= points:
+            break
+    return points, wrong
+
+
+def test_a_cache_is_offloaded_whichever_pinned_allocation_fails(folder):
+    points, wrong = run_sim(offloaded_at_every_pinned_allocation, "64M", args=[folder])
+    assert points >= 2 and wrong == []  # one a layer
+
+
+def grown_at_every_allocation(folder, error):
+    """A call for which the cache grows: for each allocation of it, what comes where it fails."""
+    model, _ = small(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=2, growth=Dynamic(block=16))
+    ids = torch.tensor([PROMPTS[0][:20], PROMPTS[2][:20]])
+    model.forward(ids[:, :14], cache)
+    whole, before = cache.clone(), sim.allocation_count()
+    expected = model.forward(ids[:, 14:], whole)
+    points, wrong, told = sim.allocation_count() - before, [], 0
+    grown = [layer.room for layer in whole.layers]
+    whole.free()
+    for point in range(1, points + 1):
+        copy, held = cache.clone(), torch.accelerator.memory_allocated(0)
+        sim.fail_allocation(point, error)
+        try:
+            model.forward(ids[:, 14:], copy)
+        except OutOfMemoryError:
+            told += 1
+            wrong += [] if copy.seq_lens == [14, 14] else [[point, copy.seq_lens]]
+        sim.fail_allocation(None)
+        copy.crop(14)
+        wrong += [] if torch.equal(model.forward(ids[:, 14:], copy), expected) else [[point]]
+        copy.free()
+        left = torch.accelerator.memory_allocated(0) + cache.nbytes()[torch.device("sim", 0)] - held
+        wrong += [[point, "left", left]] if left > 0 else []
+    return grown, points, told, wrong
+
+
+@pytest.mark.parametrize("error", sim.MEMORY_ERRORS[:4])
+def test_a_cache_that_grows_is_right_whichever_allocation_fails(folder, error):
+    grown, points, told, wrong = run_sim(grown_at_every_allocation, "64M", args=[folder, error])
+    assert grown == [32, 32]
+    assert wrong == [] and told == points > 20
+
+
+def test_where_memory_comes_in_segments_a_call_that_failed_runs_once_more(folder):
+    """Behind a release of idle segments, and with storages that grew packed anew."""
+    env = {"EXKV_SIM_ALLOCATOR": "cuda"}
+    result = run_sim(grown_at_every_allocation, "64M", args=[folder, "torch"], env=env)
+    grown, points, told, wrong = result
+    assert wrong == [] and told == 0 and points > 20
+
+
+def packed_at_every_allocation(folder, errors):
+    """What layers hold that were packed anew, where one finds no room for what it had."""
+    model, _ = small(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=2, growth=Dynamic(block=16))
+    model.forward(torch.tensor([PROMPTS[0][:20], PROMPTS[2][:20]]), cache)
+    points, wrong, away = 1, [], []
+    for point in range(1, 40):
+        copy = cache.clone()
+        before = sim.allocation_count()
+        sim.fail_allocation(point, errors[point % len(errors)])
+        copy.defragment()
+        sim.fail_allocation(None)
+        points = sim.allocation_count() - before
+        for old, new in zip(cache.layers, copy.layers, strict=True):
+            same = all(torch.equal(old.tensors[n].cpu(), t.cpu()) for n, t in new.tensors.items())
+            wrong += [] if same and len(new.tensors) == len(old.tensors) else [point]
+        away.append(sum(layer.offloaded for layer in copy.layers))
+        copy.free()
+        if point > points:
+            break
+    return points, wrong, away
+
+
+def test_packing_a_cache_anew_loses_nothing_whichever_allocation_fails(folder):
+    args = [folder, sim.MEMORY_ERRORS[:4]]
+    env = {"EXKV_SIM_ALLOCATOR": "cuda"}
+    points, wrong, away = run_sim(packed_at_every_allocation, "64M", args=args, env=env)
+    assert points >= 2 and wrong == []
+    assert away[-1] == 0 and 1 in away  # a layer that found no room is on the host
 
 
 def moved_at_every_allocation(folder, errors):

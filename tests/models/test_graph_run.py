@@ -134,6 +134,7 @@ FULL = [
     torch.OutOfMemoryError("full"),
     torch.AcceleratorError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("rms_norm on cuda:0 failed to launch: out of memory"),
 ]
 
 
