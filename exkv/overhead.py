@@ -85,7 +85,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 def _used_by_all(device: torch.device) -> int | None:
     """Bytes that all programs use of a GPU on which this process has no context yet; None if it
     has, or if the driver can't be asked."""
-    if torch._C._cuda_hasPrimaryContext(device.index):
+    if torch._C._cuda_hasPrimaryContext(device.index):  # type: ignore[attr-defined]
         return None
     try:
         return torch.cuda.device_memory_used(device)

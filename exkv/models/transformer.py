@@ -439,7 +439,7 @@ class Transformer:
             except RuntimeError as error:
                 if keep_chunks or not self._in_segments or not is_out_of_memory(error):
                     raise
-            # Calls of other shapes, and growth, may have left pieces of segments that no request fits.
+            # Calls of other shapes, and growth, may have left pieces that no request fits.
             cache.defragment()
             return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
 

@@ -172,6 +172,8 @@ def _beyond(units: list[list[int]]) -> int:
 _COLUMNS = {
     "weights": "weights",
     "cache": "cache",
+    "workspace": "workspace",
+    "logits": "logits",
     "an allocation a parameter": "before",
     "one a unit": "after",
     "planned, with calls": "allocator",

@@ -136,9 +136,7 @@ def test_a_context_that_was_there_before_is_not_measured_again(card):
         ((8, 6), "nonsense", 20 * MEBI),
     ],
 )
-def test_who_multiplied_before_leaves_torchs_table(
-    card, monkeypatch, capability, config, reserved
-):
+def test_who_multiplied_before_leaves_torchs_table(card, monkeypatch, capability, config, reserved):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     there = card(capability=capability)
     there.multiply(CARD)
