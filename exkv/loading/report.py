@@ -67,7 +67,7 @@ class DeviceReport:
         )
         return (
             f"Since loading, on {self.device}: this process {mine:+,} bytes, others {others:+,}; "
-            f"{now.available:,} are free, and a call may need {self.ledger.workspace:,}"
+            f"{now.available:,} are free, and a call may need {self.ledger.promised_call:,}"
         )
 
 

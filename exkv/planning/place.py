@@ -22,7 +22,7 @@ from .budgets import Devices, Sizes, make_budgets, present_budget
 from .ledgers import plan_where
 from .model import ModelShape
 from .named_hosts import Hosts, parse_link
-from .plan import Budget, Link, Plan
+from .plan import Budget, Ledger, Link, Plan
 from .scenario import Peaks, Scenario, Workload
 from .solve import largest
 from .workspace import CacheShape
@@ -115,7 +115,8 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
         remedy = "fork into fewer rows, or convert the cache to fewer bits or to the host before"
     raise PlacementError(
         f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes, "
-        f"a call with it up to {ledger.workspace:,} and its logits {ledger.logits:,} more; "
+        f"a call with it up to {ledger.workspace:,} and its logits {ledger.logits:,} more"
+        f"{_beyond(ledger)}; "
         f"{ledger.limit:,} are left, {ledger.lack}. {remedy}; a "
         "cache that is built before load_autosplit is planned with the model",
         unit=f"cache on {ledger.device}",
@@ -157,7 +158,8 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
         return
     raise PlacementError(
         f"no room for adapter {adapter.name!r} on {ledger.device}: its matrices there take "
-        f"{ledger.weights:,} bytes, and a call through it up to {ledger.workspace:,}; "
+        f"{ledger.weights:,} bytes, and a call through it up to {ledger.workspace:,}"
+        f"{_beyond(ledger)}; "
         f"{ledger.limit:,} are left, {ledger.lack}. Unload another "
         "adapter, shorten a cache, or load the adapter before the model, so that it is planned "
         "with it",
@@ -166,6 +168,11 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
         needed=ledger.total,
         available=ledger.limit,
     )
+
+
+def _beyond(ledger: Ledger) -> str:
+    """What a refusal says of segments."""
+    return f", beside {ledger.allocator:,} that segments reserve beyond them" if ledger.allocator else ""
 
 
 def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
@@ -188,8 +195,8 @@ def with_caches(model: Transformer, plan: Plan) -> Plan:
 def call_bytes(
     model: Transformer, plan: Plan, caches: Sequence[KVCache], *, most_rows: int
 ) -> dict[torch.device, int]:
-    """Workspace of the largest call on each of this machine's accelerators, where calls with these
-    caches have ``most_rows`` rows at most."""
+    """What the largest call takes, with what it reserves beyond that, on each of this machine's
+    accelerators, where calls with these caches have ``most_rows`` rows at most."""
     shapes = [CacheShape.of(cache) for cache in caches]
     fewer = [s if s.batch_size <= most_rows else s.resized(batch_size=most_rows) for s in shapes]
     workload = Workload.under(plan, model, fewer)
@@ -197,7 +204,7 @@ def call_bytes(
     costs = workload.costs(workload.peaks(budgets))
     now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     return {
-        ledger.device: ledger.workspace
+        ledger.device: ledger.promised_call
         for ledger in now.ledgers
         if ledger.units and ledger.device.type != "cpu" and not ledger.budget.host
     }

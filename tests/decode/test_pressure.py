@@ -9,7 +9,7 @@ import torch
 from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
-from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer, sim
+from exkv import Engine, Job, Model, ModelConfig, PagedCache, SamplingParams, Tokenizer, place, sim
 from exkv.decode import pressure
 from exkv.decode.pressure import Pressure
 from exkv.planning.place import call_bytes
@@ -95,6 +95,16 @@ def test_rows_halve_at_once_and_double_a_rung_at_a_look(monkeypatch):
     assert looked.raised == 3
     free[0] = 0
     assert looked.look() == 16  # it is too early to ask again
+
+
+def test_calls_count_by_what_they_reserve():
+    model = Model(ModelConfig.from_dict(llama().to_dict()), dtype="float16")
+    cache = PagedCache(model, 4096, page=32)
+    plan = place(model, cache, devices="24G")
+    (ledger,) = plan.ledgers
+    assert ledger.promised_call > ledger.workspace
+    needed = call_bytes(model, plan, [cache], most_rows=ROWS)
+    assert needed == {ledger.device: ledger.promised_call}
 
 
 def test_a_model_on_the_host_alone_is_under_no_pressure():
