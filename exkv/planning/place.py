@@ -172,7 +172,8 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
 
 def _beyond(ledger: Ledger) -> str:
     """What a refusal says of segments."""
-    return f", beside {ledger.allocator:,} that segments reserve beyond them" if ledger.allocator else ""
+    beyond = ledger.allocator
+    return f", and segments reserve {beyond:,} beyond that" if beyond else ""
 
 
 def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:

@@ -26,7 +26,7 @@ from bench.engine import Wordless
 from bench.shapes import SHAPES
 from hostile_calls import _sections, random_packed
 
-from exkv import CACHES, Engine, Job, Model, PagedCache, devices
+from exkv import CACHES, Engine, Job, Model, PagedCache, devices, overhead
 from exkv.checkpoint import ModelConfig
 from exkv.cli.simulate import HollowCheckpoint
 from exkv.errors import is_out_of_memory
@@ -34,6 +34,7 @@ from exkv.loading import load_units
 from exkv.loading.options import LoadOptions
 from exkv.models import graph_run
 from exkv.ops import REFERENCES
+from exkv.planning.budgets import present_budget
 from exkv.weights import GroupFormat, register
 from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.fp8 import Fp8Format
@@ -234,7 +235,12 @@ def _launches(call: Callable[[], object]) -> int:
 
 @part
 def reserved(device: torch.device) -> Iterator[Row]:
-    """Qwen2.5-32B in int4 from a bare config: what the plan counts beside what torch reserves."""
+    """Qwen2.5-32B in int4 from a bare config: what the plan counts beside what torch reserves; and
+    what the driver and cuBLAS took at the first touch beside the table."""
+    if is_gpu(device):
+        tabled, found = overhead.of_absent(device.type), present_budget(device)
+        yield "driver's context", "MiB", tabled.context / MEBI, found.context / MEBI
+        yield "cuBLAS, a stream", "MiB", tabled.libraries / 2 / MEBI, found.libraries / MEBI
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     kind = "expandable segments" if "expandable_segments:True" in settings else "segments"
     config = QWEN_32B if is_gpu(device) else shape_of(device)
