@@ -95,6 +95,8 @@ def translated(values: Any) -> Any:
                 found.pop(other, None)
     if found.get("max_tokens") == -1:
         found["max_tokens"] = None
+    if found.get("top_k") == -1:  # off, in vLLM's words
+        found["top_k"] = 0
     return _with_lists(found)
 
 

@@ -25,7 +25,7 @@ from .tools import Tools
 _MOST_CHOICES = 128  # of one prompt; a model's engine may have fewer rows
 _MOST_PROMPTS = 256
 MOST_TOOLS = 128
-_MOST_TEXTS = 64  # of a list of stops, of texts that are banned, or of breakers
+MOST_TEXTS = 64  # of a list of stops, of texts that are banned, or of breakers
 _LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
 
 Text: TypeAlias = Annotated[str, Field(max_length=_LONGEST_TEXT)]
@@ -275,7 +275,7 @@ class _Generation(_Sampling):
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=_MOST_TEXTS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_TEXTS)] | None = None
     seed: Annotated[int | None, Field(description="-1 for a random one")] = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
@@ -284,9 +284,9 @@ class _Generation(_Sampling):
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
 
-    dry_sequence_breakers: Annotated[list[Text], Field(max_length=_MOST_TEXTS)] | None = None
+    dry_sequence_breakers: Annotated[list[Text], Field(max_length=MOST_TEXTS)] | None = None
     banned_tokens: Ids | None = None
-    banned_strings: Annotated[list[Text], Field(max_length=_MOST_TEXTS)] = []
+    banned_strings: Annotated[list[Text], Field(max_length=MOST_TEXTS)] = []
     token_healing: bool = False
     cfg_scale: float = 1.0
     negative_prompt: Text | None = None

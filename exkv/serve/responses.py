@@ -22,7 +22,7 @@ from pydantic import Field
 
 from .answers import DONE, UNCACHED, Choice, Likelihood, RequestError, said, usage
 from .generation import Asked, asked_for, begun, while_connected
-from .requests import MOST_TOOLS, ChatRequest, Fields, Function, Name, Text
+from .requests import MOST_TEXTS, MOST_TOOLS, ChatRequest, Fields, Function, Name, Text
 from .serving import Found, Serving
 from .tools import Delta
 
@@ -109,6 +109,13 @@ class Reasoning(Fields):
     effort: Annotated[str, Field(max_length=64)] | None = None
 
 
+#: What a request for a chat has by the same name.
+_AS_IN_CHATS = (
+    *("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("repetition_penalty", "seed", "stop", "min_tokens", "ignore_eos"),
+)
+
+
 class ResponsesRequest(Fields):
     """The request body."""
 
@@ -126,6 +133,13 @@ class ResponsesRequest(Fields):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    top_k: int | None = None  # this and the six others: not OpenAI's, but vLLM's and guidellm's
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_TEXTS)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[str], Field(max_length=64)] | None = None
     stream: bool | None = None
@@ -175,8 +189,7 @@ class ResponsesRequest(Fields):
             "logprobs": True if wants else None,
             "top_logprobs": self.top_logprobs if wants else None,
         }
-        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-            body[name] = getattr(self, name)
+        body |= {name: getattr(self, name) for name in _AS_IN_CHATS}
         return {name: value for name, value in body.items() if value is not None}
 
     def _format(self) -> dict[str, Any] | None:

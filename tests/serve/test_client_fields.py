@@ -138,4 +138,5 @@ def test_own_names_come_first_and_lists_may_be_texts():
     assert translated({"banned_tokens": "[" * 100_000}) == {"banned_tokens": ["[" * 100_000]}
     assert translated({"dry_multiplier": 0.0, "dry_base": 0}) == {}
     assert translated({"nsigma": 1.5, "top_n_sigma": None}) == {"top_n_sigma": 1.5}
+    assert translated({"top_k": -1}) == {"top_k": 0}
     assert translated([1]) == [1]

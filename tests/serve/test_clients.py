@@ -27,22 +27,40 @@ def chat(address, **fields):
     return answer["choices"][0]
 
 
+def check_choices_of_ids(choices, body):
+    """One for each prompt; echoed ones have the logprobs of every token but the first."""
+    for choice, ids in zip(choices, body["prompt"], strict=True):
+        assert choice["finish_reason"]
+        if body.get("echo"):
+            first, *others = choice["logprobs"]["token_logprobs"]
+            assert first is None and len(others) == len(ids) and None not in others
+
+
 @pytest.mark.parametrize(("path", "body"), BODIES)
 def test_what_a_client_sends_is_answered(address, path, body):
     """Also with the settings that keep it short; what is asked for is there."""
-    short = "max_output_tokens" if path.endswith("responses") else "max_tokens"
-    body = {"temperature": 0, **body, short: min(body.get(short, 64), 64)}
+    names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+    said = [name for name in names if name in body]
+    short = said[0] if said else "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    most = min(body.get(short, 64), 64)
+    body = {"temperature": 0, **body, short: most}
     if body.get("stream"):
         found = list(events(f"{address}{path}", body))
         assert "error" not in found[0]
         if body.get("stream_options", {}).get("include_usage"):
-            assert found[-1]["usage"]["completion_tokens"]
+            made = found[-1]["usage"]["completion_tokens"]
+            assert made == most if body.get("ignore_eos") else made
         return
     status, answer = post(f"{address}{path}", body)
     assert status == 200, answer
     if path.endswith("responses"):
         assert answer["status"] in ("completed", "incomplete")
+        assert not body.get("ignore_eos") or answer["usage"]["output_tokens"] == most
         return
+    if body.get("ignore_eos"):
+        assert answer["usage"]["completion_tokens"] == most
+    if isinstance(body.get("prompt"), list):
+        return check_choices_of_ids(answer["choices"], body)
     (choice,) = answer["choices"]
     forced = body.get("tool_choice", "auto") not in ("auto", "none") or "function_call" in body
     if "text" in choice:
