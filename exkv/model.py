@@ -22,7 +22,7 @@ from exkv.decode.request import resolve
 from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
-from exkv.loading.calibration import UnitsByText
+from exkv.loading.calibration import UnitsByText, rows_of
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
 from exkv.models import Transformer, Unit
@@ -323,8 +323,8 @@ class Model(Transformer):
         """Load; a generator of what ``callback_gen`` yields, on which all other forms stand."""
         if self._chooses and options.plan is not None and not self.loaded:
             self.choose(options.plan.choice)
-        if self.rounds_by_text and self._by_text is None:
-            self._by_text = UnitsByText(self, self._calibration or "")
+        if self._calibration is not None and self.rounds_by_text and self._by_text is None:
+            self._by_text = UnitsByText(self, rows_of(self.config, self._calibration))
         scenario = self._scenario_of(options)
         if options.draft is not None:
             yield from self._load_with(options.draft, scenario, options)

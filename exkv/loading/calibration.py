@@ -84,7 +84,9 @@ def rounded_units(
         ValueError: the text's hidden states are not finite; names the matrix.
     """
     model = Transformer(replace(config, quantization=None), dtype=torch.float32)
-    batch = Batch.on(device, Lengths.uniform(len(ids), 0, ids.shape[1]), model.rotary, torch.float32)
+    batch = Batch.on(
+        device, Lengths.uniform(len(ids), 0, ids.shape[1]), model.rotary, torch.float32
+    )
     x = ids.to(device)
     for unit in model.units[:-1]:
         unit.read(checkpoint, device, {})
@@ -103,14 +105,11 @@ class UnitsByText:
 
     Args:
         model: its units say what becomes integers.
-        text: some thousand words.
-
-    Raises:
-        ValueError: the text is too short.
+        ids: the text, int64 (B, T).
     """
 
-    def __init__(self, model: Transformer, text: str) -> None:
-        self.model, self.ids = model, rows_of(model.config, text)
+    def __init__(self, model: Transformer, ids: torch.Tensor) -> None:
+        self.model, self.ids = model, ids
         self.formats = [_integers(unit) for unit in model.units]
         self._checkpoint: WeightReader | None = None
         self._under_way: Iterator[tuple[int, Found]] = iter(())
@@ -210,7 +209,9 @@ class _Rounding(contextlib.ExitStack):
             own = (chosen == expert).any(-1)
             x = tokens[_with_others(own)]
             ones = torch.ones(len(x), 1, device=x.device)
-            mlp.run(x, Routing(chosen=torch.full_like(ones, expert, dtype=torch.int64), weights=ones))
+            mlp.run(
+                x, Routing(chosen=torch.full_like(ones, expert, dtype=torch.int64), weights=ones)
+            )
 
 
 def _with_others(own: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ columns are rounded in their order, each to what makes up for the errors of thos
 (Frantar et al., 2022) in the form of LDLQ (Chee et al., 2023), which needs no inverse.
 
 Scales are chosen with that in view, group by group: of the candidates of ``rounding`` the one that
-leaves the least error, then least squares fits of the scale to the codes.
+leaves the least error, or the least squares fit of that one to its codes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .rounding import FITS, SHARES, Rounded
+from .rounding import SHARES, Rounded
 
 #: Share of the mean squared input that is added to every input's own: for directions that the text
 #: has little of. It grows tenfold, this many times at most, where float32 needs more.
@@ -109,12 +109,10 @@ def _group(target: torch.Tensor, root: torch.Tensor, half: int, dtype: torch.dty
     shares = torch.tensor(SHARES, device=target.device).unsqueeze(1)
     tried = torch.cat([largest * (shares / -half), largest.abs() * (shares / (half - 0.5))])
     best = _least(_fed_back(target, root, tried.to(dtype).float(), half))
-    for _ in range(FITS):
-        made, goal = root.T @ best.codes, root.T @ target
-        fitted = (made * goal).sum(0) / made.square().sum(0).clamp_(min=1e-30)
-        other = _fed_back(target, root, fitted.to(dtype).float().unsqueeze(0), half)
-        best = _least(_both(best, other))
-    return best
+    made, goal = root.T @ best.codes, root.T @ target
+    fitted = (made * goal).sum(0) / made.square().sum(0).clamp_(min=1e-30)
+    other = _fed_back(target, root, fitted.to(dtype).float().unsqueeze(0), half)
+    return _least(_both(best, other))
 
 
 def _fed_back(target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, half: int) -> _Made:
@@ -122,7 +120,10 @@ def _fed_back(target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, hal
     scale = torch.where((scale != 0) & scale.isfinite(), scale, torch.ones_like(scale))
     unit, squares = root / root.diagonal(), root.diagonal().square()
     shape = (len(target), *scale.shape)
-    codes, errors = torch.empty(shape, device=target.device), torch.empty(shape, device=target.device)
+    codes, errors = (
+        torch.empty(shape, device=target.device),
+        torch.empty(shape, device=target.device),
+    )
     lost = torch.zeros_like(scale)
     for first in range(0, len(target), _COLUMNS):
         last = min(first + _COLUMNS, len(target))

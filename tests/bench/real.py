@@ -5,9 +5,10 @@ floats. The text is English prose from Python's own library, the topics of ``hel
 (``pydoc_data.topics``); what is measured and what calibrates are unlike parts of it. Arithmetic is
 float32, so that nothing but cache or weights differs.
 
-Three tables: kinds of cache, tokens in chunks, so that most are seen through what the cache made of
-those before; the weights as integers of 8 to 4 bits; and ``weights="best"`` on a card that shrinks,
-whose curve of bits a weight beside perplexity is drawn, too. Each change has the standard error of
+Four tables: kinds of cache, tokens in chunks, so that most are seen through what the cache made of
+those before; the weights as integers of 8 to 4 bits, rounded by themselves and (``rounded``) for the
+inputs that a text gives them; and ``weights="best"`` on a card that shrinks, whose curve of bits a
+weight beside perplexity is drawn, too. Each change has the standard error of
 its mean over the rows of the text. ``--only best --losses text`` makes the one curve, for a text
 that is long enough to tell its steps from chance. ``--draw FILE FILE --svg FILE`` measures nothing,
 and draws what is in results that were kept, a later one's lines in the place of an earlier one's.
@@ -36,7 +37,7 @@ from exkv.cache import KVCache
 from exkv.checkpoint import Checkpoint
 from exkv.errors import PlacementError
 from exkv.layers.linear import Matrix
-from exkv.loading import losses
+from exkv.loading import calibration, losses
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.on_load import AS_STORED, BITS
 
@@ -45,11 +46,13 @@ from .harness import ROOT, markdown, setting
 from .quality import MAKES, divergence
 from .shapes import save_checkpoint
 
-TABLES, LOSSES = ("caches", "weights", "best"), ("text", "weights")
+TABLES, LOSSES = ("caches", "weights", "rounded", "best"), ("text", "weights")
 CACHES = (
     *("fp16", "8bit", "4bit", "2bit", "kivi"),
     *("8-bit keys, 4-bit values", "4bit, not rotated", "2bit, not rotated"),
 )
+#: Behind the name of integers: rounded for the inputs that a text gives.
+BY_TEXT = " by a text"
 SVG = ROOT / "docs" / "bits-and-perplexity.svg"
 
 
@@ -63,6 +66,7 @@ class Settings:
     calibration: int = setting(losses.MOST_TOKENS, "tokens, behind those that are measured")
     only: tuple[str, ...] = setting(TABLES, "tables to make", TABLES)
     losses: tuple[str, ...] = setting(LOSSES, "of a text, or the weights' own, for best", LOSSES)
+    round_to: tuple[str, ...] = setting(tuple(BITS), "integers of the table rounded", BITS)
     bits: tuple[float, ...] = setting(
         (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25),
         "a weight, that the shrinking card has room for; one where nothing fits ends the list",
@@ -100,6 +104,9 @@ class Subject:
             raise ValueError(f"the text has {len(ids):,} tokens: give fewer --rows or --tokens")
         self.ids = torch.tensor(ids[:count]).view(settings.rows, -1)
         self.calibration = ids[count : count + settings.calibration]
+        rounds_by = ids[count:][: calibration.ROWS * calibration.TOKENS]
+        whole = len(rounds_by) // calibration.TOKENS * calibration.TOKENS
+        self.rounds_by = torch.tensor(rounds_by[:whole]).view(-1, calibration.TOKENS)
         write_floats(source, folder)
         self.model = Model(folder, dtype=torch.float32)
         self.model.load(devices=["cpu"])
@@ -114,9 +121,19 @@ class Subject:
 
     def made(self, option: str) -> list[Any]:
         """The units with their weights in one format; rounded at the first call."""
-        if option not in self.modules:
+        if option not in self.modules and option.endswith(BY_TEXT):
+            self.modules[option] = self._modules_by_text(option.removesuffix(BY_TEXT))
+        elif option not in self.modules:
             self.modules[option] = self._modules(dict.fromkeys(self.names, option))
         return self.modules[option]
+
+    def _modules_by_text(self, weights: str) -> list[Any]:
+        other, cpu = Model(self.folder, dtype=torch.float32, weights=weights), torch.device("cpu")
+        by_text = calibration.UnitsByText(other, self.rounds_by)
+        with Checkpoint(self.folder) as checkpoint:
+            for unit in other.units:
+                unit.read(checkpoint, cpu, {}, by_text.parameters(unit, checkpoint))
+        return [unit.module for unit in other.units]
 
     def _modules(self, kept: dict[str, str]) -> list[Any]:
         other = Model(self.folder, dtype=torch.float32, weights="best")
@@ -223,7 +240,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         return {"drawn": _draw(settings, results)}
     with tempfile.TemporaryDirectory() as folder:
         subject = Subject(Path(folder), settings)
-        tables = {"caches": _caches, "weights": _uniform, "best": _curves}
+        tables = {"caches": _caches, "weights": _uniform, "rounded": _rounded, "best": _curves}
         made = {name: tables[name](subject) for name in settings.only}
     nats = subject.reference
     made["reference"] = {"perplexity": math.exp(statistics.fmean(nats)), "nats": nats}
@@ -257,6 +274,26 @@ def _uniform(subject: Subject) -> dict[str, Any]:
     table = dict.fromkeys((subject.names[0], subject.names[-1]), "int8")
     kept = [dict.fromkeys(subject.names, weights) | table for weights in BITS]
     return dict(zip(BITS, _kept(subject, kept), strict=True))
+
+
+def _rounded(subject: Subject) -> dict[str, Any]:
+    """Layers in integers, rounded by themselves and for a text's inputs; the tied table in 8."""
+    names = [f"{n}{how}" for n in subject.settings.round_to for how in ("", BY_TEXT)]
+    table = dict.fromkeys((subject.names[0], subject.names[-1]), "int8")
+    cache = subject.as_stored().cache
+    kept = [dict.fromkeys(subject.names, name) | table for name in names]
+    found = subject.qualities([Way(kept=each, cache=cache) for each in kept])
+    return {
+        name: {"bits": 8 * _of_layer(subject, name), **quality}
+        for name, quality in zip(names, found, strict=True)
+    }
+
+
+def _of_layer(subject: Subject, name: str) -> float:
+    """Bytes of a weight of the first layer's matrices, with their scales."""
+    matrices = [m for m in subject.made(name)[1].modules() if isinstance(m, Matrix)]
+    stored = sum(p.nbytes for matrix in matrices for p in matrix.parameters())
+    return stored / sum(math.prod(matrix.size) for matrix in matrices)
 
 
 def _kept(subject: Subject, kept: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
@@ -343,6 +380,7 @@ def report(result: dict[str, Any]) -> list[str]:
     for table, size, head, digits in (
         ("caches", "bytes_a_token", ["cache", "bytes a token"], 0),
         ("weights", "bits", ["weights", "bits a weight"], 2),
+        ("rounded", "bits", ["layers", "bits a weight"], 2),
     ):
         if table in result:
             found = result[table].items()

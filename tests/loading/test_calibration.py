@@ -3,18 +3,18 @@ lost less."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import toy_world
 from simproc import run_sim
 from tiny import TINY, llama, reference, save, save_tokenizer
 
 from exkv import Cache, Model, ModelConfig, Tokenizer, sim
 from exkv.checkpoint import Checkpoint
-from exkv.layers.linear import Linear, Matrix
+from exkv.layers.linear import Linear
 from exkv.layers.mlp import Experts
 from exkv.loading.calibration import ROWS, TOKENS, rounded_units, rows_of
 from exkv.weights.feedback import rounded_for
@@ -25,7 +25,14 @@ from exkv.weights.settings import ROUTERS, stays_float
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model"
 FORMAT = GroupFormat(bits=4, group=32, scale=torch.float16)
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
-TEXT = toy_world.heldout_text(5, 2000)
+
+
+@functools.cache
+def text_of(seed: int) -> str:
+    """Some 2,000 tokens of the demo model's language."""
+    import toy_world  # which is not there in the processes of simulated devices
+
+    return toy_world.heldout_text(seed, 2000)
 
 
 def all_matrices(unit) -> dict[str, GroupFormat]:
@@ -63,48 +70,47 @@ def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_
 
 
 def test_moments_are_those_behind_everything_that_is_rounded_before():
-    """Hooks on the loaded model of integers see the inputs by which its weights were rounded."""
-    model = Model(DEMO, dtype=torch.float32, weights="int4", calibration=TEXT)
+    """Hooks on the model of the rounded values see the inputs by which they were rounded."""
+    model = Model(DEMO, dtype=torch.float32)
     model.load(devices=["cpu"])
-    seen: dict[str, torch.Tensor] = {}
-    for unit in model.units[1:-1]:
-        for path, part in unit.module.named_modules():
-            if isinstance(part, Linear):
-                name = f"{unit.name}.{path}"
-                part.register_forward_pre_hook(
-                    lambda _, inputs, name=name: seen.update({name: inputs[0].flatten(0, -2)})
-                )
-    ids = rows_of(model.config, TEXT)
+    ids = rows_of(model.config, text_of(5))
     assert ids.shape == (4, TOKENS)
-    model.forward(ids)
     with Checkpoint(DEMO) as checkpoint:
-        for name in ("0.self_attn.q_proj", "0.mlp.down_proj", "3.self_attn.o_proj"):
-            layer = f"model.layers.{name}"
-            weight, x = checkpoint.tensor(f"{layer}.weight").float(), seen[layer]
-            expected = rounded_for(x.T @ x / len(x), weight, 4, 64, torch.float16).values(4)
-            index, _, path = name.partition(".")
-            part = model.units[int(index) + 1].module.get_submodule(path)
-            found = part.format.dequantize(dict(part.named_parameters()), torch.float32)
-            assert torch.isclose(found, expected, atol=1e-6).float().mean() > 0.99, name
+        found = list(rounded_units(model.config, checkpoint, ids, all_matrices))
+    floats: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for unit, made in zip(model.units, found, strict=True):
+        for path, values in made.items():
+            name, part = f"{unit.name}.{path}", unit.module.get_submodule(path)
+            floats[name] = part.weight
+            part.weight = torch.nn.Parameter(values.values(4), requires_grad=False)
+            part.register_forward_pre_hook(
+                lambda _, inputs, name=name: seen.update({name: inputs[0].flatten(0, -2)})
+            )
+    model.forward(ids)
+    for name in ("0.self_attn.q_proj", "0.mlp.down_proj", "3.self_attn.o_proj"):
+        index, _, path = name.partition(".")
+        weight, x = (each[f"model.layers.{name}"] for each in (floats, seen))
+        expected = rounded_for(x.T @ x / len(x), weight, 4, 32, torch.float16)
+        codes = found[int(index) + 1][path].codes
+        assert (codes == expected.codes).float().mean() > 0.99, name
 
 
 def log_probs(model: Model) -> torch.Tensor:
-    text = toy_world.heldout_text(6, 1000)
-    ids = torch.tensor([Tokenizer(DEMO).encode(text)[:512]])
+    ids = torch.tensor([Tokenizer(DEMO).encode(text_of(6))[:512]])
     model.load(devices=["cpu"])
     return model.forward(ids).float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("weights", ["int4", "int6"])
 def test_a_real_model_diverges_less_than_half_as_far_on_another_text(weights):
-    """A twentieth of its next-token divergence would be chance; half is not."""
     floats = log_probs(Model(DEMO, dtype=torch.float32))
 
     def divergence(**how: str) -> float:
         found = log_probs(Model(DEMO, dtype=torch.float32, weights=weights, **how))
         return float((floats.exp() * (floats - found)).sum(-1).mean())
 
-    assert 0 < divergence(calibration=TEXT) < 0.5 * divergence()
+    assert 0 < divergence(calibration=text_of(5)) < 0.5 * divergence()
 
 
 def on_devices(folder: str, text: str) -> dict:
@@ -164,10 +170,10 @@ def test_an_expert_that_few_tokens_choose_is_rounded_for_others_as_well(tmp_path
 
 def test_rows_are_full_unless_there_is_one_only():
     config = ModelConfig.from_pretrained(DEMO)
-    ids = torch.tensor(Tokenizer(DEMO).encode(TEXT))
-    assert torch.equal(rows_of(config, TEXT).flatten(), ids[: len(ids) // TOKENS * TOKENS])
-    assert rows_of(config, TEXT * 9).shape == (ROWS, TOKENS)
-    short = TEXT[:800]
+    text, ids = text_of(5), torch.tensor(Tokenizer(DEMO).encode(text_of(5)))
+    assert torch.equal(rows_of(config, text).flatten(), ids[: len(ids) // TOKENS * TOKENS])
+    assert rows_of(config, text * 9).shape == (ROWS, TOKENS)
+    short = text[:800]
     assert rows_of(config, short).shape == (1, len(Tokenizer(DEMO).encode(short)))
 
 
@@ -188,4 +194,3 @@ def test_a_model_that_overflows_on_the_text_is_refused_by_the_matrix(tmp_path):
     with pytest.raises(ValueError, match=where):
         quantized.load(devices=["cpu"])
     assert not quantized.loaded
-    assert not any(isinstance(m, Matrix) for u in quantized.units for m in [u.module])

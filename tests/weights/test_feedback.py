@@ -76,9 +76,7 @@ def test_scales_are_searched_for_the_inputs_not_for_the_weights():
 
 
 def test_it_gives_the_same_bits_twice():
-    first, again = (
-        rounded_for(moments_of(TEXT), WEIGHT, 4, 64, torch.float16) for _ in range(2)
-    )
+    first, again = (rounded_for(moments_of(TEXT), WEIGHT, 4, 64, torch.float16) for _ in range(2))
     assert torch.equal(first.codes, again.codes) and torch.equal(first.scale, again.scale)
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import llama, mixtral, reference, save
+from tiny import TINY, llama, mixtral, reference, save, save_tokenizer
 from transformers import AutoModelForCausalLM
 
 from exkv import Model
 from exkv.checkpoint import Checkpoint
 from exkv.cli import main
 from exkv.layers.linear import Matrix
+from exkv.weights.bits import unpack
+from exkv.weights.rounding import Rounded
 from exkv.weights.rounding import rounded as ours
 
 LAYER = "model.layers.1.block_sparse_moe.experts.2.w2"
@@ -86,6 +88,58 @@ def test_transformers_answers_as_exkv_does(tmp_path):
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(out).eval()(ids).logits
     assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    floats = save_tokenizer(save(reference(llama(num_hidden_layers=2)), tmp_path / "floats"))
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps " * 40)
+    given = {"blind": [], "first": ["--calibration", str(text)]}
+    given["again"] = given["first"]
+    for name, arguments in given.items():
+        out = [str(floats), str(tmp_path / name), "--weights", "int4"]
+        assert main(["quantize", *out, *arguments]) == 0
+    blind, first, again = (tensors_of(tmp_path / name) for name in given)
+    assert {n: (t.shape, t.dtype) for n, t in blind.items()} == {
+        n: (t.shape, t.dtype) for n, t in first.items()
+    }
+    packed = [name for name in first if name.endswith("weight_packed")]
+    assert len(packed) == 2 * 7 and not any(torch.equal(first[n], blind[n]) for n in packed)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    model, ids = Model(tmp_path / "first"), torch.arange(3, 23).view(1, 20)
+    model.load(devices=["cpu"])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "first").eval()(ids).logits
+    assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "Phi3ForCausalLM"])
+def test_rows_of_a_fused_matrix_are_put_back_where_they_were(name, tmp_path):
+    """Integers of 8 bits are near the weights, so a row in another's place would show."""
+    config = TINY[name](num_hidden_layers=1)
+    floats = save_tokenizer(save(reference(config), tmp_path / "floats"))
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
+    arguments = [str(floats), str(out), "--weights", "int8", "--calibration", str(text)]
+    assert main(["quantize", *arguments]) == 0
+    before, after = tensors_of(floats), tensors_of(out)
+    fused = [name for name in before if f"{name}_packed" in after]
+    assert len(fused) == 4
+    for name in fused:
+        codes = unpack(after[f"{name}_packed"], 8, before[name].shape[1])
+        made = Rounded(codes=codes, scale=after[f"{name}_scale"])
+        assert (made.values(8) - before[name]).abs().max() < 0.05 * before[name].abs().max()
+
+
+def test_a_text_that_is_empty_leaves_nothing_behind(tmp_path, capsys):
+    (tmp_path / "text").write_text("")
+    floats = save_tokenizer(save(reference(llama(num_hidden_layers=1)), tmp_path / "floats"))
+    out = tmp_path / "out"
+    arguments = [str(floats), str(out), "--weights", "int4"]
+    assert main(["quantize", *arguments, "--calibration", str(tmp_path / "text")]) == 2
+    assert "tokens; give some thousand words" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_all_but_the_layers_is_as_it_was(folder, quantized):
