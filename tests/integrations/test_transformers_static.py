@@ -109,7 +109,9 @@ def test_a_call_by_name_makes_a_cache_of_the_length_that_it_needs(call, length):
 
 
 def test_a_call_by_name_serves_an_encoder_decoder_without_a_longest_text():
-    model = transformers.T5ForConditionalGeneration(ENCODER_DECODERS["T5ForConditionalGeneration"]())
+    model = transformers.T5ForConditionalGeneration(
+        ENCODER_DECODERS["T5ForConditionalGeneration"]()
+    )
     ids = torch.arange(3, 11).view(1, -1)
     call = {"do_sample": False, "max_new_tokens": 5, "return_dict_in_generate": True}
     expected = model.eval().generate(ids, **call)
