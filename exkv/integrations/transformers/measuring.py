@@ -484,8 +484,16 @@ def _following(
     base = run.current
     known: dict[Any, _Passage] = {}
 
-    def reserved(held: int, requests: Trace) -> int:
-        return 0 if rules is None else reserved_beside(held, requests, rules)
+    seen: dict[Any, int] = {}
+
+    def reserved(held: int, case: Any = None) -> int:
+        """By a call of a block, or by nothing, beside bytes that are there."""
+        if rules is None:
+            return 0
+        if (held, case) not in seen:
+            requests = [] if case is None else known[case].requests
+            seen[held, case] = reserved_beside(held, requests, rules)
+        return seen[held, case]
 
     def called(
         unit: Unit, what: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -500,8 +508,8 @@ def _following(
         else:
             out = tree_map_only(_Shape, _Shape.made, known[case].returned)
         unit.workspace = max(unit.workspace, max(before, at_begin + known[case].taken) - base)
-        within = reserved(at_begin - base, known[case].requests)
-        unit.reserved = max(unit.reserved, within, reserved(before - base, []))
+        within = reserved(at_begin - base, case)
+        unit.reserved = max(unit.reserved, within, reserved(before - base))
         run.peak = run.current
         return out
 
@@ -514,7 +522,7 @@ def _following(
         for unit in units:
             del unit.module.forward
     units[-1].workspace = max(units[-1].workspace, run.peak - base)
-    units[-1].reserved = max(units[-1].reserved, reserved(run.peak - base, []))
+    units[-1].reserved = max(units[-1].reserved, reserved(run.peak - base))
 
 
 def _kind(module: nn.Module, layers: Sequence[Any]) -> Any:
