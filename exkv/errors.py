@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,12 +56,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if error is None or not is_out_of_memory(error):
             return False
         self.why = str(error) or type(error).__name__

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from exkv import devices, epochs
 from exkv.batch import Lengths
-from exkv.checkpoint import ModelConfig, WeightReader
+from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.errors import Attempt, PlacementError
 
 from .checks import MOST_ROWS, whole, whole_type
@@ -65,7 +65,7 @@ class CacheOwner(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     max_input_len: int
-    checkpoint: WeightReader | None
+    checkpoint: Checkpoint | None
     pool_kind: type[PagePool]
 
     @property

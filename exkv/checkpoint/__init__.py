@@ -15,7 +15,7 @@ from .gguf.tensors import GGUFCheckpoint
 from .model_config import DTYPES, ModelConfig
 from .opening import mount, open_checkpoint, unmount
 from .rope_config import RopeParameters, RopeScaling
-from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo, WeightReader
+from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo
 
 __all__ = [
     "DTYPES",
@@ -32,7 +32,6 @@ __all__ = [
     "RopeParameters",
     "RopeScaling",
     "TensorInfo",
-    "WeightReader",
     "facts_of",
     "find_gguf",
     "mount",

@@ -25,8 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -105,46 +104,6 @@ class ExpectedTensor:
         return cls(shape=shape, dtypes=(dtype, *others))
 
 
-class WeightReader(Protocol):
-    """What a load asks for weights: a :class:`Checkpoint`, or what stands in for one.
-
-    Attributes:
-        hollow: whether there is nothing to read: tensors are zeros.
-    """
-
-    hollow: ClassVar[bool]
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal contents."""
-
-    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
-        """CheckpointError unless these are the tensors that are there."""
-
-    def info(self, name: str) -> TensorInfo: ...
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """On the host."""
-
-    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
-        """Read the tensor's bytes from the ``first`` on into uint8 ``target``."""
-
-    def mapping(self, name: str) -> object | None:
-        """What lives as long as any view that :meth:`tensor` gave since the last :meth:`unmap`;
-        None where it gives a copy."""
-
-    def fetch(self, name: str, first: int, nbytes: int) -> None:
-        """Have so many bytes of such a view in memory, from the ``first`` on."""
-
-    def check(self, names: Iterable[str]) -> None:
-        """CheckpointError if a file of these tensors has changed."""
-
-    def unmap(self) -> None:
-        """Give back the pages of files that were read."""
-
-    def close(self) -> None: ...
-
-
 class Checkpoint:
     """The tensors of a model folder: model.safetensors, or an index with shards, or else the only
     ``*.safetensors`` in it, in this order.
@@ -155,6 +114,7 @@ class Checkpoint:
     Raises FileNotFoundError for a missing folder, file or shard, CheckpointError for a bad one.
     """
 
+    #: Whether there is nothing to read: tensors are zeros.
     hollow: ClassVar[bool] = False
     #: What says which tensors there must be, for messages.
     described_by = CONFIG_NAME
@@ -348,12 +308,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read_file(self, path: Path) -> dict[str, TensorInfo]:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import TextIO
 
 import torch
 from rich.console import Console
 
 from exkv import sim
 from exkv.cache import KVCache
-from exkv.checkpoint import ExpectedTensor, TensorInfo
+from exkv.checkpoint import Checkpoint, TensorInfo
+from exkv.checkpoint.safetensors import CONFIG_NAME
 from exkv.loading import LoadReport, load_units
 from exkv.models.transformer import Transformer
 from exkv.planning import Budget, Place, Plan, Scenario, Workload
@@ -30,53 +30,28 @@ from .picture import fitted
 _WIDTH = 160
 
 
-class HollowCheckpoint:
+class HollowCheckpoint(Checkpoint):
     """A checkpoint with the config's shapes and no values."""
 
-    hollow: ClassVar[bool] = True
+    hollow = True
+    fingerprint = ""
 
     def __init__(self, model: Transformer) -> None:
-        self._tensors = model.stored_tensors()
+        self._stored = model.stored_tensors()
+        super().__init__(CONFIG_NAME)
 
-    @property
-    def fingerprint(self) -> str:
-        """Empty: there are no contents."""
-        return ""
-
-    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
-        """Nothing to check: shapes follow from the config."""
-
-    def info(self, name: str) -> TensorInfo:
-        shape, dtype = self._tensors[name].shape, self._tensors[name].dtypes[0]
-        return TensorInfo(
-            name=name,
-            dtype=dtype,
-            shape=shape,
-            nbytes=math.prod(shape) * dtype.itemsize,
-            file=Path("config.json"),
-            offset=0,
-        )
-
-    def tensor(self, name: str) -> torch.Tensor:
-        raise AssertionError(f"{name} has no values")
-
-    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
-        raise AssertionError(f"{name} has no values")
-
-    def mapping(self, name: str) -> None:
-        """Nothing is mapped."""
-
-    def fetch(self, name: str, first: int, nbytes: int) -> None:
-        """Nothing to fetch."""
-
-    def check(self, names: Iterable[str]) -> None:
-        """Nothing to check: there are no files."""
-
-    def unmap(self) -> None:
-        """Nothing is mapped."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+    def _open(self) -> dict[str, TensorInfo]:
+        return {
+            name: TensorInfo(
+                name=name,
+                dtype=tensor.dtypes[0],
+                shape=tensor.shape,
+                nbytes=math.prod(tensor.shape) * tensor.dtypes[0].itemsize,
+                file=self.folder,
+                offset=0,
+            )
+            for name, tensor in self._stored.items()
+        }
 
 
 def simulate(

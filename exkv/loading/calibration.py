@@ -22,7 +22,7 @@ from torch import nn
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import NoCacheLayer
-from exkv.checkpoint import ModelConfig, WeightReader
+from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.devices import CPU
 from exkv.layers.linear import Linear
 from exkv.layers.mlp import Experts
@@ -68,7 +68,7 @@ def rows_of(config: ModelConfig, text: str) -> torch.Tensor:
 
 def rounded_units(
     config: ModelConfig,
-    checkpoint: WeightReader,
+    checkpoint: Checkpoint,
     ids: torch.Tensor,
     kept_as: KeptAs,
     device: torch.device = CPU,
@@ -111,11 +111,11 @@ class UnitsByText:
     def __init__(self, model: Transformer, ids: torch.Tensor) -> None:
         self.model, self.ids = model, ids
         self.formats = [_integers(unit) for unit in model.units]
-        self._checkpoint: WeightReader | None = None
+        self._checkpoint: Checkpoint | None = None
         self._under_way: Iterator[tuple[int, Found]] = iter(())
         self._index, self._found = 0, Found()
 
-    def parameters(self, unit: Unit, checkpoint: WeightReader) -> dict[str, torch.Tensor]:
+    def parameters(self, unit: Unit, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         """A unit's parameters that are made of integers, on the host."""
         if unit.spec.layer is None:
             return {}

@@ -22,7 +22,7 @@ import torch
 from exkv import devices
 from exkv.batch import Batch
 from exkv.cache import CacheLayer
-from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
+from exkv.checkpoint import Checkpoint, open_checkpoint
 from exkv.errors import Attempt, PlacementError
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import adapted
@@ -44,7 +44,7 @@ def load_units(
     scenario: Scenario,
     *,
     plan: Plan | None = None,
-    checkpoint: WeightReader | None = None,
+    checkpoint: Checkpoint | None = None,
     lazy: bool,
     on_loaded: Callable[[Plan, LoadReport], object],
 ) -> Generator[int]:
@@ -74,7 +74,8 @@ def load_units(
         tries = len(scenario.budgets) if plan is None else 0
         while (failed := (yield from load.stage_all())) is not None:
             _roll_back(model)
-            scenario, before = _with_present_budgets(scenario), scenario
+            now = tuple(map(_present, scenario.budgets))
+            scenario, before = replace(scenario, budgets=now), scenario
             tries -= 1
             if tries < 0 or not _lost_memory(before, scenario):
                 raise failed
@@ -114,11 +115,6 @@ def _roll_back(model: Transformer) -> None:
     for cache in model.caches:
         cache.free()
     devices.release_idle_memory()
-
-
-def _with_present_budgets(scenario: Scenario) -> Scenario:
-    """With the memory that devices of this machine have now, and the same limits."""
-    return replace(scenario, budgets=tuple(map(_present, scenario.budgets)))
 
 
 def _present(budget: Budget) -> Budget:

@@ -21,7 +21,7 @@ from exkv import devices, epochs
 from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.cache.paging.pool import PagePool
-from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
+from exkv.checkpoint import DTYPES, Checkpoint, ExpectedTensor, ModelConfig, open_checkpoint
 from exkv.errors import Attempt, PlacementError, is_out_of_memory
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
@@ -88,7 +88,7 @@ class Transformer:
         self._specs = {AS_STORED: unit_specs(config, self.dtype)}
         self.units = _units(self._specs[AS_STORED])
         self.rotary = RotaryTables(config)
-        self.checkpoint: WeightReader | None = None
+        self.checkpoint: Checkpoint | None = None
         self._caches: list[weakref.ref[KVCache]] = []
         self._adapters: dict[str, Adapter] = {}
         self._adapted = AdaptedUnits()
@@ -632,7 +632,8 @@ class Transformer:
             batch = self._batch_on(device, batch, lengths)
             x = devices.move(x, device)
             if wanted is Logits.ALL and done == last and x.shape[1] > self.logits_len:
-                x = _in_slices(module, x, batch, self.logits_len)
+                parts = x.split(self.logits_len, 1)
+                x = torch.cat([module(part, batch, None).to(devices.CPU) for part in parts], 1)
             else:
                 x = module(x, batch, self._store(unit, cache))
             done += 1
@@ -724,11 +725,6 @@ class Transformer:
                     f"more than its max_seq_len of {cache.row_limit(row)}"
                 )
         return Lengths(past=past, new=new, adapters=chosen)
-
-
-def _in_slices(head: nn.Module, x: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
-    """Logits of a chunk in host memory, some tokens of each row at a time."""
-    return torch.cat([head(part, batch, None).to(devices.CPU) for part in x.split(tokens, 1)], 1)
 
 
 def _dtype_given(dtype: torch.dtype | str | None) -> torch.dtype | None:

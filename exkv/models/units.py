@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from exkv.checkpoint import ModelConfig, WeightReader
+from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.checkpoint.families import FAMILIES
 from exkv.devices import rounded
 from exkv.epochs import advance
@@ -181,7 +181,7 @@ class Unit:
 
     def read(
         self,
-        checkpoint: WeightReader,
+        checkpoint: Checkpoint,
         device: torch.device,
         shared: Mapping[str, torch.Tensor],
         made: Mapping[str, torch.Tensor] = MappingProxyType({}),

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from exkv import devices, sim
-from exkv.checkpoint import CheckpointError, ExpectedTensor, WeightReader
+from exkv.checkpoint import Checkpoint, CheckpointError, ExpectedTensor
 from exkv.errors import Attempt
 
 from .finite import first_in_stored, first_not_finite
@@ -36,7 +36,7 @@ _THREADS = 2
 
 
 def read_parameters(
-    checkpoint: WeightReader,
+    checkpoint: Checkpoint,
     sources: Sequence[Source],
     shapes: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -119,7 +119,7 @@ class _Made:
 
 
 def _converted(
-    checkpoint: WeightReader, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
 ) -> Iterator[_Made]:
     for source in sources:
         stored = {name: checkpoint.tensor(name) for name in source.stored}
@@ -151,7 +151,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_to_host(
-    checkpoint: WeightReader, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     found = list(_converted(checkpoint, sources, shapes))
     mapped = {
@@ -168,12 +168,12 @@ def _read_to_host(
     return made
 
 
-def _is_mapped(checkpoint: WeightReader, made: _Made) -> bool:
+def _is_mapped(checkpoint: Checkpoint, made: _Made) -> bool:
     return made.stored is not None and checkpoint.mapping(made.stored) is not None
 
 
 def _steps(
-    checkpoint: WeightReader, made: _Made, target: torch.Tensor
+    checkpoint: Checkpoint, made: _Made, target: torch.Tensor
 ) -> Iterator[Callable[[], object]]:
     """What brings a parameter's values into memory, to be called in any threads."""
     if made.stored is None or made.values.dtype != target.dtype:
@@ -191,7 +191,7 @@ def _copy(made: _Made, target: torch.Tensor) -> None:
 
 
 def _read_piece(
-    checkpoint: WeightReader, made: _Made, target: torch.Tensor, first: int, count: int
+    checkpoint: Checkpoint, made: _Made, target: torch.Tensor, first: int, count: int
 ) -> None:
     """Have bytes of a stored tensor in memory, those of a mapped one where they lie."""
     assert made.stored is not None
@@ -204,7 +204,7 @@ def _read_piece(
 
 
 def _read_to_accelerator(
-    checkpoint: WeightReader,
+    checkpoint: Checkpoint,
     sources: Sequence[Source],
     made: Mapping[str, torch.Tensor],
     device: torch.device,
