@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simproc import run_sim
-from tiny import llama, reference, save, save_tokenizer
 
 from exkv import CACHES, CacheUseError, Generator, Model, SamplingParams, Tokenizer, sim
 from exkv.decode.completion import StopText
@@ -20,27 +19,17 @@ PROMPTS = ["the key is", "anna put the red ball in the garden, and", "where"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    # No end-of-sequence token, so that a random model doesn't end by chance.
-    config = llama(eos_token_id=None)
-    return save_tokenizer(save(reference(config), tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    model = Model(folder, max_input_len=16)
+def model(tiny_folder):
+    model = Model(tiny_folder, max_input_len=16)
     model.load(devices=["cpu"])
     return model
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(folder)
-
-
 @pytest.fixture(params=CACHES)
-def generator(request, model, tokenizer):
-    return Generator(model, CACHES[request.param](model, max_seq_len=128, batch_size=4), tokenizer)
+def generator(request, model, tiny_tokenizer):
+    return Generator(
+        model, CACHES[request.param](model, max_seq_len=128, batch_size=4), tiny_tokenizer
+    )
 
 
 def fresh(generator: Generator) -> Generator:
@@ -130,10 +119,10 @@ def test_a_stop_token_ends_the_completion(generator):
     assert generator.stats.new_tokens <= 3
 
 
-def test_generation_ends_where_the_cache_ends(model, tokenizer):
+def test_generation_ends_where_the_cache_ends(model, tiny_tokenizer):
     cache = CACHES["fp16"](model, max_seq_len=24)
-    generator = Generator(model, cache, tokenizer)
-    ids = tokenizer.encode(PROMPTS[0])
+    generator = Generator(model, cache, tiny_tokenizer)
+    ids = tiny_tokenizer.encode(PROMPTS[0])
     generator.generate_simple(PROMPTS[0], GREEDY, 100)
     assert generator.stats.stop_reasons == ("cache_full",)
     assert cache.current_seq_len == 24
@@ -223,8 +212,8 @@ def test_a_second_stream_on_a_cache_is_refused_and_the_first_goes_on(generator):
     assert generator.generate_simple(PROMPTS[1], GREEDY, 2)  # it is free again
 
 
-def test_threads_on_one_cache_do_not_mix_their_texts(model, tokenizer):
-    generator = Generator(model, CACHES["fp16"](model, max_seq_len=128), tokenizer)
+def test_threads_on_one_cache_do_not_mix_their_texts(model, tiny_tokenizer):
+    generator = Generator(model, CACHES["fp16"](model, max_seq_len=128), tiny_tokenizer)
     expected = fresh(generator).generate_simple(PROMPTS[1], GREEDY, 12)
     said = []
 
@@ -242,10 +231,10 @@ def test_threads_on_one_cache_do_not_mix_their_texts(model, tokenizer):
     assert set(said) <= {expected, None} and expected in said
 
 
-def test_a_stream_whose_model_is_unloaded_says_so(folder, tokenizer):
-    model = Model(folder)
+def test_a_stream_whose_model_is_unloaded_says_so(tiny_folder, tiny_tokenizer):
+    model = Model(tiny_folder)
     model.load(devices=["cpu"])
-    stream = Generator(model, CACHES["fp16"](model), tokenizer).stream(PROMPTS[0], GREEDY, 20)
+    stream = Generator(model, CACHES["fp16"](model), tiny_tokenizer).stream(PROMPTS[0], GREEDY, 20)
     next(stream)
     model.unload()
     with pytest.raises(CacheUseError, match=r"model.unload freed .* a Generator"):
@@ -277,9 +266,9 @@ def copied_by_steps(folder, seed):
     return found
 
 
-def test_a_step_copies_no_logits_to_the_host_and_few_bytes_to_the_devices(folder):
-    found = run_sim(copied_by_steps, "1400K,8M", args=[str(folder), 3])
-    on_cpu = Model(folder)
+def test_a_step_copies_no_logits_to_the_host_and_few_bytes_to_the_devices(tiny_folder):
+    found = run_sim(copied_by_steps, "1400K,8M", args=[str(tiny_folder), 3])
+    on_cpu = Model(tiny_folder)
     on_cpu.load(devices=["cpu"])
     factors = 2 * on_cpu.config.head_dim * on_cpu.dtype.itemsize  # cos and sin
     for name, choice in (("greedy", GREEDY), ("sampled", SAMPLED), ("default", SamplingParams())):
@@ -291,6 +280,6 @@ def test_a_step_copies_no_logits_to_the_host_and_few_bytes_to_the_devices(folder
         hidden = on_cpu.config.hidden_size * on_cpu.dtype.itemsize
         assert copies == {"sim:0>sim:1": hidden, "sim:1>sim:0": 8}, name
         cache = CACHES["fp16"](on_cpu, max_seq_len=64)
-        generator = Generator(on_cpu, cache, Tokenizer(folder))
+        generator = Generator(on_cpu, cache, Tokenizer(tiny_folder))
         list(generator._run([list(range(5, 20))], choice, 12, 3, {}))
         assert cache.sequences[0] == tokens

@@ -292,16 +292,11 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
     ("flags", "status", "said"),
     [
         (["-m", "no-such-folder"], 2, "no-such-folder"),
-        (["-gs", "20,x"], 2, "'20,x'"),
-        (["-gs", "inf"], 2, "'inf'"),
         (["-gs", "1,1"], 2, "gpu_split names 2 devices"),
         (["-gs", "1", "--reserve-vram", "1M"], 2, "--reserve belongs"),
         (["-gs", "0.001"], 1, "no room for"),
-        (["-l", "0"], 2, "'0'"),
         (["-l", "4"], 2, "context of 4"),
-        (["-topp", "3"], 2, "top_p"),
         (["--devices", "abacus"], 2, "abacus"),
-        (["--reserve-vram", "1X"], 2, "1X"),
         (["--no-such-flag"], 2, "--no-such-flag"),
     ],
 )
@@ -532,27 +527,6 @@ def test_the_matrix_fails_where_memory_is_not_returned(folder, monkeypatch, caps
     assert "tiny, fp16 cache of 16, lazy: cpu holds +" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--caches", "fp16,3bit"], "3bit"),
-        (["--lengths", "1,x"], "'x' is not a whole number"),
-        (["--lengths", "9"], "--lengths"),
-        (["--tokens", "0"], "--tokens"),
-        (["--reserve-vram", "1X"], "1X"),
-        (["--devices", "abacus"], "abacus"),
-    ],
-)
-def test_the_matrix_refuses_bad_input(folder, capsys, flags, said):
-    try:
-        status = run_matrix(folder, *flags)
-    except SystemExit as leaving:
-        status = leaving.code
-    assert status == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-
-
 def test_the_matrix_refuses_a_folder_without_models(tmp_path, capsys):
     assert run_matrix(tmp_path) == 2
     assert str(tmp_path) in capsys.readouterr().err
@@ -579,9 +553,9 @@ WRONG = {
         "-repp": ("x", "-1", "0", "nan"),
     },
     "autosplit_matrix": {
-        "--lengths": ("0", "x", "-1", f"256,{HUGE}", "256,"),
+        "--lengths": ("0", "9", "x", "-1", f"256,{HUGE}", "256,"),
         "--tokens": ("0", "x", "-1", "1.5", HUGE),
-        "--caches": ("3bit", ""),
+        "--caches": ("3bit", "fp16,3bit", ""),
         "--reserve-vram": ("x", "-1"),
     },
     "iterative_chat": {"--cache": ("3bit",)},
