@@ -73,7 +73,8 @@ class Prefetch:
                     here[name].copy_(tensor[lengths.pages.flatten().long()])
                     continue
                 stored = [arrangement.slots(name, 0, past) for past in lengths.past]
-                here[name][:, _shared_end(stored) :].zero_()  # padding is read, though masked
+                filled = min(s.stop if isinstance(s, slice) else 0 for s in stored)  # of every row
+                here[name][:, filled:].zero_()  # padding is read, though masked
                 for row, each in enumerate(stored):
                     _copy(here[name][row], tensor[row], each)
         return cls(lengths, here, copies, memory, spare)
@@ -103,11 +104,6 @@ def _enough(memory: torch.Tensor | None, nbytes: int, device: torch.device) -> t
     if memory is not None and memory.device == device and memory.nbytes >= nbytes:
         return memory
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _shared_end(stored: list[Slots]) -> int:
-    """Entries up to which every row holds tokens without a gap."""
-    return min(slots.stop if isinstance(slots, slice) else 0 for slots in stored)
 
 
 def _copy(to: torch.Tensor, row: torch.Tensor, slots: Slots) -> None:

@@ -49,12 +49,8 @@ def facts_of(config: ModelConfig) -> Facts:
         return _stated(config, names[0])  # whoever loads it is told
     with checkpoint:
         _check_count(config, len(checkpoint), checkpoint.described_by)
-        found = next((each for each in names if _is_named(checkpoint, each)), names[0])
+        found = next((each for each in names if f"{each.norm}.weight" in checkpoint), names[0])
         return _corrected(config, found, checkpoint)
-
-
-def _is_named(checkpoint: Checkpoint, names: TensorNames) -> bool:
-    return f"{names.norm}.weight" in checkpoint
 
 
 def _stated(config: ModelConfig, names: TensorNames) -> Facts:

@@ -164,7 +164,7 @@ def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     local = None
     if family.rope_local_base_freq is not None:
         blocks, local = _split_by_layer(blocks, values, family)
-    elif by_layer := [key for key in blocks if _is_nested(blocks[key])]:
+    elif by_layer := [k for k, b in blocks.items() if any(isinstance(v, dict) for v in b.values())]:
         raise ValueError(
             f"{by_layer[0]} differs from layer to layer, which a {family.model_type} does not do"
         )
@@ -173,10 +173,6 @@ def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     fields["rope_theta"] = found.rope_theta
     fields["partial_rotary_factor"] = _partial_rotary_factor(values, blocks, family)
     return fields
-
-
-def _is_nested(block: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, dict) for value in block.values())
 
 
 def _split_by_layer(

@@ -141,7 +141,7 @@ def _rows_of_list(prompts: Any, tokenizer: Tokenizer | None) -> list[list[int]]:
             f"input_ids is {'missing' if prompts is None else type(prompts).__name__}; it must be "
             "a tensor (rows, tokens), a list of ids or of lists of ids, or texts"
         )
-    rows = [prompts] if _is_flat(prompts) else prompts
+    rows = [prompts] if len(prompts) and isinstance(prompts[0], Integral) else prompts
     return [_row(index, row, tokenizer) for index, row in enumerate(rows)]
 
 
@@ -161,10 +161,6 @@ def _row(index: int, row: Any, tokenizer: Tokenizer | None) -> list[int]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_flat(prompts: Sequence[Any]) -> bool:
-    return len(prompts) > 0 and isinstance(prompts[0], Integral)
 
 
 def _check_rows(rows: list[list[int]], vocab_size: int) -> None:

@@ -182,7 +182,7 @@ class NativeRun:
         else:
             assert isinstance(mlp, nn.Module)  # see _stretch
             act = "silu"  # of nothing
-            self._questions.append(_output_of(mlp))
+            self._questions.append(lambda given, batch: mlp(*given).contiguous())
         torch.ops.exkv.add_layer(
             run,
             *_norms(*norms, attention.query_norm, attention.key_norm),
@@ -306,10 +306,6 @@ def _attention_of(store: CacheLayer, params: AttentionParams, head_dim: int) -> 
         return store.attend(q, k, v, batch, params).flatten(2).contiguous()
 
     return attend
-
-
-def _output_of(mlp: nn.Module) -> Question:
-    return lambda given, batch: mlp(*given).contiguous()
 
 
 def _add_low_rank(run: torch.Tensor, index: int, projection: Projection) -> None:

@@ -163,16 +163,12 @@ def quantize_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return packed, scale.squeeze(-1), offset.squeeze(-1)
 
 
-def _dequantize_groups_fake(
-    packed: Tensor, scale: Tensor, offset: Tensor, bits: int, head_dim: int, dtype: torch.dtype
-) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], head_dim), dtype=dtype)
-
-
 @define_op(
     "dequantize_groups(Tensor packed, Tensor scale, Tensor offset, int bits, int head_dim, "
     "ScalarType dtype) -> Tensor",
-    fake=_dequantize_groups_fake,
+    fake=lambda packed, scale, offset, bits, head_dim, dtype: packed.new_empty(
+        (*packed.shape[:-1], head_dim), dtype=dtype
+    ),
     kernels_fall_back=True,
 )
 def dequantize_groups(

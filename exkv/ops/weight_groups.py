@@ -310,16 +310,12 @@ def _check_matrix(op: str, tensors: Sequence[Tensor], groups: Groups) -> None:
         raise ValueError(f"{op}: scale is {scale.dtype}, and must be floats")
 
 
-def _weight_fake(
-    tensors: Sequence[Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
-) -> Tensor:
-    return tensors[0].new_empty((end - begin, tensors[0].shape[1] * CHUNK), dtype=dtype)
-
-
 @define_op(
     "dequantize_weight(Tensor[] tensors, int[] layout, int begin, int end, ScalarType dtype) "
     "-> Tensor",
-    fake=_weight_fake,
+    fake=lambda tensors, layout, begin, end, dtype: tensors[0].new_empty(
+        (end - begin, tensors[0].shape[1] * CHUNK), dtype=dtype
+    ),
     kernels_fall_back=True,
 )
 def dequantize_weight(

@@ -114,7 +114,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> JSONResponse:
         body = error_body(str(error), error.kind, error.code)
-        return JSONResponse(body, error.status, _retry_after(error.status))
+        later = {"Retry-After": "1"} if error.status in (429, 503) else {}
+        return JSONResponse(body, error.status, later)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -134,18 +135,15 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error_body(said(error), "server_error"), 500)
 
 
-def _retry_after(status: int) -> dict[str, str]:
-    return {"Retry-After": "1"} if status in (429, 503) else {}
-
-
 def _first_error(error: RequestValidationError) -> str:
     """The validation error that says most, in one line."""
     errors = error.errors()
     first = errors[0]
-    if _branch(first) is not None:  # of a union: the branch that came furthest into the value
+    # Of a union: the branch that came furthest into the value, and whose type is not wrong.
+    if any(_BRANCH.match(str(part)) for part in first["loc"]):
         field = _fields_of(first)
         branches = [each for each in errors if _fields_of(each)[: len(field)] == field]
-        first = max(branches, key=lambda each: (len(_fields_of(each)), _is_telling(each)))
+        first = max(branches, key=lambda e: (len(_fields_of(e)), not e["type"].endswith("_type")))
     place = ".".join(_fields_of(first))
     if first["type"] == "extra_forbidden":
         return f"{place}: unknown field"
@@ -159,19 +157,10 @@ def _first_error(error: RequestValidationError) -> str:
 _BRANCH = re.compile(r"^([A-Z]|str$|int$|bool$|float$|[a-z-]+\[|constrained-)")
 
 
-def _branch(error: dict[str, Any]) -> str | None:
-    return next((part for part in map(str, error["loc"]) if _BRANCH.match(part)), None)
-
-
 def _fields_of(error: dict[str, Any]) -> list[str]:
     """The place of an error in the body, without the branches of unions."""
     parts = map(str, error["loc"])
     return [part for part in parts if part != "body" and not _BRANCH.match(part)]
-
-
-def _is_telling(error: dict[str, Any]) -> bool:
-    """Whether it is about the value, and not that it has another branch's type."""
-    return not error["type"].endswith("_type")
 
 
 # OpenAPI --------------------------------------------------------------------------------------

@@ -166,7 +166,9 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
+        raise_exception=_raise_exception,
+        strftime_now=lambda format: datetime.now().strftime(format),
+        namespace=_Namespace,
     )
     return environment
 
@@ -205,10 +207,6 @@ def _refuse_underscored(name: object) -> None:
 
 def _raise_exception(message: object) -> NoReturn:
     raise jinja2.exceptions.TemplateError(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 def _tojson(

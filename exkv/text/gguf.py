@@ -157,17 +157,8 @@ _RULES = (
 PRE_TOKENIZERS = {name: rule for rule, names in _RULES for name in names.split()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GGUFTokenizer:
-    """The parts of a :class:`exkv.text.Tokenizer`."""
-
-    settings: Settings
-    vocabulary: Vocabulary
-    templates: dict[str, ChatTemplate]
-
-
-def read_gguf_tokenizer(file: Path) -> GGUFTokenizer:
-    """Read the tokenizer of a GGUF file.
+def read_gguf_tokenizer(file: Path) -> tuple[Settings, Vocabulary, dict[str, ChatTemplate]]:
+    """Read the settings, vocabulary and chat templates of a GGUF file.
 
     Raises:
         ValueError: the file has none, or one of an unknown kind, or contradicts itself; names the
@@ -189,11 +180,7 @@ def read_gguf_tokenizer(file: Path) -> GGUFTokenizer:
             f"convert it again"
         )
     settings = _settings(words, kind, vocab_size)
-    return GGUFTokenizer(
-        settings=settings,
-        vocabulary=kinds[kind](words, settings),
-        templates=dict(_templates(file, contents.metadata)),
-    )
+    return settings, kinds[kind](words, settings), dict(_templates(file, contents.metadata))
 
 
 class _TokenTable:

@@ -502,8 +502,7 @@ def _path(source: str | os.PathLike[str] | Any) -> Path:
 def _read(path: Path) -> tuple[Settings, Vocabulary, dict[str, ChatTemplate]]:
     """Read the settings, vocabulary and chat templates of a model folder or a GGUF file."""
     if (gguf := find_gguf(path)) is not None:
-        found = read_gguf_tokenizer(gguf)
-        return found.settings, found.vocabulary, found.templates
+        return read_gguf_tokenizer(gguf)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder, so it holds no tokenizer")
     settings = Settings.read(path)

@@ -214,22 +214,12 @@ def linear_packed(
     return out
 
 
-def _dequantized_fake(
-    tensors: Sequence[torch.Tensor],
-    format: str,
-    layout: Sequence[int],
-    inputs: int,
-    begin: int,
-    end: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return tensors[0].new_empty((end - begin, inputs), dtype=dtype)
-
-
 @define_op(
     "dequantize_packed(Tensor[] tensors, str format, int[] layout, int inputs, int begin, int end, "
     "ScalarType dtype) -> Tensor",
-    fake=_dequantized_fake,
+    fake=lambda tensors, format, layout, inputs, begin, end, dtype: tensors[0].new_empty(
+        (end - begin, inputs), dtype=dtype
+    ),
     kernels_fall_back=True,
     reference_names=formats(),
 )

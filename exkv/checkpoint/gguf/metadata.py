@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..value_checks import is_int
@@ -194,10 +194,7 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     spelt as ends of turns, since a file names one of them at most."""
     named = [token_id(metadata, name) for name in ("eos", "eot", "eom")]
     found = [token for token in named if token is not None]
-    return tuple(dict.fromkeys([*found, *_spelt_ends(metadata)]))
-
-
-def _spelt_ends(metadata: Mapping[str, Any]) -> Iterator[int]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
-        yield from (index for index, token in enumerate(tokens) if token in _ENDS)
+        found += [index for index, token in enumerate(tokens) if token in _ENDS]
+    return tuple(dict.fromkeys(found))

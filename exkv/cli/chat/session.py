@@ -25,7 +25,7 @@ from exkv.sampling.exllamav2 import PLAIN
 from exkv.sizes import human
 from exkv.text import Conversation, Tokenizer
 
-from .showing import Answers, counted
+from .showing import Plain, Rendered, counted
 
 #: Notes in the statistics about answers that were cut.
 _CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
@@ -45,7 +45,7 @@ class Session:
     models: list[Model]
     generator: Generator
 
-    def __init__(self, args: argparse.Namespace, show: Answers, notes: Console) -> None:
+    def __init__(self, args: argparse.Namespace, show: Plain | Rendered, notes: Console) -> None:
         self.show, self.notes = show, notes
         given = ((name, getattr(args, name)) for name in PLAIN)
         self.chosen: dict[str, Any] = {name: value for name, value in given if value is not None}

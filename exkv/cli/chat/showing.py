@@ -11,8 +11,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO
+from contextlib import contextmanager
+from typing import TextIO
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -26,14 +26,7 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PARSER = MarkdownIt("commonmark").enable("table")
 
 
-class Answers(Protocol):
-    """Shows one answer after another."""
-
-    def answer(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Yields a function that shows each piece of the answer."""
-
-
-def answers_to(file: TextIO, *, raw: bool) -> Answers:
+def answers_to(file: TextIO, *, raw: bool) -> Plain | Rendered:
     """Rendered markdown at a capable terminal, else plain text."""
     if not file.isatty():
         return Plain(file, bare=False)

@@ -75,46 +75,10 @@ class NamedCache(HFCache):
         return super().update(*args, **kwargs)
 
 
-class OffloadedCache(NamedCache):
-    """Keys and values in host memory."""
-
-    kind_here = "offloaded"
-
-
 class OffloadedStaticCache(NamedCache, HFStaticCache):
-    """The same, of one size."""
+    """In host memory, of one size."""
 
     kind_here = "offloaded_static"
-
-
-class SlidingWindowCache(NamedCache):
-    """Windows of the model's own length where it has them."""
-
-    kind_here = "hybrid"
-
-
-class HybridCache(NamedCache):
-    """Windows of the model's own length in the layers that have them."""
-
-    kind_here = "hybrid"
-
-
-class MambaCache(NamedCache):
-    """States of one size, which transformers' own layers keep."""
-
-    kind_here = "dynamic"
-
-
-class QuantoQuantizedCache(NamedCache):
-    """Quantized, by exkv's formats."""
-
-    kind_here = "quantized"
-
-
-class HQQQuantizedCache(NamedCache):
-    """Quantized, by exkv's formats."""
-
-    kind_here = "quantized"
 
 
 class SinkCache(NamedCache):
@@ -127,10 +91,15 @@ class SinkCache(NamedCache):
         return sys.maxsize
 
 
-NAMED = {
-    each.__name__: each
-    for each in (
-        *(QuantizedCacheConfig, OffloadedCache, OffloadedStaticCache, SlidingWindowCache),
-        *(HybridCache, MambaCache, QuantoQuantizedCache, HQQQuantizedCache, SinkCache),
-    )
+#: Other names -> kinds; transformers' own layers keep the states of a Mamba.
+_OTHERS = {
+    "OffloadedCache": "offloaded",
+    "SlidingWindowCache": "hybrid",
+    "HybridCache": "hybrid",
+    "MambaCache": "dynamic",
+    "QuantoQuantizedCache": "quantized",
+    "HQQQuantizedCache": "quantized",
 }
+NAMED: dict[str, type] = {
+    each.__name__: each for each in (QuantizedCacheConfig, OffloadedStaticCache, SinkCache)
+} | {name: type(name, (NamedCache,), {"kind_here": kind}) for name, kind in _OTHERS.items()}
