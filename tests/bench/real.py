@@ -5,13 +5,13 @@ floats. The text is English prose from Python's own library, the topics of ``hel
 (``pydoc_data.topics``); what is measured and what calibrates are unlike parts of it. Arithmetic is
 float32, so that nothing but cache or weights differs.
 
-Four tables: kinds of cache, tokens in chunks, so that most are seen through what the cache made of
-those before; the weights as integers of 8 to 4 bits, rounded by themselves and (``rounded``) for the
-inputs that a text gives them; and ``weights="best"`` on a card that shrinks, whose curve of bits a
-weight beside perplexity is drawn, too. Each change has the standard error of
-its mean over the rows of the text. ``--only best --losses text`` makes the one curve, for a text
-that is long enough to tell its steps from chance. ``--draw FILE FILE --svg FILE`` measures nothing,
-and draws what is in results that were kept, a later one's lines in the place of an earlier one's.
+Four tables: kinds of cache, tokens in chunks, so that most are seen through what the cache stored
+of those before; the weights as integers of 8 to 4 bits, rounded alone, and (``rounded``) for the
+inputs of a text; and ``weights="best"`` on a card that shrinks, with a drawing of perplexity by
+bits a weight. Each change has the standard error of its mean over the rows of the text. ``--only
+best --losses text`` makes the one curve, for a text long enough to tell its steps from chance.
+``--draw FILE FILE --svg FILE`` measures nothing, and draws stored results; lines of a later one
+replace those of an earlier one.
 """
 
 from __future__ import annotations
