@@ -1,10 +1,12 @@
 """A text's way through the units, whose matrices are rounded for what it gives them as inputs.
 
-Units run one after the other in float32, on the host or on a device, all of the text at once. A
-matrix is rounded when its inputs first come by, and goes on with the integers' values: so the
-second moments, by which ``exkv.weights.feedback`` rounds, are those of inputs that everything
-before has rounded already, in the same layer too. One unit of floats is in memory at a time, beside
-the text's hidden states.
+Units run one after the other in float32, on the host or on a device, all of the text at once, and
+twice: as floats, on what floats made of the text before; then rounded, on what is left after
+rounding. In the second run a matrix is rounded when its inputs come by, and goes on with the
+integers' values. So the second moments, by which ``exkv.weights.feedback`` rounds, are those of
+inputs behind everything that is rounded already, in the same layer too; and what a matrix is
+rounded to come near are its outputs in the run of floats. One unit of floats is in memory at a
+time, beside the text's hidden states and its inputs in this unit.
 
 An expert is rounded for the tokens that are routed to it. Where these are few, others join them.
 """
@@ -30,7 +32,7 @@ from exkv.models import Transformer, Unit
 from exkv.ops.experts import Routing
 from exkv.text import Tokenizer
 from exkv.weights import GroupFormat
-from exkv.weights.feedback import root_of, rounded_by
+from exkv.weights.feedback import made_up, root_of, rounded_by
 from exkv.weights.on_load import OnLoad
 from exkv.weights.rounding import Rounded
 
@@ -87,13 +89,16 @@ def rounded_units(
     batch = Batch.on(
         device, Lengths.uniform(len(ids), 0, ids.shape[1]), model.rotary, torch.float32
     )
-    x = ids.to(device)
+    floats = x = ids.to(device)
     for unit in model.units[:-1]:
         unit.read(checkpoint, device, {})
         checkpoint.unmap()
         rounding = _Rounding(unit, kept_as(unit))
         with torch.no_grad(), rounding:
-            x = rounding.module(x, batch, NoCacheLayer())
+            rounding.records = True
+            floats = rounding.module(floats, batch, NoCacheLayer())
+            rounding.records = False
+            x = rounding.module(x, batch, NoCacheLayer()) if rounding.kept_as else floats
         unit.release()
         yield rounding.found
     yield {}
@@ -160,13 +165,19 @@ class _Inputs:
 
 
 class _Rounding(contextlib.ExitStack):
-    """While it is entered, a unit's matrices are rounded as soon as their inputs come by."""
+    """While it is entered, a unit's matrices are rounded as soon as their inputs come by.
+
+    Attributes:
+        records: whether inputs are those of floats, to be kept for later.
+        found: what is rounded.
+    """
 
     def __init__(self, unit: Unit, kept_as: Mapping[str, GroupFormat]) -> None:
         super().__init__()
         assert unit.module is not None
         self.unit, self.module, self.kept_as = unit, unit.module, kept_as
-        self.found: Found = {}
+        self.records, self.found = False, Found()
+        self._floats: dict[str, torch.Tensor] = {}
         self._last = _Inputs()
 
     def __enter__(self) -> _Rounding:
@@ -175,21 +186,25 @@ class _Rounding(contextlib.ExitStack):
             if path in self.kept_as:
                 hook = partial(self._round, path)
             elif isinstance(module, Experts):
-                hook = self._round_experts
+                hook = partial(self._round_experts, path)
             if hook is not None:
                 self.callback(module.register_forward_pre_hook(hook).remove)
         return self
 
     def _round(self, path: str, linear: Linear, inputs: tuple[Any, ...]) -> None:
-        if path in self.found:
-            return
         (x,) = inputs
-        kept = self.kept_as[path]
-        weight = linear.get_parameter("weight").detach()
+        if self.records:
+            self._floats[path] = x
+        if self.records or path in self.found:
+            return
+        kept, weight = self.kept_as[path], linear.get_parameter("weight").detach()
         try:
-            made = rounded_by(self._root(x), weight, kept.bits, kept.group, kept.scale)
+            root = self._root(x)
         except ValueError as error:
             raise ValueError(f"{self.unit.name}.{path}: {error}") from None
+        floats = self._floats.pop(path).flatten(0, -2)
+        weight = made_up(root, weight, x.flatten(0, -2), floats)
+        made = rounded_by(root, weight, kept.bits, kept.group, kept.scale)
         self.found[path] = Rounded(codes=made.codes.cpu(), scale=made.scale.cpu())
         values = nn.Parameter(made.values(kept.bits), requires_grad=False)
         linear.register_parameter("weight", values)
@@ -201,17 +216,23 @@ class _Rounding(contextlib.ExitStack):
             self._last = _Inputs(x, root_of(rows.T @ rows / len(rows)))
         return self._last.root
 
-    def _round_experts(self, mlp: Experts, inputs: tuple[Any, ...]) -> None:
+    def _round_experts(self, path: str, mlp: Experts, inputs: tuple[Any, ...]) -> None:
         """Run each expert on its own tokens, and others if these are few."""
-        tokens = inputs[0].flatten(0, 1)
-        chosen = mlp.route(tokens).chosen
+        x = inputs[0].flatten(0, 1)
+        if self.records:
+            self._floats[path] = x
+            return
+        floats, chosen = self._floats.pop(path), mlp.route(x).chosen
         for expert in range(len(mlp.experts)):
-            own = (chosen == expert).any(-1)
-            x = tokens[_with_others(own)]
-            ones = torch.ones(len(x), 1, device=x.device)
-            mlp.run(
-                x, Routing(chosen=torch.full_like(ones, expert, dtype=torch.int64), weights=ones)
+            rows = _with_others((chosen == expert).any(-1))
+            one = Routing(
+                chosen=torch.full((len(rows), 1), expert, device=x.device),
+                weights=torch.ones(len(rows), 1, device=x.device),
             )
+            self.records = True
+            mlp.run(floats[rows], one)
+            self.records = False
+            mlp.run(x[rows], one)
 
 
 def _with_others(own: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,21 @@ def root_of(moments: torch.Tensor) -> torch.Tensor:
     raise ValueError("the inputs' second moments are no sums of squares")
 
 
+def made_up(
+    root: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, floats: torch.Tensor
+) -> torch.Tensor:
+    """The matrix (out, in) that comes nearest, for inputs x (N, in), to the outputs that
+    ``weight`` has for the inputs of a model of floats: least squares, damped.
+
+    Args:
+        root: of the moments of x.
+        floats: (N, in), what x would be if nothing were rounded.
+    """
+    missing = ((floats - x) @ weight.T).T @ x / len(x)
+    half = torch.linalg.solve_triangular(root.T, missing, upper=False, left=False)
+    return torch.linalg.solve_triangular(root, half, upper=True, left=False).add_(weight)
+
+
 def rounded_by(
     root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
 ) -> Rounded:

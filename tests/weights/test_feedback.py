@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exkv.weights.feedback import DAMPING, rounded_for
+from exkv.weights.feedback import DAMPING, made_up, root_of, rounded_for
 from exkv.weights.rounding import Rounded, rounded
 
 OUTPUTS, INPUTS = 96, 256
@@ -73,6 +73,19 @@ def test_scales_are_searched_for_the_inputs_not_for_the_weights():
     made = rounded_for(sizes.square().diag(), WEIGHT, 4, 64, torch.float16)
     blind, x = rounded(WEIGHT, 4, 64, torch.float16), sizes.diag()
     assert output_error(made, 4, x) < 0.8 * output_error(blind, 4, x)
+
+
+def test_what_makes_up_for_changed_inputs_is_the_ridge_regression_in_doubles():
+    floats = TEXT + inputs_of(1000, 4) / 10
+    x, goal = TEXT.double(), floats.double() @ WEIGHT.double().T
+    moments = x.T @ x / len(x)
+    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(INPUTS)
+    missing = (goal - x @ WEIGHT.double().T).T @ x / len(x)
+    expected = WEIGHT + missing @ torch.linalg.inv(damped)
+    root = root_of(moments_of(TEXT))
+    found = made_up(root, WEIGHT, TEXT, floats)
+    assert (found - expected).abs().max() < 1e-3 * (expected - WEIGHT).abs().max()
+    assert torch.equal(made_up(root, WEIGHT, TEXT, TEXT), WEIGHT)
 
 
 def test_it_gives_the_same_bits_twice():
