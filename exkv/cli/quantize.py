@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import read_json_object
 from exkv.checkpoint.safetensors import INDEX_NAME
+from exkv.devices import resolve_devices
 from exkv.loading.calibration import rounded_units, rows_of
 from exkv.models import Unit, unit_specs
 from exkv.models.units import UnitSpec
@@ -62,6 +63,9 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="a text, in the model's language, for whose inputs to round: less is lost, and it "
         "takes longer",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where the text runs, such as cuda:0 (the default: cpu)"
     )
     parser.set_defaults(run=run)
 
@@ -102,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     with Checkpoint(folder) as checkpoint:
         checkpoint.expect(work.stored)
         if args.calibration is not None:
-            work = replace(work, rounded=_by_text(config, checkpoint, work, args.calibration))
+            (device,) = resolve_devices(args.device)
+            ids = rows_of(config, args.calibration)
+            work = replace(work, rounded=_by_text(config, checkpoint, work, ids, device))
         before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
         with _whole_or_empty(out):
             after = _write_weights(checkpoint, work, out)
@@ -191,9 +197,13 @@ def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
 
 
 def _by_text(
-    config: ModelConfig, checkpoint: Checkpoint, work: _Work, text: str
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    work: _Work,
+    ids: torch.Tensor,
+    device: torch.device,
 ) -> Iterator[Mapping[str, Rounded]]:
-    """The matrices of each unit, rounded for what the text gives them as inputs."""
+    """The matrices of each unit, rounded for what the text, ``ids``, gives them as inputs."""
     matrices = [_stored_matrices(spec, work.layers) for spec in work.specs]
 
     def kept_as(unit: Unit) -> dict[str, GroupFormat]:
@@ -202,7 +212,7 @@ def _by_text(
             for path, each in matrices[unit.index].items()
         }
 
-    found = rounded_units(config, checkpoint, rows_of(config, text), kept_as)
+    found = rounded_units(config, checkpoint, ids, kept_as, device)
     return map(_by_layers, matrices, found)
 
 

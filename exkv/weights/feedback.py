@@ -150,7 +150,7 @@ def _fed_back(target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, hal
                 before = errors[first:column].flatten(1).T
                 goal.view(-1).addmv_(before, unit[first:column, column])
             code = torch.div(goal, scale, out=codes[column]).round_().clamp_(-half, half - 1)
-            lost.addcmul_(goal.addcmul_(code, scale, value=-1), goal, value=float(squares[column]))
+            lost.add_(goal.addcmul_(code, scale, value=-1).square_().mul_(squares[column]))
             torch.addcmul(target[column], code, scale, value=-1, out=errors[column])
     return _Made(codes=codes, scale=scale, error=lost)
 

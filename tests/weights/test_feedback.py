@@ -104,7 +104,7 @@ def test_a_text_with_less_than_all_directions_is_enough():
         assert made.scale.isfinite().all()
         assert (made.values(4) - WEIGHT).abs().max() < 0.1  # a few steps
     plain = output_error(blind, 4, torch.eye(INPUTS))
-    assert output_error(made, 4, torch.eye(INPUTS)) <= 1.001 * plain  # without any
+    assert output_error(made, 4, torch.eye(INPUTS)) <= 1.01 * plain  # without any
     made = rounded_for(moments_of(dead), WEIGHT, 4, 64, torch.float16)
     assert output_error(made, 4, dead) < 0.5 * output_error(blind, 4, dead)
     column = (made.values(4) - WEIGHT)[:, 70]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from simproc import run_sim
 from tiny import TINY, llama, mixtral, reference, save, save_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -94,7 +95,7 @@ def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(t
     pytest.importorskip("compressed_tensors")
     floats = save_tokenizer(save(reference(llama(num_hidden_layers=2)), tmp_path / "floats"))
     text = tmp_path / "text"
-    text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps " * 40)
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps " * 60)
     given = {"blind": [], "first": ["--calibration", str(text)]}
     given["again"] = given["first"]
     for name, arguments in given.items():
@@ -114,13 +115,32 @@ def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(t
     assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+def on_a_card(*arguments: str) -> int:
+    return main(["quantize", *arguments, "--device", "sim:0"])
+
+
+def test_the_text_may_run_on_an_accelerator(tmp_path, capsys):
+    floats = save_tokenizer(save(reference(llama(num_hidden_layers=1)), tmp_path / "floats"))
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 60)
+    arguments = [str(floats), "--weights", "int4", "--calibration", str(text)]
+    assert main(["quantize", *arguments, str(tmp_path / "host")]) == 0
+    assert run_sim(on_a_card, "64M", args=[*arguments, str(tmp_path / "card")]) == 0
+    host, card = (tensors_of(tmp_path / name) for name in ("host", "card"))
+    assert host.keys() == card.keys()
+    for name, tensor in host.items():
+        assert (tensor == card[name]).float().mean() > 0.99, name
+    assert main(["quantize", *arguments, str(tmp_path / "no"), "--device", "sim:7"]) == 2
+    assert "sim:7" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "Phi3ForCausalLM"])
 def test_rows_of_a_fused_matrix_are_put_back_where_they_were(name, tmp_path):
     """Integers of 8 bits are near the weights, so a row in another's place would show."""
     config = TINY[name](num_hidden_layers=1)
     floats = save_tokenizer(save(reference(config), tmp_path / "floats"))
     text, out = tmp_path / "text", tmp_path / "out"
-    text.write_text("the quick brown fox jumps over the lazy dog " * 40)
+    text.write_text("the quick brown fox jumps over the lazy dog " * 60)
     arguments = [str(floats), str(out), "--weights", "int8", "--calibration", str(text)]
     assert main(["quantize", *arguments]) == 0
     before, after = tensors_of(floats), tensors_of(out)
