@@ -84,7 +84,7 @@ def _lock(file: Path, wait: bool) -> Iterator[bool]:
             yield False
 
 
-def _build(folder: str, commands: Mapping[str, tuple[list[str], Sequence[Path]]]) -> list[Path]:
+def build_once(folder: str, commands: Mapping[str, tuple[list[str], Sequence[Path]]]) -> list[Path]:
     """Run the compiler for each of these files, by their names, unless what the same command makes
     of the same inputs exists. Processes that need them at the same time share the work."""
     made = {}
@@ -115,13 +115,13 @@ def load_emulated_ops() -> Path:
     sources = [ROOT / file for file in setup.sources("cuda", ".cu")]
     sources.append(EMULATION / "emulated_ops.cpp")
     headers = [*cuda_headers(), *sorted(EMULATION.glob("*.*h"))]
-    objects = _build(
+    objects = build_once(
         "cuda_emulation",
         {f"{s.stem}.o": ([*compiler, str(s)], [s, *headers]) for s in sources},
     )
     libraries = [f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
     link = [setup.find_cxx(), "-shared", *map(str, objects), *libraries]
-    (library,) = _build("cuda_emulation", {"emulated.so": (link, [])})
+    (library,) = build_once("cuda_emulation", {"emulated.so": (link, [])})
     torch.ops.load_library(str(library))
     return library
 

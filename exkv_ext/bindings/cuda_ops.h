@@ -143,12 +143,12 @@ auto LinearGroupsOn(const Tensor& x) {
 
 Tensor LinearGroupsCuda(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
                         std::optional<Tensor> bias) {
-  return LinearsGroups("linear_groups", x, tensors, layout, {bias}, LinearGroupsOn(x))[0];
+  return LinearsGroups("linear_groups", Aligned(x), tensors, layout, {bias}, LinearGroupsOn(x))[0];
 }
 
 std::vector<Tensor> LinearsGroupsCuda(const Tensor& x, std::vector<Tensor> tensors,
                                       std::vector<int64_t> layout, std::vector<Tensor> biases) {
-  return LinearsGroups(x, tensors, layout, biases, LinearGroupsOn(x));
+  return LinearsGroups(Aligned(x), tensors, layout, biases, LinearGroupsOn(x));
 }
 
 Tensor DequantizeWeightCuda(std::vector<Tensor> tensors, std::vector<int64_t> layout, int64_t begin,

@@ -89,3 +89,16 @@ __device__ __forceinline__ void WaitForCopies() {
 
 }  // namespace exkv
 #endif
+
+namespace exkv {
+
+// Which GPUs this is code for: those on which HasTensorCores() is true, or others. The emulation
+// has both. A kernel that isn't launched on one of them is empty there: it takes no time to
+// compile.
+#if defined(__CUDA_ARCH__)
+constexpr bool kForTensorCores = __CUDA_ARCH__ >= 800, kForOthers = !kForTensorCores;
+#else
+constexpr bool kForTensorCores = true, kForOthers = true;
+#endif
+
+}  // namespace exkv

@@ -139,6 +139,7 @@ constexpr int kBlocksOf = kBits == 4 ? (kRows == 1 ? 6 : 1) : 0;
 template <typename T, int kRows, int kBits>
 __global__ void __launch_bounds__(kWarp* kWarps, kBlocksOf<kRows, kBits>)
     LinearGroupsKernel(Call p) {
+  if (!std::is_same<T, float>::value && !kForOthers) return;
   EXKV_DYNAMIC_SHARED(float, partial);  // (warps, rows, outputs of a block)
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, half = lane % 2;
@@ -201,7 +202,7 @@ void LaunchRows(const Call& p, cudaStream_t stream) {
 }  // namespace
 
 void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t stream) {
-  if (GroupsFitTensorCores(params, x)) return LaunchGroupsOnTensorCores(params, x, stream);
+  if (GroupsFitTensorCores(params)) return LaunchGroupsOnTensorCores(params, x, stream);
   const Call p{params.matrix,
                static_cast<int>(params.rows),
                x,

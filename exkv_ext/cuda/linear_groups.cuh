@@ -7,12 +7,12 @@
 
 namespace exkv {
 
-// x (rows, inputs), contiguous; `input` of the params is not used. Only enqueues work.
+// x (rows, inputs), contiguous, at a multiple of 16 bytes; `input` of the params is not used. Only
+// enqueues work.
 void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t stream);
 
-// By tensor cores, which take x of 16 bits that begins at a multiple of 16 bytes;
-// LaunchLinearGroups chooses.
-bool GroupsFitTensorCores(const GroupsParams& params, const void* x);
+// By tensor cores, which take x of 16 bits; LaunchLinearGroups chooses.
+bool GroupsFitTensorCores(const GroupsParams& params);
 void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream);
 
 // The same for matrices in sections, whose order begins at a multiple of 16 bytes.

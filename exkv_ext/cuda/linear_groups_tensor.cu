@@ -1,200 +1,206 @@
-// Linear layers for a few rows by codes as they lie, on tensor cores, for x of 16 bits: a block's
-// warps take turns at the chunks of 16 outputs, which are the rows of a first factor, and eight
-// rows of x the columns of the second (mma.cuh). Codes become 16-bit floats exactly, less the
-// middle of their range; a chunk's products are scaled in float32, and what a weight's offset adds
-// is multiplied by the chunk's sum of x, a product with ones. Sums run in an order that depends on
-// the shape alone.
-//
-// An H100 reads codes of 4 bits at 0.4 of a copy's bandwidth, of 8 at 0.6. Neither more loads under
-// way nor fewer scales made it faster: what counts is instructions for each chunk of 32 inputs.
-#include "groups_codes.cuh"
-#include "mma.cuh"
+// Linear layers for a few rows by codes of 4 and 8 bits as they lie, on tensor cores, for x of 16
+// bits: a block's warps take turns at kDeep chunks of inputs that follow each other, then at those
+// that are left. An H100's memory is read at full speed by 274 instructions of a warp for a KiB of
+// codes (tests/gpu/sass.py counts them), so there is a kernel for each shift, and one for groups
+// that have all of the chunks in common, whose scales are looked up once.
+#include "groups_tensor.cuh"
 
 namespace exkv {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kWarps = 8;   // of a block
-constexpr int kBlocks = 2;  // of eight outputs, of a block of threads
-constexpr int kOutputs = kBlocks * static_cast<int>(kGroupsBlock);
-constexpr int kColumns = 8;  // rows of x
-constexpr int kDeep = 4;     // chunks that a warp has under way
+using Call = GroupsTensorCall;
+
+constexpr int kPair = 2;  // outputs of a lane, whose codes are neighbours
 
 // Blocks of a multiprocessor, for which there are registers: the compiler takes more of them
-// from 10.0 on, and without tensor cores, where this is never launched.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000)
-template <int kBits, bool kOrdered>
+// from 10.0 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kBlocksAtOnce = 2;
 #else
-template <int kBits, bool kOrdered>
-constexpr int kBlocksAtOnce = kBits == 4 && !kOrdered ? 3 : 2;
+constexpr int kBlocksAtOnce = 3;
 #endif
 
-struct Call : GroupsCall {
-  int rows;
-  const void* x;
-  const void* bias;
-  void* out;
+// Where a lane's share begins.
+struct Source {
+  const uint8_t* codes;
+  const uint16_t* x;
+  const uint8_t* scales;  // of the first output
+  const uint8_t* shifts;
+  int next_scales;  // bytes to those of the second one
+  int next_shifts;
 };
+
+// Of a chunk: eight inputs of two outputs, and of a row of x.
+template <int kBits>
+struct Share {
+  struct alignas(8) Codes {
+    uint32_t of[kPair];
+  };
+  struct alignas(16) Inputs {
+    uint32_t pairs[kOctet / 2];
+  };
+  Codes codes[kBits / 4];
+  Inputs x;
+};
+
+// Lane l has outputs 2 (l / 4) and 2 (l / 4) + 1 of 16, row l / 4 of eight, and inputs as
+// groups_codes.cuh says. What is not there repeats the last one.
+template <int kBits>
+__device__ __forceinline__ Source FindSource(const Call& p, const Tile& tile, int lane) {
+  const int own = lane / 4 * kPair, place = lane % 4;
+  const int64_t last = (p.m.outputs - 1) / kGroupsBlock;
+  const int64_t block = min((tile.first + own) / kGroupsBlock, last);
+  Source s;
+  s.codes = Pinned(p.m.codes + block * p.block_bytes + own % kGroupsBlock * 4 +
+                   place * (kBits / 4) * kVectorBytes);
+  s.x = Pinned(RowOfLane(p, tile) + place * kOctet);
+  const int64_t output = min(tile.first + own, p.m.outputs - 1);
+  const bool has_next = output + 1 < p.m.outputs;
+  s.scales = Pinned(ScalesOf(p, output));
+  s.shifts = Pinned(ShiftsOf(p, output));
+  s.next_scales = has_next ? p.scales_bytes : 0;
+  s.next_shifts = has_next ? p.shifts_bytes : 0;
+  return s;
+}
 
 template <int kBits>
-struct Chunk {
-  Octet<kBits> octets[kBlocks];
-  uint32_t x[kOctet / 2];  // of row l / 4
-};
-
-// Zeros where there is no such row.
-template <typename T, bool kOrdered>
-__device__ __forceinline__ void LoadInputs(const Call& p, int row, int64_t first,
-                                           uint32_t (&to)[kOctet / 2]) {
+__device__ __forceinline__ Share<kBits> LoadShare(const Source& s, int64_t chunk) {
+  using Codes = typename Share<kBits>::Codes;
+  using Inputs = typename Share<kBits>::Inputs;
+  Share<kBits> share;
 #pragma unroll
-  for (uint32_t& pair : to) pair = 0;
-  if (row >= p.rows) return;
-  const auto* x = static_cast<const uint16_t*>(p.x) + row * p.m.inputs;
-  if constexpr (kOrdered) {
-    const int32_t* order = p.m.order + first;
-#pragma unroll
-    for (int i = 0; i < kOctet / 2; ++i) {
-      to[i] = uint32_t{x[order[2 * i]]} | uint32_t{x[order[2 * i + 1]]} << 16;
-    }
-  } else {
-    struct alignas(16) Four {
-      uint32_t at[kOctet / 2];
-    };
-    const Four four = *reinterpret_cast<const Four*>(x + first);
-#pragma unroll
-    for (int i = 0; i < kOctet / 2; ++i) to[i] = four.at[i];
+  for (int w = 0; w < kBits / 4; ++w) {
+    share.codes[w] = *reinterpret_cast<const Codes*>(s.codes + chunk * (kGroupsChunk * kBits) +
+                                                     w * kVectorBytes);
   }
+  share.x = *reinterpret_cast<const Inputs*>(s.x + chunk * kGroupsChunk);
+  return share;
 }
 
-// Two codes less the middle of their range.
+// Inputs 2 i and 2 i + 1 of output n, less the middle.
 template <typename T, int kBits>
-__device__ __forceinline__ uint32_t Centered(uint32_t codes, int64_t bits) {
-  constexpr bool kIsHalf = std::is_same<T, __half>::value;
-  if constexpr (kBits == 8 && !kIsHalf) {
-    // 128 + the lower seven bits, less 128 where there is an eighth, or 256.
-    return SubtractPairs<T>((codes & 0x007f007fu) | 0x43004300u,
-                            (codes & 0x00800080u) ^ 0x43804380u);
-  } else {
-    // The lowest bits of 1024, or of 128.
-    constexpr uint32_t kBase = kIsHalf ? 0x64006400u : 0x43004300u;
-    const uint32_t middle = kBits > 0 ? (1u << kBits) / 2 : 1u << (bits - 1);
-    return SubtractPairs<T>(codes | kBase, kBase + middle * 0x10001u);
-  }
+__device__ __forceinline__ uint32_t PairOf(const Share<kBits>& share, int n, int i) {
+  constexpr int kOfWord = 16 / kBits;
+  return Centered<T, kBits>(share.codes[i / kOfWord].of[n] >> (i % kOfWord * kBits), kBits);
 }
 
-template <typename T>
-constexpr uint32_t kOnes = std::is_same<T, __half>::value ? 0x3c003c00u : 0x3f803f80u;
+// What the lane of this place has, of the four that share outputs.
+template <bool kShifted>
+__device__ __forceinline__ ScaleAndOffset OfPlace(const ScaleAndOffset& own, int place) {
+  constexpr unsigned kFullWarp = 0xffffffffu;
+  const float scale = __shfl_sync(kFullWarp, own.scale, place, 4);
+  return {scale, kShifted ? __shfl_sync(kFullWarp, own.offset, place, 4) : 0.0f};
+}
 
-// Adds one chunk's part.
-template <typename T, int kBits>
-__device__ __forceinline__ void AddChunk(const GroupsMatrix& m, const Chunk<kBits>& chunk,
-                                         int place, float (&sums)[4]) {
-  float products[4] = {};
+// Adds a chunk's products, and its sums of x where they are asked for.
+template <typename T, int kBits, bool kInputs>
+__device__ __forceinline__ void AddShare(const Share<kBits>& share, float (&products)[4],
+                                         float (&inputs)[4]) {
+  const auto& x = share.x.pairs;
 #pragma unroll
   for (int i = 0; i < kOctet / 2; i += 2) {
-    uint32_t a[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      a[j] = Centered<T, kBits>(CodePair(chunk.octets[j % 2], m.bits, place, i + j / 2), m.bits);
-    }
-    Multiply<T>(products, a, chunk.x[i], chunk.x[i + 1]);
+    const uint32_t a[4] = {PairOf<T, kBits>(share, 0, i), PairOf<T, kBits>(share, 1, i),
+                           PairOf<T, kBits>(share, 0, i + 1), PairOf<T, kBits>(share, 1, i + 1)};
+    Multiply<T>(products, a, x[i], x[i + 1]);
+    if constexpr (kInputs) AddInputs<T>(x[i], x[i + 1], inputs);
   }
-  const ScaleAndOffset scales[2] = {ScaleOf(m, chunk.octets[0]), ScaleOf(m, chunk.octets[1])};
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sums[c] = fmaf(scales[c / 2].scale, products[c], sums[c]);
-  if (m.beside == GroupsShift::kSymmetric) return;
-  float inputs[4] = {};
-  const uint32_t ones[4] = {kOnes<T>, kOnes<T>, kOnes<T>, kOnes<T>};
-#pragma unroll
-  for (int i = 0; i < kOctet / 2; i += 2) Multiply<T>(inputs, ones, chunk.x[i], chunk.x[i + 1]);
-#pragma unroll
-  for (int c = 0; c < 4; ++c) sums[c] = fmaf(scales[c / 2].offset, inputs[c], sums[c]);
 }
 
-// Grid: 16 outputs, and eight rows, a block.
-template <typename T, int kBits, bool kOrdered>
-__global__ void __launch_bounds__(kWarp* kWarps, kBlocksAtOnce<kBits, kOrdered>)
-    TensorGroupsKernel(Call p) {
-  EXKV_DYNAMIC_SHARED(float, partial);  // (warps, outputs, rows)
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp, place = lane % 4;
-  const int first_row = static_cast<int>(blockIdx.y) * kColumns;
-  const int64_t first = int64_t{blockIdx.x} * kOutputs;
-  // A block of outputs that is not there repeats the last one.
-  const int64_t last = (p.m.outputs - 1) / kGroupsBlock;
-  const Output outputs[kBlocks] = {FindOutput<kBits>(p, first / kGroupsBlock, lane),
-                                   FindOutput<kBits>(p, min(first / kGroupsBlock + 1, last), lane)};
-  float sums[4] = {};
-  for (int chunk = warp; chunk < p.chunks; chunk += kWarps * kDeep) {
-    Chunk<kBits> chunks[kDeep];
+// Adds the part of kChunks chunks, which have scales in common, or each its own: then a lane finds
+// those of chunk l % 4, for the four lanes of its outputs.
+template <typename T, int kBits, GroupsShift kShift, int kChunks, bool kShared>
+__device__ __forceinline__ void AddChunks(const Call& p, const Source& s, int first,
+                                          float (&sums)[4]) {
+  constexpr bool kShifted = kShift != GroupsShift::kSymmetric;
+  constexpr int kGroups = kShared ? 1 : kChunks, kEach = kChunks / kGroups;
+  Share<kBits> shares[kChunks];
+  ScaleAndOffset own[kPair];
 #pragma unroll
-    for (int i = 0; i < kDeep; ++i) {
-      // What is not there is multiplied by inputs that are zero.
-      const int at = min(chunk + i * kWarps, p.chunks - 1);
-      const int row = chunk + i * kWarps < p.chunks ? first_row + lane / 4 : p.rows;
+  for (int i = 0; i < kChunks; ++i) shares[i] = LoadShare<kBits>(s, first + i);
+  const int place = static_cast<int>(threadIdx.x) % 4;
+  const int group = GroupOf(p.inverse, kShared ? first : first + place);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        chunks[i].octets[b] = LoadOctet<kBits>(p, outputs[b], at);
-      }
-      LoadInputs<T, kOrdered>(p, row, int64_t{at} * kGroupsChunk + place * kOctet, chunks[i].x);
+  for (int n = 0; n < kPair; ++n) {
+    const Stored stored = LoadStored(p, kShift, kBits, s.scales + n * s.next_scales,
+                                     s.shifts + n * s.next_shifts, group);
+    own[n] = ScaleOf(kShift, kBits, p.m.scale_type, stored);
+  }
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    float products[4] = {}, inputs[4] = {};
+#pragma unroll
+    for (int i = g * kEach; i < (g + 1) * kEach; ++i) {
+      AddShare<T, kBits, kShifted>(shares[i], products, inputs);
     }
 #pragma unroll
-    for (int i = 0; i < kDeep; ++i) AddChunk<T, kBits>(p.m, chunks[i], place, sums);
-  }
+    for (int n = 0; n < kPair; ++n) {
+      const auto [scale, offset] = kShared ? own[n] : OfPlace<kShifted>(own[n], g);
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    const int output = lane / 4 + c / 2 * 8, row = place * 2 + c % 2;
-    partial[(warp * kOutputs + output) * kColumns + row] = sums[c];
+      for (int c = 2 * n; c < 2 * n + 2; ++c) {
+        sums[c] = fmaf(scale, products[c], sums[c]);
+        if constexpr (kShifted) sums[c] = fmaf(offset, inputs[c], sums[c]);
+      }
+    }
   }
-  __syncthreads();
-  const int i = static_cast<int>(threadIdx.x), row = first_row + i / kOutputs;
-  const int64_t output = first + i % kOutputs;
-  if (i >= kOutputs * kColumns || row >= p.rows || output >= p.m.outputs) return;
-  float sum = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    sum += partial[(w * kOutputs + i % kOutputs) * kColumns + i / kOutputs];
+}
+
+template <typename T, int kBits, GroupsShift kShift, bool kWide>
+__device__ __forceinline__ void AddTile(const Call& p) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const Tile tile = FindTile(p);
+  const Source source = FindSource<kBits>(p, tile, lane);
+  float sums[4] = {};
+  const int whole = p.chunks / kDeep;
+  for (int i = warp; i < whole; i += kWarps) {
+    AddChunks<T, kBits, kShift, kDeep, kWide>(p, source, i * kDeep, sums);
   }
-  if (p.bias != nullptr) sum += ToFloat(static_cast<const T*>(p.bias)[output]);
-  static_cast<T*>(p.out)[row * p.m.outputs + output] = FromFloat<T>(sum);
+  const int left = whole * kDeep + warp;
+  if (left < p.chunks) AddChunks<T, kBits, kShift, 1, true>(p, source, left, sums);
+  StoreTile<T>(p, tile, {lane / 4 * kPair, lane / 4 * kPair + 1}, sums);
+}
+
+template <typename T, int kBits, GroupsShift kShift, bool kWide>
+__global__ void __launch_bounds__(kWarp* kWarps, kBlocksAtOnce) GroupsTensorKernel(Call p) {
+  if (kForTensorCores) AddTile<T, kBits, kShift, kWide>(p);
+}
+
+template <typename T, int kBits, GroupsShift kShift>
+void LaunchWidth(const Call& p, cudaStream_t stream) {
+  const bool wide = p.m.groups == 1 || p.m.group % (kDeep * kGroupsChunk) == 0;
+  return wide ? LaunchTiles(GroupsTensorKernel<T, kBits, kShift, true>, p, stream)
+              : LaunchTiles(GroupsTensorKernel<T, kBits, kShift, false>, p, stream);
 }
 
 template <typename T, int kBits>
-void Launch(const Call& p, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((p.m.outputs + kOutputs - 1) / kOutputs),
-                  static_cast<unsigned>((p.rows + kColumns - 1) / kColumns));
-  constexpr size_t kBytes = sizeof(float) * kWarps * kOutputs * kColumns;
-  const auto kernel = p.m.order == nullptr ? TensorGroupsKernel<T, kBits, false>
-                                           : TensorGroupsKernel<T, kBits, true>;
-  EXKV_LAUNCH(kernel, grid, kWarp * kWarps, kBytes, stream, p);
+void LaunchShift(const Call& p, cudaStream_t stream) {
+  switch (p.m.beside) {
+    case GroupsShift::kSymmetric:
+      return LaunchWidth<T, kBits, GroupsShift::kSymmetric>(p, stream);
+    case GroupsShift::kOffset:
+      return LaunchWidth<T, kBits, GroupsShift::kOffset>(p, stream);
+    case GroupsShift::kZero:
+      return LaunchWidth<T, kBits, GroupsShift::kZero>(p, stream);
+  }
 }
 
 template <typename T>
 void LaunchBits(const Call& p, cudaStream_t stream) {
-  switch (p.m.bits) {
-    case 8:
-      return Launch<T, 8>(p, stream);
-    case 4:
-      return Launch<T, 4>(p, stream);
-    default:
-      return Launch<T, 0>(p, stream);
-  }
+  return p.m.bits == 8 ? LaunchShift<T, 8>(p, stream) : LaunchShift<T, 4>(p, stream);
 }
 
 }  // namespace
 
-bool GroupsFitTensorCores(const GroupsParams& params, const void* x) {
-  return params.dtype != FloatType::kFloat32 && reinterpret_cast<uintptr_t>(x) % 16 == 0 &&
-         HasTensorCores();
+bool GroupsFitTensorCores(const GroupsParams& params) {
+  return params.dtype != FloatType::kFloat32 && HasTensorCores();
 }
 
 void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream) {
   Call p{};
   static_cast<GroupsCall&>(p) = CallOf(params.matrix);
-  p.rows = static_cast<int>(params.rows);
-  p.x = x;
-  p.bias = params.bias;
-  p.out = params.out;
+  static_cast<TileCall&>(p) = TileCallOf(params, x);
+  const bool has_kernel = (p.m.bits == 4 || p.m.bits == 8) && p.m.order == nullptr;
+  if (!has_kernel) return LaunchGroupsInPlanes(p, params.dtype, stream);
   return params.dtype == FloatType::kFloat16 ? LaunchBits<__half>(p, stream)
                                              : LaunchBits<__nv_bfloat16>(p, stream);
 }

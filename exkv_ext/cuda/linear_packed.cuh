@@ -14,8 +14,13 @@ inline int64_t AlignmentOf(const PackedMatrix& matrix) {
   return bytes & -bytes;
 }
 
-// x (rows, inputs), contiguous; `input` of the params is not used. Only enqueues work.
+// x (rows, inputs), contiguous, at a multiple of 16 bytes; `input` of the params is not used. Only
+// enqueues work.
 void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t stream);
+
+// By tensor cores, which take x of 16 bits, and some types of matrices; LaunchLinearPacked chooses.
+bool PackedFitsTensorCores(const PackedParams& params);
+void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, cudaStream_t stream);
 
 // Rows [begin, end) of the matrix in `dtype`, contiguous.
 void LaunchDequantizePacked(const PackedMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,

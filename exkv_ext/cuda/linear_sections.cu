@@ -1,19 +1,16 @@
 // Linear layers for a few rows by matrices in sections of inputs of unlike bits, and such weights
 // as floats: EXL2 (exkv/weights/exl2.py). The warps of a block share 16 outputs and take turns at
-// the chunks of 32 inputs, from one section into the next; a lane has the codes that
-// groups_codes.cuh says. Codes less the middle of their range are multiplied by the inputs that
-// they stand for and summed in float32, then scaled, in an order that depends on the shape alone.
-#include "groups_codes.cuh"
+// the chunks of 32 inputs, from one section into the next. Codes less the middle of their range are
+// multiplied by the inputs that they stand for and summed in float32, then scaled, in an order that
+// depends on the shape alone: on tensor cores for x of 16 bits, else lane by lane, with the codes
+// that groups_codes.cuh says.
+#include "groups_tensor.cuh"
 
 namespace exkv {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr int kWarps = 8;   // of a block
-constexpr int kBlocks = 2;  // of eight outputs, of a block of threads
-constexpr int kOutputs = kBlocks * static_cast<int>(kGroupsBlock);
-constexpr int kDeep = 2;  // chunks that a warp has under way
+constexpr int kUnderWay = 2;  // chunks of a warp, without tensor cores
 constexpr int kThreads = kWarps * kWarp;
 
 struct Section {
@@ -27,19 +24,13 @@ struct Section {
   uint32_t inverse;  // as GroupsCall has it
 };
 
-struct Call {
+struct Call : TileCall {  // `rows` of x, or of the matrix
   Section sections[kMostSections];
   int count;
   int chunks;
-  int64_t inputs;
-  int64_t outputs;
   int64_t block_bytes;
-  int64_t nibble_words;
+  int nibble_words;
   int64_t begin;  // of the rows of the matrix that are wanted
-  int64_t rows;   // of x, or of the matrix
-  const void* x;
-  const void* bias;
-  void* out;
 };
 
 // Where a thread is in its warp, and its warp in the block.
@@ -59,25 +50,28 @@ __device__ __forceinline__ Octet<kBits> LoadPlace(const Call& p, const Section& 
   Octet<kBits> octet = {};
   LoadCodes(codes + first * kVectorBytes + at.own * 4, (second - first) * kVectorBytes, s.bits,
             &octet);
-  octet.scale = s.nibbles[group * p.nibble_words + block];
+  octet.scale = s.nibbles[int64_t{group} * p.nibble_words + block];
   octet.shift = s.largest[group];
   return octet;
 }
 
-// Of a weight, per code: (nibble + 1)^2 * largest / 256.
+// Of a weight, per code: (nibble + 1)^2 * largest / 256. `own`: of eight outputs.
+__device__ __forceinline__ float FactorOf(uint32_t nibbles, uint32_t largest, int own) {
+  const auto root = static_cast<float>((nibbles >> (4 * own) & 15u) + 1);
+  return root * root * (FloatOfStored(largest, FloatType::kFloat16) * (1.0f / 256.0f));
+}
 template <int kBits>
 __device__ __forceinline__ float FactorOf(const Octet<kBits>& octet, const Place& at) {
-  const auto root = static_cast<float>((octet.scale >> (4 * at.own) & 15u) + 1);
-  return root * root * (FloatOfStored(octet.shift, FloatType::kFloat16) * (1.0f / 256.0f));
+  return FactorOf(octet.scale, octet.shift, at.own);
 }
 
 // A code less the middle of its range: the lowest bits of 2^23, less that and the middle.
-__device__ __forceinline__ float Centered(uint32_t code, int bits) {
+__device__ __forceinline__ float CenteredFloat(uint32_t code, int bits) {
   return __uint_as_float(0x4b000000u | code) - static_cast<float>((1 << 23) + (1 << (bits - 1)));
 }
 
 struct alignas(16) FourInputs {
-  int32_t at[4];
+  uint32_t at[4];  // unsigned: an address is one instruction
 };
 
 // Adds one chunk's part of a lane's outputs, of kRows rows.
@@ -92,13 +86,13 @@ __device__ __forceinline__ void AddChunk(const Section& s, const Place& at,
   float products[kRows][kBlocks] = {};
 #pragma unroll
   for (int i = 0; i < kOctet / 2; ++i) {
-    const int even = inputs[i / 2].at[i % 2 * 2], odd = inputs[i / 2].at[i % 2 * 2 + 1];
+    const uint32_t even = inputs[i / 2].at[i % 2 * 2], odd = inputs[i / 2].at[i % 2 * 2 + 1];
     float weights[kBlocks][2];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const uint32_t pair = CodePair(octets[b], s.bits, at.place, i);
-      weights[b][0] = Centered(pair & 0xffffu, s.bits);
-      weights[b][1] = Centered(pair >> 16, s.bits);
+      weights[b][0] = CenteredFloat(pair & 0xffffu, s.bits);
+      weights[b][1] = CenteredFloat(pair >> 16, s.bits);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -126,10 +120,10 @@ __device__ __forceinline__ void AddSection(const Call& p, const Section& s, cons
   const int64_t last = (p.outputs - 1) / kGroupsBlock;
   const int64_t block = int64_t{blockIdx.x} * kBlocks;
   int chunk = (at.warp + kWarps - s.first % kWarps) % kWarps;
-  for (; chunk < s.chunks; chunk += kWarps * kDeep) {
-    Octet<kBits> octets[kDeep][kBlocks];
+  for (; chunk < s.chunks; chunk += kWarps * kUnderWay) {
+    Octet<kBits> octets[kUnderWay][kBlocks];
 #pragma unroll
-    for (int i = 0; i < kDeep; ++i) {
+    for (int i = 0; i < kUnderWay; ++i) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         const int there = min(chunk + i * kWarps, s.chunks - 1);
@@ -137,7 +131,7 @@ __device__ __forceinline__ void AddSection(const Call& p, const Section& s, cons
       }
     }
 #pragma unroll
-    for (int i = 0; i < kDeep; ++i) {
+    for (int i = 0; i < kUnderWay; ++i) {
       if (chunk + i * kWarps >= s.chunks) break;
       AddChunk<T, kRows, kBits>(s, at, x, chunk + i * kWarps, octets[i], sums);
     }
@@ -172,13 +166,13 @@ __device__ __forceinline__ void StoreSums(const Call& p, const Place& at, int fi
 
 // Grid: 16 outputs, and kRows rows, a block.
 template <typename T, int kRows>
-__global__ void __launch_bounds__(kThreads) LinearSectionsKernel(Call p) {
+__device__ __forceinline__ void MultiplySections(const Call& p) {
   const Place at;
   const int first_row = static_cast<int>(blockIdx.y) * kRows;
   const T* x[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {  // a row that is not there repeats the last one
-    x[r] = static_cast<const T*>(p.x) + min(int64_t{first_row + r}, p.rows - 1) * p.inputs;
+    x[r] = static_cast<const T*>(p.x) + min(first_row + r, p.rows - 1) * p.inputs;
   }
   float sums[kRows][kBlocks] = {};
   for (int i = 0; i < p.count; ++i) {
@@ -197,6 +191,193 @@ __global__ void __launch_bounds__(kThreads) LinearSectionsKernel(Call p) {
   StoreSums<T, kRows>(p, at, first_row, sums);
 }
 
+// x of 16 bits comes here on GPUs without tensor cores only.
+template <typename T, int kRows>
+__global__ void __launch_bounds__(kThreads) LinearSectionsKernel(Call p) {
+  if (std::is_same<T, float>::value || kForOthers) MultiplySections<T, kRows>(p);
+}
+
+// On tensor cores -------------------------------------------------------------------------------
+
+// A lane's share of a chunk: eight inputs of outputs 2 (l / 4) and 2 (l / 4) + 1 of 16, and of row
+// l / 4 of x.
+struct Share {
+  uint32_t words[2][2];  // of each output, as Octet has them; those of planes begin at the lane's
+  uint32_t x[kOctet / 2];
+};
+
+// Where a lane is: its outputs, and its row of x.
+struct Lane {
+  int64_t block;  // of eight outputs
+  int own;        // of those, the first of two
+  int place;
+  const uint16_t* x;
+};
+
+// Where its share of a section begins.
+struct Source {
+  const uint8_t* low;
+  const uint8_t* high;  // its second word
+  const FourInputs* order;
+  const uint32_t* nibbles;
+  const uint16_t* largest;
+  uint32_t inverse;
+};
+
+// How codes lie: bits of the first word's fields, and of the second one's.
+template <int kBits>
+constexpr int kLow = kBits == 8   ? 8
+                     : kBits >= 4 ? 4
+                                  : 2;
+template <int kBits>
+constexpr int kHigh = kBits - kLow<kBits>;
+
+template <int kBits>
+__device__ __forceinline__ Source FindSource(const Call& p, const Section& s, const Lane& lane) {
+  constexpr int kOfOctet = kBits == 8 || kBits == 4 ? kBits : 0;
+  const auto [first, second] = VectorsOf<kOfOctet>(kBits, lane.place);
+  const uint8_t* codes = s.codes + lane.block * p.block_bytes + lane.own * 4;
+  return {Pinned(codes + first * kVectorBytes),
+          Pinned(codes + second * kVectorBytes),
+          Pinned(reinterpret_cast<const FourInputs*>(s.order + lane.place * kOctet)),
+          Pinned(s.nibbles + lane.block),
+          Pinned(s.largest),
+          s.inverse};
+}
+
+template <int kBits>
+__device__ __forceinline__ Share LoadShare(const Source& from, const Lane& lane, int chunk) {
+  struct alignas(8) Two {
+    uint32_t at[2];
+  };
+  constexpr int kBytes = static_cast<int>(kGroupsChunk) * kBits;
+  constexpr int kOrders = static_cast<int>(kGroupsChunk) / 4;
+  Share share = {};
+  const Two low = *reinterpret_cast<const Two*>(from.low + int64_t{chunk} * kBytes);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    share.words[n][0] = kLow<kBits> == 2 ? low.at[n] >> (lane.place % 2 * 8) : low.at[n];
+  }
+  if constexpr (kBits == 8 || kHigh<kBits> > 0) {
+    const Two high = *reinterpret_cast<const Two*>(from.high + int64_t{chunk} * kBytes);
+    const int at = kHigh<kBits> == 2 ? lane.place % 2 * 8 : kHigh<kBits> == 1 ? lane.place * 4 : 0;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) share.words[n][1] = high.at[n] >> at;
+  }
+  const FourInputs* order = from.order + int64_t{chunk} * kOrders;
+  const FourInputs inputs[2] = {order[0], order[1]};
+#pragma unroll
+  for (int i = 0; i < kOctet / 2; ++i) {
+    const uint32_t even = inputs[i / 2].at[i % 2 * 2], odd = inputs[i / 2].at[i % 2 * 2 + 1];
+    share.x[i] = uint32_t{lane.x[even]} | uint32_t{lane.x[odd]} << 16;
+  }
+  return share;
+}
+
+// Inputs 2 i and 2 i + 1 of an output, less the middle.
+template <typename T, int kBits>
+__device__ __forceinline__ uint32_t PairOf(const uint32_t (&words)[2], int i) {
+  if constexpr (kBits == 8) return Centered<T, 8>(words[i / 2] >> (i % 2 * 8), 8);
+  if constexpr (kBits == 4) return Centered<T, 4>(words[0] >> (i * 4), 4);
+  constexpr int low = kLow<kBits>, high = kHigh<kBits>;
+  constexpr uint32_t lower = ((1u << low) - 1) * 0x10001u;
+  constexpr uint32_t upper = (((1u << high) - 1) << low) * 0x10001u;
+  uint32_t code = AndOr(words[0] >> (i * low), lower, kBase<T>);
+  if constexpr (high > 0) {
+    const int at = i * high - low;
+    code = AndOr(at >= 0 ? words[1] >> at : words[1] << -at, upper, code);
+  }
+  return SubtractPairs<T>(code, kBase<T> + (1u << kBits) / 2 * 0x10001u);
+}
+
+// Calls with the number of bits as a constant.
+template <typename Then>
+__device__ __forceinline__ void WithBits(int bits, const Then& then) {
+  switch (bits) {
+    case 8:
+      return then(std::integral_constant<int, 8>());
+    case 6:
+      return then(std::integral_constant<int, 6>());
+    case 5:
+      return then(std::integral_constant<int, 5>());
+    case 4:
+      return then(std::integral_constant<int, 4>());
+    case 3:
+      return then(std::integral_constant<int, 3>());
+    default:
+      return then(std::integral_constant<int, 2>());
+  }
+}
+
+// Adds the part of kChunks chunks. A lane finds the scales of chunk l % 4 of them, for the four
+// lanes of its outputs.
+template <typename T, int kBits, int kChunks>
+__device__ __forceinline__ void AddChunks(const Call& p, const Source& from, const Lane& lane,
+                                          int first, float (&sums)[4]) {
+  Share shares[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) shares[i] = LoadShare<kBits>(from, lane, first + i);
+  const int group = GroupOf(from.inverse, kChunks > 1 ? first + lane.place : first);
+  const uint32_t nibbles = from.nibbles[int64_t{group} * p.nibble_words];
+  const uint32_t largest = from.largest[group];
+  const float factors[2] = {FactorOf(nibbles, largest, lane.own),
+                            FactorOf(nibbles, largest, lane.own + 1)};
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    float products[4] = {};
+#pragma unroll
+    for (int j = 0; j < kOctet / 2; j += 2) {
+      const auto& words = shares[i].words;
+      const uint32_t a[4] = {PairOf<T, kBits>(words[0], j), PairOf<T, kBits>(words[1], j),
+                             PairOf<T, kBits>(words[0], j + 1), PairOf<T, kBits>(words[1], j + 1)};
+      Multiply<T>(products, a, shares[i].x[j], shares[i].x[j + 1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float factor = kChunks > 1 ? __shfl_sync(kFullWarp, factors[n], i, 4) : factors[n];
+#pragma unroll
+      for (int c = 2 * n; c < 2 * n + 2; ++c) sums[c] = fmaf(factor, products[c], sums[c]);
+    }
+  }
+}
+
+template <typename T, int kBits>
+__device__ __forceinline__ void AddSectionInTiles(const Call& p, const Section& s, const Lane& lane,
+                                                  float (&sums)[4]) {
+  const Source from = FindSource<kBits>(p, s, lane);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, whole = s.chunks / kDeep;
+  // A section begins with another warp than the one before.
+  const int turn = (warp + kWarps - s.first / kDeep % kWarps) % kWarps;
+  for (int i = turn; i < whole; i += kWarps) {
+    AddChunks<T, kBits, kDeep>(p, from, lane, i * kDeep, sums);
+  }
+  const int left = whole * kDeep + turn;
+  if (left < s.chunks) AddChunks<T, kBits, 1>(p, from, lane, left, sums);
+}
+
+template <typename T>
+__device__ __forceinline__ void AddTile(const Call& p) {
+  const int place = static_cast<int>(threadIdx.x) % kWarp, output = place / 4 * 2;
+  const Tile tile = FindTile(p);
+  // A block of outputs that is not there repeats the last one.
+  const int64_t last = (p.outputs - 1) / kGroupsBlock;
+  const Lane lane = {min((tile.first + output) / kGroupsBlock, last),
+                     output % static_cast<int>(kGroupsBlock), place % 4,
+                     Pinned(RowOfLane(p, tile))};
+  float sums[4] = {};
+  for (int i = 0; i < p.count; ++i) {
+    const Section& s = p.sections[i];
+    WithBits(s.bits,
+             [&](auto bits) { AddSectionInTiles<T, decltype(bits)::value>(p, s, lane, sums); });
+  }
+  StoreTile<T>(p, tile, {output, output + 1}, sums);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) TensorSectionsKernel(Call p) {
+  if (kForTensorCores) AddTile<T>(p);
+}
+
 // A chunk's values of a lane's output go where the model has their inputs.
 template <typename T, int kBits>
 __device__ __forceinline__ void PutChunk(const Call& p, const Section& s, const Place& at,
@@ -210,8 +391,8 @@ __device__ __forceinline__ void PutChunk(const Call& p, const Section& s, const 
 #pragma unroll
   for (int i = 0; i < kOctet / 2; ++i) {
     const uint32_t pair = CodePair(octet, s.bits, at.place, i);
-    out[order[2 * i]] = FromFloat<T>(Centered(pair & 0xffffu, s.bits) * factor);
-    out[order[2 * i + 1]] = FromFloat<T>(Centered(pair >> 16, s.bits) * factor);
+    out[order[2 * i]] = FromFloat<T>(CenteredFloat(pair & 0xffffu, s.bits) * factor);
+    out[order[2 * i + 1]] = FromFloat<T>(CenteredFloat(pair >> 16, s.bits) * factor);
   }
 }
 
@@ -246,7 +427,7 @@ Call CallOfSections(const GroupsMatrix& m) {
   p.inputs = m.inputs;
   p.outputs = m.outputs;
   p.block_bytes = m.block_bytes();
-  p.nibble_words = m.nibble_words;
+  p.nibble_words = static_cast<int>(m.nibble_words);
   for (int i = 0; i < p.count; ++i) {
     int64_t first = 0;
     const GroupsMatrix part = m.Section(i, &first);
@@ -273,6 +454,9 @@ void Launch(const Call& p, cudaStream_t stream) {
 
 template <typename T>
 void LaunchRows(const Call& p, cudaStream_t stream) {
+  if constexpr (!std::is_same<T, float>::value) {
+    if (HasTensorCores()) return LaunchTiles(TensorSectionsKernel<T>, p, stream);
+  }
   return p.rows == 1 ? Launch<T, 1>(p, stream) : Launch<T, 4>(p, stream);
 }
 
@@ -291,10 +475,7 @@ void LaunchDequantize(const Call& p, cudaStream_t stream) {
 
 void LaunchLinearSections(const GroupsParams& params, const void* x, cudaStream_t stream) {
   Call p = CallOfSections(params.matrix);
-  p.rows = params.rows;
-  p.x = x;
-  p.bias = params.bias;
-  p.out = params.out;
+  static_cast<TileCall&>(p) = TileCallOf(params, x);
   switch (params.dtype) {
     case FloatType::kFloat32:
       return LaunchRows<float>(p, stream);
@@ -309,7 +490,7 @@ void LaunchDequantizeSections(const GroupsMatrix& matrix, FloatType dtype, int64
                               int64_t end, void* out, cudaStream_t stream) {
   Call p = CallOfSections(matrix);
   p.begin = begin;
-  p.rows = end - begin;
+  p.rows = static_cast<int>(end - begin);
   p.out = out;
   switch (dtype) {
     case FloatType::kFloat32:

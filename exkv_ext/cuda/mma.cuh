@@ -62,6 +62,24 @@ __device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
 #endif
 }
 
+// (word & mask) | bits and (word & mask) ^ bits, each one instruction: of C++ with two constants
+// the compiler makes two.
+#if defined(EXKV_CUDA_EMULATION)
+inline uint32_t AndOr(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
+inline uint32_t AndXor(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) ^ bits; }
+#else
+__device__ __forceinline__ uint32_t AndOr(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t found;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(found) : "r"(word), "r"(mask), "r"(bits));
+  return found;
+}
+__device__ __forceinline__ uint32_t AndXor(uint32_t word, uint32_t mask, uint32_t bits) {
+  uint32_t found;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(found) : "r"(word), "r"(mask), "r"(bits));
+  return found;
+}
+#endif
+
 // Multiply, below, without tensor cores.
 template <typename T>
 __device__ __forceinline__ void MultiplyByLanes(float (&sum)[4], const uint32_t (&a)[4],

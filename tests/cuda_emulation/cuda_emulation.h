@@ -406,8 +406,9 @@ inline void __syncwarp(unsigned mask = 0xffffffffu) {
 }
 
 template <typename T>
-T __shfl_sync(unsigned mask, T value, int lane) {
-  return exkv::emulation::Shuffle(mask, value, static_cast<unsigned>(lane));
+T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
+  const unsigned first = exkv::emulation::Lane() / width * width;
+  return exkv::emulation::Shuffle(mask, value, first + static_cast<unsigned>(lane));
 }
 
 template <typename T>

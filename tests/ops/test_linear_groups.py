@@ -3,6 +3,8 @@ dequantized bfloat16 weights."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -238,3 +240,26 @@ def test_cuda_kernels_are_right_for_every_layout(where, dtype):
             part = ops_there.dequantize_weight(tensors, layout, 8, 19, dtype)
             tolerance = torch.finfo(dtype).eps * weight.abs().max()
             assert (part.double() - weight[8:19]).abs().max() <= tolerance
+
+
+@needs_cxx
+@pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("shift", ["symmetric", "offset", "zero"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tensor_cores_take_chunks_four_at_a_time(bits, shift, where):
+    """More fours than a block has warps, and three chunks that are left; groups that share a scale
+    over four chunks and groups that don't; any rows up to 16, alone and beside others."""
+    inputs = 9 * 128 + 96
+    for seed, (group, dtype) in enumerate(itertools.product((32, 64, 128, 0), DTYPES[1:])):
+        format = GroupFormat(
+            bits=bits, group=group, scale=DTYPES[seed % 3], shift=shift, ordered=False
+        )
+        tensors, weight = matrix(format, 21, inputs, seed)
+        rows = (1, 2, 5, 8, 9, 12, 15, 16)[seed]
+        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        layout, linear = list(format.groups), ops_of(where).linear_groups
+        expected, plain = x.double() @ weight.T, F.linear(x, weight.to(dtype))
+        found = linear(x, tensors, layout, None)
+        assert error(found, expected) <= 2 * error(plain, expected), (format, rows)
+        for row in {0, rows - 1}:
+            assert torch.equal(linear(x[row : row + 1], tensors, layout, None)[0], found[row])

@@ -236,25 +236,33 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
         ops.linear_packed(x, [rows], "", [-1, 12, 0, 0], 10, None)
 
 
+#: dtype and rows of x, and its first element: x that begins anywhere is copied.
+CUDA_CASES = (
+    *((torch.float32, 5, 1), (torch.bfloat16, 1, 1), (torch.float16, 4, 1)),
+    *((torch.bfloat16, 9, 0), (torch.float16, 2, 0)),
+)
+
+
 @needs_cxx
 @pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("name", EVERY)
 def test_cuda_kernels_are_right(name, where):
     """Rows and outputs that fill no block, more chunks than a warp has lanes, x that begins
-    anywhere; values to the bit."""
+    anywhere, or where tensor cores take it; values to the bit."""
     inputs = 1280 if name in GGML else 1056
     tensors, weight = matrix(name, 21, inputs)
     given = (EVERY[name].name, list(EVERY[name].native((21, inputs))))
     ops_there = ops_of(where)
-    for dtype, rows in zip(DTYPES, (5, 1, 4), strict=True):
+    for dtype, rows, first in CUDA_CASES:
         bias = torch.randn(21, generator=torch.Generator().manual_seed(rows)).to(dtype)
         x = torch.randn(rows * inputs + 1, generator=torch.Generator().manual_seed(rows))
-        x = x.to(dtype)[1:].view(rows, inputs)
+        x = x.to(dtype)[first : first + rows * inputs].view(rows, inputs)
         expected = F.linear(x.double(), weight, bias.double())
         found = ops_there.linear_packed(x, tensors, *given, 21, bias)
         assert error(found, expected) <= 2 * float_error(x, weight, expected - bias) + 1e-9
         alone = [ops_there.linear_packed(row[None], tensors, *given, 21, bias) for row in x]
         assert torch.equal(torch.cat(alone), found)
+    for dtype in DTYPES:
         plain = ops_there.dequantize_packed(tensors, *given, inputs, 3, 19, dtype)
         held = dict(zip(EVERY[name].names, tensors, strict=True))
         assert torch.equal(plain, EVERY[name].dequantize(held, dtype)[3:19])
