@@ -6,12 +6,12 @@ floats. The text is English prose from Python's own library, the topics of ``hel
 float32, so that nothing but cache or weights differs.
 
 Four tables: kinds of cache, tokens in chunks, so that most are seen through what the cache stored
-of those before; the weights as integers of 8 to 4 bits; the same with layers rounded by
-themselves and for the inputs of a text (``rounded``); and ``weights="best"`` on a card that shrinks, with a drawing of perplexity by
-bits a weight. Each change has the standard error of its mean over the rows of the text. ``--only
-best --losses text`` makes the one curve, for a text long enough to tell its steps from chance.
-``--draw FILE FILE --svg FILE`` measures nothing, and draws stored results; lines of a later one
-replace those of an earlier one.
+of those before; the weights as integers of 8 to 4 bits; the same with layers rounded by themselves
+and for the inputs of a text (``rounded``); and ``weights="best"`` on a card that shrinks, with a
+drawing of perplexity by bits a weight. Each change has the standard error of its mean over the rows
+of the text. ``--only best --losses text`` makes the one curve, for a text long enough to tell its
+steps from chance. ``--draw FILE FILE --svg FILE`` measures nothing, and draws stored results; lines
+of a later one replace those of an earlier one.
 """
 
 from __future__ import annotations
