@@ -316,7 +316,7 @@ class Tokenizer:
         fields = {**defaults, **variables, **generation}
         render = chosen.render_unfinished if continue_final_message else chosen.render
         text = render(messages, fields)
-        if tokenize is False or tokenize is return_tensors is return_dict is None:
+        if tokenize is False or (tokenize, return_tensors, return_dict) == (None, None, None):
             return text
         rows = [text] if return_tensors else text
         found = self(rows, add_special_tokens=False, return_tensors=return_tensors)
