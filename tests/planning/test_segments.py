@@ -118,6 +118,32 @@ def test_growth_amid_calls_is_packed_anew_where_its_holes_leave_no_room(folders)
     assert outcomes["held"] == 1 and wrong == []
 
 
+def best_on_cards(folder):
+    """Weights chosen for cards of several sizes: what is kept, and what goes beyond the plan."""
+    kept, beyond = [], []
+    for mebibytes in (40, 56, 72, 100):
+        model = Model(folder, max_input_len=16, weights="best")
+        cache = CACHES["8bit"](model, 90)
+        sim.set_capacity(0, mebibytes * MEBI)
+        plan = place(model, cache)
+        ledger = next(ledger for ledger in plan.ledgers if ledger.device.type != "cpu")
+        sim.set_capacity(0, ledger.budget.in_use_by_others + ledger.total)
+        torch.accelerator.reset_peak_memory_stats(0)
+        model.load(plan=plan)
+        work_at_the_edge(model, cache, False)
+        kept.append(sorted({unit.kept for unit in plan.units}))
+        beyond.append(torch.accelerator.max_memory_reserved(0) - ledger.total)
+        beyond += model.report.surprises()
+        model.unload()
+    return kept, beyond
+
+
+def test_weights_are_chosen_by_what_a_card_reserves(folders):
+    kept, beyond = run_sim(best_on_cards, "90M", args=[folders["dense"]], env=SEGMENTS)
+    assert max(beyond) <= 0
+    assert len({tuple(each) for each in kept}) > 2 and max(map(len, kept)) > 1
+
+
 def converted_on_load(folder):
     """Weights of another dtype, converted as they are read, on a card cut to what is planned."""
     model = Model(folder, max_input_len=16, dtype=torch.bfloat16)
