@@ -135,7 +135,8 @@ class Model(Transformer):
         unknown = without_meaning.keys() - _WITHOUT_MEANING
         if unknown:
             raise TypeError(
-                f"from_pretrained() knows no {', '.join(sorted(unknown))}: see Model() and load()"
+                f"from_pretrained() knows no {', '.join(sorted(unknown))}: see Model(), which "
+                'rounds weights with weights="int4" or "int8", and load()'
             )
         devices = None
         if isinstance(device_map, Mapping) or device_map in ("balanced", "balanced_low_0"):
@@ -466,9 +467,9 @@ class Model(Transformer):
         cache_position: torch.Tensor | None = None,
         logits_to_keep: int = 0,
         use_cache: bool | None = None,
-        return_dict: bool = False,
+        return_dict: bool | None = None,
         **options: Any,
-    ) -> torch.Tensor | ForwardOutput | None:
+    ) -> torch.Tensor | ForwardOutput | tuple[torch.Tensor | None, KVCache | None] | None:
         """:meth:`Transformer.forward`, also with transformers' arguments.
 
         Args:
@@ -477,7 +478,8 @@ class Model(Transformer):
                 against what the cache says.
             logits_to_keep: 1 is ``last_id_only``, 0 is all.
             use_cache: without effect; True needs a cache.
-            return_dict: return a :class:`ForwardOutput`.
+            return_dict: True returns a :class:`ForwardOutput`, False a tuple of its two, as in
+                transformers; None the logits alone.
             options: those of :meth:`Transformer.forward`.
 
         Raises:
@@ -506,7 +508,9 @@ class Model(Transformer):
         if not _FORWARD_OPTIONS.issuperset(options):
             options = arguments.taken(options, ())
         logits = self._forward(input_ids, cache, **options)
-        return ForwardOutput(logits=logits, cache=cache) if return_dict else logits
+        if return_dict is None:
+            return logits
+        return ForwardOutput(logits=logits, cache=cache) if return_dict else (logits, cache)
 
     __call__ = forward  # type: ignore[assignment] # as forward does
 

@@ -147,6 +147,24 @@ result = out.past_key_values is cache, cache.seq_lens[0], out.sequences.shape[1]
     assert is_same and stored == length - 1
 
 
+def test_a_loop_takes_logits_from_an_output_or_a_tuple(folder):
+    program = """
+import exkv
+made = []
+for step in ({"return_dict": True}, {"return_dict": False}):
+    cache = exkv.DynamicCache(model, max_seq_len=64)
+    ids = inputs["input_ids"]
+    for _ in range(4):
+        out = model(ids[:, cache.seq_lens[0]:], past_key_values=cache, use_cache=True, **step)
+        logits = out.logits if step["return_dict"] else out[0]
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=-1)
+    made.append(ids.tolist())
+result = made, model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist()
+"""
+    loops, generated = run(OURS, program, folder)
+    assert loops == [generated, generated]
+
+
 def test_a_cache_without_a_model_says_that_it_needs_one(folder):
     for made in ("exkv.DynamicCache()", "exkv.DynamicCache(config=model.config)"):
         with pytest.raises(TypeError, match=r"DynamicCache\(model\), rather than none or a config"):
