@@ -437,9 +437,9 @@ def _without_pages(spec: LayerSpec) -> LayerSpec:
 def _window(layer_type: str, arguments: Mapping[str, Any], kind: str) -> int:
     """The layer's sliding window; 0 for none. Chunks are one in static caches, as in stock ones;
     elsewhere they are in the mask alone."""
-    slides = ("sliding_attention", "hybrid_sliding")
+    slides = ["sliding_attention", "hybrid_sliding"]
     if kind in STATIC:
-        slides = (*slides, "chunked_attention")
+        slides.append("chunked_attention")
     return arguments["sliding_window"] if layer_type in slides else 0
 
 
