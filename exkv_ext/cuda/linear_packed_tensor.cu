@@ -13,13 +13,10 @@ namespace exkv {
 namespace {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr int kBlockInputs = 256;
-constexpr int kSteps = kBlockInputs / 16;
 constexpr int kPair = 2;  // outputs of a lane
 
 struct Call : TileCall {
   PackedMatrix m;
-  int blocks;
 };
 
 struct ScaleAndLow {
@@ -39,12 +36,13 @@ __device__ __forceinline__ uint32_t ShiftDown(uint32_t word, int at) {
 template <int kBits>
 struct TensorWithMinima {
   static constexpr int kHigh = kBits == 5 ? 32 : 0;
-  static constexpr int kBytes = 144 + kHigh, kGroup = 32, kOwn = kBlockInputs / kGroup / 4;
+  static constexpr int kInputs = 256, kGroup = 32, kOwn = kInputs / kGroup / 4;
   static constexpr bool kHasMinima = true;
   uint32_t codes[4][2], high[2];
   ScaleAndLow own[kOwn];
 
-  __device__ __forceinline__ void Load(const uint8_t* block, int place) {
+  __device__ __forceinline__ void Load(const uint8_t* row, int piece, int place) {
+    const uint8_t* block = row + int64_t{piece} * (144 + kHigh);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       const uint8_t* from = block + 16 + step * 16 + place * 4;
@@ -81,10 +79,11 @@ struct TensorWithMinima {
   }
 };
 
+// Half a block: of a whole one, codes of two outputs would be too many registers.
 struct TensorQ6K {
-  static constexpr int kBytes = 210, kGroup = 16, kOwn = kBlockInputs / kGroup / 4;
+  static constexpr int kInputs = 128, kGroup = 16, kOwn = kInputs / kGroup / 4;
   static constexpr bool kHasMinima = false;
-  uint32_t codes[4][2], high[2][2];
+  uint32_t codes[2][2], high[2];
   ScaleAndLow own[kOwn];
 
   __device__ __forceinline__ static uint32_t WordAt(const uint8_t* from) {
@@ -93,28 +92,28 @@ struct TensorQ6K {
     return word[0];
   }
 
-  __device__ __forceinline__ void Load(const uint8_t* block, int place) {
+  __device__ __forceinline__ void Load(const uint8_t* row, int piece, int place) {
+    const uint8_t* block = row + int64_t{piece / 2} * 210;
+    const int half = piece % 2;
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-      const uint8_t* from = block + step * 16 + place * 4;
+      const int at = step * 16 + place * 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) codes[i][step] = WordAt(from + i * 32);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) high[i][step] = WordAt(from + 128 + i * 32);
+      for (int i = 0; i < 2; ++i) codes[i][step] = WordAt(block + half * 64 + i * 32 + at);
+      high[step] = WordAt(block + 128 + half * 32 + at);
     }
-    const uint32_t scales = WordAt(block + 192 + place * kOwn);
+    const uint8_t* scales = block + 192 + half * 8 + place * kOwn;
     const float d = HalfAt(block + 208);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      own[i].scale = d * static_cast<float>(static_cast<int8_t>(scales >> (8 * i) & 0xffu));
+      own[i].scale = d * static_cast<float>(static_cast<int8_t>(scales[i]));
     }
   }
 
   template <typename T>
   __device__ __forceinline__ uint32_t Pair(int chunk, int step, int byte) const {
-    const int of_half = chunk % 4;
-    const uint32_t word = codes[chunk / 4 * 2 + of_half % 2][step] >> (of_half / 2 * 4 + byte * 8);
-    const uint32_t above = ShiftDown(high[chunk / 4][step], of_half * 2 + byte * 8 - 4);
+    const uint32_t word = codes[chunk % 2][step] >> (chunk / 2 * 4 + byte * 8);
+    const uint32_t above = ShiftDown(high[step], chunk * 2 + byte * 8 - 4);
     const uint32_t code = AndOr(above, 0x00300030u, AndOr(word, 0x000f000fu, kBase<T>));
     return SubtractPairs<T>(code, kBase<T> + 32 * 0x10001u);
   }
@@ -159,13 +158,13 @@ __device__ __forceinline__ void AddScaled(const Block (&blocks)[kPair], int grou
   }
 }
 
-// Adds the part of 256 inputs, of which x has a lane's first.
+// Adds the part of a block, of whose inputs x has a lane's first.
 template <typename T, typename Block>
 __device__ __forceinline__ void AddBlock(const Block (&blocks)[kPair], const uint16_t* x,
                                          float (&sums)[4]) {
   constexpr int kEach = Block::kGroup / 16;
 #pragma unroll
-  for (int group = 0; group < kSteps / kEach; ++group) {
+  for (int group = 0; group < Block::kInputs / Block::kGroup; ++group) {
     float products[4] = {}, inputs[4] = {};
 #pragma unroll
     for (int i = group * kEach; i < (group + 1) * kEach; ++i) {
@@ -192,11 +191,12 @@ __device__ __forceinline__ void AddTile(const Call& p) {
   }
   const uint16_t* x = Pinned(RowOfLane(p, tile) + place * 4);
   float sums[4] = {};
-  for (int i = warp; i < p.blocks; i += kWarps) {
+  const int pieces = static_cast<int>(p.inputs / Block::kInputs);
+  for (int i = warp; i < pieces; i += kWarps) {
     Block blocks[kPair];
 #pragma unroll
-    for (int n = 0; n < kPair; ++n) blocks[n].Load(rows[n] + int64_t{i} * Block::kBytes, place);
-    AddBlock<T>(blocks, x + int64_t{i} * kBlockInputs, sums);
+    for (int n = 0; n < kPair; ++n) blocks[n].Load(rows[n], i, place);
+    AddBlock<T>(blocks, x + int64_t{i} * Block::kInputs, sums);
   }
   StoreTile<T>(p, tile, {lane / 4, lane / 4 + 8}, sums);
 }
@@ -233,7 +233,6 @@ void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, cudaSt
   Call p{};
   static_cast<TileCall&>(p) = TileCallOf(params, x);
   p.m = params.matrix;
-  p.blocks = static_cast<int>(p.inputs / kBlockInputs);
   return params.dtype == FloatType::kFloat16 ? LaunchType<__half>(p, stream)
                                              : LaunchType<__nv_bfloat16>(p, stream);
 }

@@ -118,16 +118,16 @@ def _plane_loops() -> Iterator[Loop]:
         )
 
 
-#: Block types of linear_packed_tensor.cu -> the format's name, bytes of 256 weights, products.
+#: Block types of linear_packed_tensor.cu -> the format's name, its bytes of a row, products.
 K_TYPES = {
     "TensorWithMinimaILi4E": ("Q4_K", 144, 32),
     "TensorWithMinimaILi5E": ("Q5_K", 176, 32),
-    "TensorQ6K": ("Q6_K", 210, 16),
+    "TensorQ6K": ("Q6_K", 105, 8),
 }
 
 
 def _k_type_loops() -> Iterator[Loop]:
-    """linear_packed_tensor.cu: a block of 256 inputs of 16 outputs."""
+    """linear_packed_tensor.cu: a block of 256 inputs of 16 outputs, or half of one."""
     for block, (name, block_bytes, products) in K_TYPES.items():
         yield Loop(
             format=name,

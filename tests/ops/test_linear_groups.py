@@ -248,7 +248,8 @@ def test_cuda_kernels_are_right_for_every_layout(where, dtype):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tensor_cores_take_chunks_four_at_a_time(bits, shift, where):
     """More fours than a block has warps, and three chunks that are left; groups that share a scale
-    over four chunks and groups that don't; any rows up to 16, alone and beside others."""
+    over four chunks and groups that don't; any rows up to 16, alone and beside others, and x that
+    begins anywhere."""
     inputs = 9 * 128 + 96
     for seed, (group, dtype) in enumerate(itertools.product((32, 64, 128, 0), DTYPES[1:])):
         format = GroupFormat(
@@ -256,7 +257,8 @@ def test_tensor_cores_take_chunks_four_at_a_time(bits, shift, where):
         )
         tensors, weight = matrix(format, 21, inputs, seed)
         rows = (1, 2, 5, 8, 9, 12, 15, 16)[seed]
-        x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        x = torch.randn(rows * inputs + 1, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        x = x[seed % 3 // 2 :][: rows * inputs].view(rows, inputs)
         layout, linear = list(format.groups), ops_of(where).linear_groups
         expected, plain = x.double() @ weight.T, F.linear(x, weight.to(dtype))
         found = linear(x, tensors, layout, None)
