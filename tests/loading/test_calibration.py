@@ -39,12 +39,9 @@ def all_matrices(unit) -> dict[str, GroupFormat]:
     return {
         path: FORMAT
         for path, part in unit.module.named_modules()
-        if isinstance(part, Linear) and unit.spec.layer is not None and not is_router(path)
+        if unit.spec.layer is not None and isinstance(part, Linear)
+        if part.size[1] % FORMAT.group == 0 and not stays_float(path, ROUTERS)
     }
-
-
-def is_router(path: str) -> bool:
-    return stays_float(path, (*ROUTERS, "mlp.gate"))
 
 
 def rounded_by_ids(folder: Path) -> list[dict]:
