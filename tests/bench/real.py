@@ -277,9 +277,9 @@ def _uniform(subject: Subject) -> dict[str, Any]:
 
 
 def _rounded(subject: Subject) -> dict[str, Any]:
-    """Layers in integers, rounded by themselves and for a text's inputs; the tied table in 8."""
+    """Layers in integers, rounded by themselves and for a text's inputs; the tied table is not."""
     names = [f"{n}{how}" for n in subject.settings.round_to for how in ("", BY_TEXT)]
-    table = dict.fromkeys((subject.names[0], subject.names[-1]), "int8")
+    table = dict.fromkeys((subject.names[0], subject.names[-1]), AS_STORED)
     cache = subject.as_stored().cache
     kept = [dict.fromkeys(subject.names, name) | table for name in names]
     found = subject.qualities([Way(kept=each, cache=cache) for each in kept])
