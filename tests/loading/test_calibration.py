@@ -14,6 +14,7 @@ from tiny import TINY, llama, reference, save, save_tokenizer
 
 from exkv import Cache, Model, ModelConfig, Tokenizer, sim
 from exkv.checkpoint import Checkpoint
+from exkv.cluster.model import ClusterModel
 from exkv.layers.linear import Linear
 from exkv.layers.mlp import Experts
 from exkv.loading.calibration import ROWS, TOKENS, rounded_units, rows_of
@@ -188,6 +189,11 @@ def test_a_text_that_says_too_little_is_refused_before_anything_is_read():
         with pytest.raises(ValueError, match=rf"round by has {count} tokens; give some"):
             model.load(devices=["cpu"])
         assert not model.loaded and model.checkpoint is None
+
+
+def test_a_model_over_hosts_takes_integers_from_a_folder_only():
+    with pytest.raises(ValueError, match=r"rounds weights on one host: .* --calibration FILE"):
+        ClusterModel(DEMO, None, weights="int4", calibration="a text")
 
 
 def test_a_model_that_overflows_on_the_text_is_refused_by_the_matrix(tmp_path):
