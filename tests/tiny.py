@@ -138,6 +138,16 @@ SMALL = {
     "num_attention_heads": 4,
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: Of which tokens take those of two of three groups, and one that is shared.
+ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 32,
+}
 FACTORS = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
@@ -178,14 +188,27 @@ TINY = {
     "ArceeForCausalLM": small("Arcee", mlp_bias=True),
     "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
     "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),
+    "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
+    "Ernie4_5_MoeForCausalLM": small(
+        "Ernie4_5_Moe",
+        use_bias=True,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=32,
+        moe_norm_min=0.7,
+        moe_layer_start_index=1,
+        pad_token_id=0,
+    ),
     "Ernie4_5ForCausalLM": small("Ernie4_5", head_dim=16, use_bias=True, pad_token_id=0),
     "Exaone4ForCausalLM": small("Exaone4", **WINDOWS),
+    "ExaoneMoeForCausalLM": small("ExaoneMoe", num_shared_experts=2, **MIXTURE, **WINDOWS),
     "GPTNeoXForCausalLM": small("GPTNeoX", num_key_value_heads=4),
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_with_images,
     "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
     "Glm4ForCausalLM": small("Glm4", head_dim=16),
+    "Glm4MoeForCausalLM": small("Glm4Moe", use_qk_norm=True, attention_bias=True, **ROUTED),
     "GptOssForCausalLM": small(
         "GptOss",
         head_dim=16,
@@ -200,6 +223,13 @@ TINY = {
     "GraniteForCausalLM": small("Granite", **FACTORS),
     "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
     "LlamaForCausalLM": llama,
+    "MiniMaxM2ForCausalLM": small(
+        "MiniMaxM2",
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    ),
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": small("Nemotron", head_dim=16),
@@ -221,6 +251,7 @@ TINY = {
     "Qwen3MoeForCausalLM": small("Qwen3Moe", head_dim=16, decoder_sparse_step=2, **MIXTURE),
     "SeedOssForCausalLM": small("SeedOss", head_dim=16),
     "SmolLM3ForCausalLM": small("SmolLM3", no_rope_layers=[1, 0], pad_token_id=0),
+    "SolarOpenForCausalLM": small("SolarOpen", head_dim=16, **ROUTED),
     "StableLmForCausalLM": small("StableLm", use_qkv_bias=True),
     "Starcoder2ForCausalLM": small("Starcoder2"),
 }
@@ -264,6 +295,9 @@ def reference(
                 parameter.uniform_(low, low + 1)
             else:
                 parameter.normal_(0, 0.06)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0, 0.1)
     return cast(model, dtype)
 
 

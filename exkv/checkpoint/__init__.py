@@ -9,7 +9,7 @@ same for llama.cpp's files.
 from __future__ import annotations
 
 from .facts import Facts, facts_of
-from .families import ClampedExpertsConfig, ExpertsConfig, Multipliers
+from .families import ClampedExpertsConfig, ExpertsConfig, Multipliers, RoutedExpertsConfig
 from .gguf.contents import GGUFContents, find_gguf
 from .gguf.tensors import GGUFCheckpoint
 from .model_config import DTYPES, ModelConfig
@@ -31,6 +31,7 @@ __all__ = [
     "Multipliers",
     "RopeParameters",
     "RopeScaling",
+    "RoutedExpertsConfig",
     "TensorInfo",
     "facts_of",
     "find_gguf",

@@ -22,10 +22,11 @@ _ROWS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Names in the checkpoint: of the matrices at both ends, one name if they share a tensor, of
-    the last norm, and of the layers before their numbers."""
+    the head's bias, of the last norm, and of the layers before their numbers."""
 
     table: str
     head: str
+    bias: str
     norm: str
     layers: str
 
@@ -55,7 +56,13 @@ def facts_of(config: ModelConfig) -> Facts:
 
 def _stated(config: ModelConfig, names: TensorNames) -> Facts:
     head = names.table if config.tie_word_embeddings else names.head
-    return Facts(table=names.table, head=head, norm=names.norm, layers=names.layers)
+    return Facts(
+        table=names.table,
+        head=head,
+        bias=f"{names.head}.bias",
+        norm=names.norm,
+        layers=names.layers,
+    )
 
 
 def _corrected(config: ModelConfig, names: TensorNames, checkpoint: Checkpoint) -> Facts:

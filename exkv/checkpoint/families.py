@@ -88,6 +88,61 @@ class ExpertsConfig(Specific):
                 f"{self.num_local_experts}"
             )
 
+    @property
+    def shared_inner(self) -> int | None:
+        """Inner values of the shared expert."""
+        return self.shared_expert_intermediate_size
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether a layer has an MLP instead of experts."""
+        return layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExpertsConfig(ExpertsConfig):
+    """Experts in ``n_group`` groups of equal size, of which a token's experts are in
+    ``topk_group``; their weights are divided by at least ``moe_norm_min`` and multiplied by
+    ``routed_scaling_factor``. ``n_shared_experts`` as large as the others are taken by all tokens.
+    The first ``first_k_dense_replace`` layers have an MLP instead."""
+
+    n_group: int = 1
+    topk_group: int = 1
+    moe_norm_min: float = 1e-20
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 0
+
+    def __post_init__(self) -> None:
+        ExpertsConfig.__post_init__(self)
+        set_floats(self, ("moe_norm_min", "routed_scaling_factor"))
+        for key in ("n_shared_experts", "first_k_dense_replace"):
+            if not is_int(getattr(self, key)) or getattr(self, key) < 0:
+                raise ValueError(f"{key} must be an integer, 0 or more, not {getattr(self, key)!r}")
+        for key in ("n_group", "topk_group"):
+            check_size(key, getattr(self, key))
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        size, rest = divmod(self.num_local_experts, self.n_group)
+        few = self.topk_group < self.n_group
+        if rest or self.topk_group > self.n_group or few and size < 2:
+            raise ValueError(
+                f"topk_group {self.topk_group} of n_group {self.n_group} must be groups of two or "
+                f"more of num_local_experts {self.num_local_experts}, as many in each"
+            )
+        if self.num_experts_per_tok > self.topk_group * size:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than the experts in "
+                f"topk_group {self.topk_group} groups of {size}"
+            )
+
+    @property
+    def shared_inner(self) -> int | None:
+        return self.n_shared_experts * (self.moe_intermediate_size or 0)
+
+    def is_dense(self, layer: int) -> bool:
+        return layer < self.first_k_dense_replace or ExpertsConfig.is_dense(self, layer)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedExpertsConfig(ExpertsConfig):

@@ -8,8 +8,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: Keys that change no logits: of training, of generation, of other classes' heads, and what
-#: programs note down for themselves.
+#: Keys that change no logits: of training, of generation, of other classes' heads, of layers that
+#: predict several tokens, and what programs note down for themselves.
 HARMLESS = frozenset(
     (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),
@@ -18,6 +18,7 @@ HARMLESS = frozenset(
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
         *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
+        *("num_mtp_layers", "num_nextn_predict_layers"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
     )

@@ -11,6 +11,7 @@ from .mlp import (
     PlainMLP,
     SharedExperts,
     mixture_or_mlp,
+    routed_experts,
 )
 from .norm import LayerNorm, RMSNorm
 from .rope import RotaryTables
@@ -34,4 +35,5 @@ __all__ = [
     "SinkAttention",
     "WideNormAttention",
     "mixture_or_mlp",
+    "routed_experts",
 ]

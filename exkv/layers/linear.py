@@ -105,6 +105,18 @@ class Linear(Matrix):
         return self.format.linear(x, parameters, parameters["bias"])
 
 
+class ExactLinear(Linear):
+    """A linear layer that computes in float32 whatever the model's dtype is: its weight is kept in
+    float32, which the experts' routers are small enough for."""
+
+    def use_format(self, format: WeightFormat) -> None:
+        floats = FLOATS[torch.float32]
+        super().use_format(floats if isinstance(format, type(floats)) else format)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float())
+
+
 def side_by_side(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """Apply each linear layer to x: in one call if they share a format and none has hooks."""
     each: list[dict[str, Any]] = []

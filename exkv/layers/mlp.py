@@ -14,8 +14,9 @@ from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
 from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, PlainBlock, describe, describes
-from .linear import Linear, PlainModule, parameters_of
+from .linear import ExactLinear, Linear, PlainModule, parameters_of, weight
 from .low_rank import side_by_side
+from .routing import Router
 
 
 class MLP(PlainModule):
@@ -88,22 +89,36 @@ class Expert(nn.Module):
 
 
 class Experts(MLP):
-    """A mixture of experts: each token is routed to the top-k experts of the gate, and their
-    outputs are summed, weighted by the gate's softmax; x (B, T, hidden) -> (B, T, hidden).
+    """A mixture of experts: each token is routed to a few of them, and their outputs are summed,
+    weighted by the router; x (B, T, hidden) -> (B, T, hidden).
 
     Args:
         bias: whether router and experts have biases.
+        sigmoid: see :class:`Router`.
+        corrected: whether there is a correction of the scores, by which experts are chosen.
+        exact: whether the router computes in float32, whatever the model's dtype is.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        sigmoid: bool = False,
+        corrected: bool = False,
+        exact: bool = False,
+    ) -> None:
         super().__init__()
-        settings = config.settings(ExpertsConfig)
+        settings, hidden = config.settings(ExpertsConfig), config.hidden_size
         count, self.act = settings.num_local_experts, config.hidden_act
-        self.taken, self.normed = settings.num_experts_per_tok, settings.norm_topk_prob
+        self.router = Router.of(settings, sigmoid=sigmoid)
         inner = settings.moe_intermediate_size or config.intermediate_size
-        self.gate = Linear(config.hidden_size, count, bias=bias, dtype=dtype)
+        made = ExactLinear if exact else Linear
+        self.gate = made(hidden, count, bias=bias, dtype=dtype)
+        self.correction = weight(count, dtype=torch.float32) if corrected else None
         self.experts = nn.ModuleList(
-            Expert(config.hidden_size, inner, dtype, bias=bias) for _ in range(count)
+            Expert(hidden, inner, dtype, bias=bias) for _ in range(count)
         )
 
     @property
@@ -113,7 +128,7 @@ class Experts(MLP):
         if not (self.bare and self.gate.bare and all(linear.bare for linear in linears)):
             return False
         weights = [linear._parameters.get("weight") for linear in linears]
-        plain = [weight for weight in weights if type(weight) is nn.Parameter]
+        plain = [each for each in weights if type(each) is nn.Parameter]
         return len(plain) == len(linears) and are_chosen_on_device(plain[0][:1], plain)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,11 +137,7 @@ class Experts(MLP):
 
     def route(self, x: Tensor) -> Routing:
         """Choose the experts of each token of x (N, hidden)."""
-        ratings = self.gate(x).float().softmax(-1)
-        weights, chosen = ratings.topk(self.taken, dim=-1)
-        if self.normed:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(chosen=chosen, weights=weights)
+        return self.router.route(self.gate(x), self.correction)
 
     def run(self, x: Tensor, routing: Routing) -> Tensor:
         """x (N, hidden) -> (N, hidden)."""
@@ -139,17 +150,28 @@ class Experts(MLP):
 
 
 class SharedExperts(Experts):
-    """Experts plus one shared by all tokens, times the sigmoid of a gate of its own (Qwen, 2024:
-    Qwen1.5-MoE)."""
+    """Experts plus one shared by all tokens.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__(config, dtype)
-        inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
+    Args:
+        gated: whether its output is multiplied by the sigmoid of a gate of its own (Qwen, 2024:
+            Qwen1.5-MoE).
+        options: see :class:`Experts`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, gated: bool = False, **options: bool
+    ) -> None:
+        super().__init__(config, dtype, **options)
+        inner = config.settings(ExpertsConfig).shared_inner
         self.shared_expert = GatedMLP(config, dtype, inner)
-        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
+        self.shared_expert_gate = (
+            Linear(config.hidden_size, 1, bias=False, dtype=dtype) if gated else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        shared = self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid_())
+        shared = self.shared_expert(x)
+        if self.shared_expert_gate is not None:
+            shared.mul_(self.shared_expert_gate(x).sigmoid_())
         return shared.add_(super().forward(x))
 
 
@@ -171,6 +193,12 @@ class ClampedExperts(Experts):
         return sum_of_experts(x, routing, len(matrices), run)
 
 
+def routed_experts(config: ModelConfig, dtype: torch.dtype, **options: bool) -> Experts:
+    """Experts with the shared one that the config has, if any."""
+    shared = config.settings(ExpertsConfig).shared_inner
+    return (SharedExperts if shared else Experts)(config, dtype, **options)
+
+
 def mixture_or_mlp(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -178,8 +206,7 @@ def mixture_or_mlp(
     experts: Callable[[ModelConfig, torch.dtype], MLP],
 ) -> MLP:
     """The experts, or a gated MLP in a dense layer."""
-    settings = config.settings(ExpertsConfig)
-    dense = layer in settings.mlp_only_layers or (layer + 1) % settings.decoder_sparse_step
+    dense = config.settings(ExpertsConfig).is_dense(layer)
     return GatedMLP(config, dtype) if dense else experts(config, dtype)
 
 

@@ -304,7 +304,7 @@ class Decoder:
 
 def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:
     names = {"norm.weight": f"{facts.norm}.weight", "norm.bias": f"{facts.norm}.bias"}
-    names |= {"lm_head": facts.head, "lm_head.bias": f"{facts.head}.bias"}
+    names |= {"lm_head": facts.head, "lm_head.bias": facts.bias}
     tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
     return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tied)
 

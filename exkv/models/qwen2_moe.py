@@ -30,7 +30,7 @@ FAMILY = Family(
     model_type="qwen2_moe",
     units=Decoder(
         attention=partial(Attention, out_bias=False),
-        mlp_of_layer=partial(mixture_or_mlp, experts=SharedExperts),
+        mlp_of_layer=partial(mixture_or_mlp, experts=partial(SharedExperts, gated=True)),
         rename=NAMES,
     ),
     defaults=qwen2.FAMILY.defaults

@@ -30,7 +30,8 @@ SHAPES = {
     *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "layer_types", "no_rope_layers"),
     *("rope_parameters", "rope_scaling", "max_position_embeddings", "architectures", "model_type"),
-    *("original_max_position_embeddings", "dtype"),
+    *("original_max_position_embeddings", "dtype", "n_routed_experts", "n_shared_experts"),
+    *("num_shared_experts", "moe_num_experts", "moe_num_shared_experts", "mlp_layer_types"),
 }
 #: What some architectures refuse as others' settings.
 REFUSED = {"use_sliding_window", "use_bidirectional_attention"}

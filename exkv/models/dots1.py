@@ -1,0 +1,47 @@
+"""dots.llm1 (rednote, 2025): a Qwen 3 with experts that are chosen by corrected sigmoids of their
+ratings, and some that all tokens take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from exkv.checkpoint import RoutedExpertsConfig, windows
+from exkv.checkpoint.families import Family
+
+from . import glm4_moe
+from .decoder import Decoder, rms_norm
+
+
+def _late_layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
+    """The layers from ``max_window_layers`` on."""
+    window, first = windows.sliding_window(values), windows.first_layers(values)
+    slides = lambda layer: window is not None and layer >= first  # noqa: E731
+    return windows.by_layer(values, window, slides)
+
+
+FAMILY = Family(
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    units=Decoder(
+        head_norm=rms_norm, mlp_of_layer=glm4_moe.MLP_OF_LAYER, rename=glm4_moe.NAMES
+    ),
+    defaults={
+        "vocab_size": 152064,
+        "hidden_size": 4608,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "norm_topk_prob": False,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    windows=_late_layers,
+    reads=("attention_bias",),
+    specific=RoutedExpertsConfig,
+    aliases={"num_local_experts": "n_routed_experts"},
+)
