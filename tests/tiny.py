@@ -138,12 +138,14 @@ SMALL = {
     "num_attention_heads": 4,
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-#: Of which tokens take those of two of three groups, and one that is shared.
+#: Hunyuan's positions: a base that is stretched by a fixed factor.
+ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}}
+#: Tokens take experts of one of two groups, and one that is shared.
 ROUTED = {
     "n_routed_experts": 6,
-    "num_experts_per_tok": 3,
-    "n_group": 3,
-    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
     "moe_intermediate_size": 32,
@@ -189,6 +191,28 @@ TINY = {
     "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
     "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),
     "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
+    "FlexOlmoForCausalLM": small("FlexOlmo", num_experts=4, num_experts_per_tok=2),
+    "GlmForCausalLM": small("Glm", head_dim=16),
+    "GraniteMoeSharedForCausalLM": small(
+        "GraniteMoeShared", num_local_experts=4, shared_intermediate_size=40, **FACTORS
+    ),
+    "HunYuanDenseV1ForCausalLM": small("HunYuanDenseV1", head_dim=16, **ALPHA),
+    "HunYuanMoEV1ForCausalLM": small(
+        "HunYuanMoEV1", head_dim=16, num_experts=4, moe_topk=[2, 2], **ALPHA
+    ),
+    "MinistralForCausalLM": small("Ministral", head_dim=16, **WINDOWS),
+    "AfmoeForCausalLM": small(
+        "Afmoe",
+        head_dim=16,
+        num_shared_experts=2,
+        num_dense_layers=1,
+        num_hidden_layers=3,
+        route_scale=1.5,
+        mup_enabled=True,
+        sliding_window=WINDOW,
+        global_attn_every_n_layers=2,
+        **MIXTURE,
+    ),
     "Ernie4_5_MoeForCausalLM": small(
         "Ernie4_5_Moe",
         use_bias=True,

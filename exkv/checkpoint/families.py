@@ -60,7 +60,7 @@ class ExpertsConfig(Specific):
     """A mixture of experts: of ``num_local_experts``, each token takes ``num_experts_per_tok``.
 
     Experts have ``moe_intermediate_size`` inner values, None for the config's intermediate_size;
-    beside them may be one that all tokens take, of ``shared_expert_intermediate_size``.
+    beside them may be one that all tokens take, of ``shared_expert_intermediate_size``, 0 for none.
     ``norm_topk_prob`` makes the weights of those that are taken sum to one. Layers whose number,
     counted from one, is no multiple of ``decoder_sparse_step``, and ``mlp_only_layers``, have an
     MLP instead.
@@ -77,9 +77,10 @@ class ExpertsConfig(Specific):
     def __post_init__(self) -> None:
         for key in ("num_local_experts", "num_experts_per_tok", "decoder_sparse_step"):
             check_size(key, getattr(self, key))
-        for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-            if getattr(self, key) is not None:
-                check_size(key, getattr(self, key))
+        if self.moe_intermediate_size is not None:
+            check_size("moe_intermediate_size", self.moe_intermediate_size)
+        if self.shared_expert_intermediate_size not in (None, 0):
+            check_size("shared_expert_intermediate_size", self.shared_expert_intermediate_size)
         Specific.__post_init__(self)
         object.__setattr__(self, "mlp_only_layers", _layer_list(self.mlp_only_layers))
         if self.num_experts_per_tok > self.num_local_experts:
@@ -215,6 +216,7 @@ class Family:
             means nothing, beside null.
         act_key: the key of the activation.
         specific: the class of the settings that only this architecture has.
+        ignores: settings of that class that it doesn't have.
         rope_theta: the base of rotary frequencies where none is stated.
         rope_local_base_freq: the same of sliding layers, where these have their own.
         rope_parameters: what a config.json says that says nothing of rotary positions.
@@ -241,6 +243,7 @@ class Family:
     refuses: Mapping[str, Any] = field(default_factory=dict)
     act_key: str = "hidden_act"
     specific: type[Specific] | None = None
+    ignores: frozenset[str] = frozenset()
     rope_theta: float = 10000.0
     rope_local_base_freq: float | None = None
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -281,7 +284,7 @@ class Family:
         """The settings that only this architecture has."""
         if self.specific is None:
             return None
-        names = [field.name for field in dataclasses.fields(self.specific)]
+        names = {field.name for field in dataclasses.fields(self.specific)} - self.ignores
         return self.specific(**{name: values[name] for name in names if name in values})
 
 

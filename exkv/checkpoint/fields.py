@@ -18,7 +18,7 @@ HARMLESS = frozenset(
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
         *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
-        *("num_mtp_layers", "num_nextn_predict_layers"),
+        *("num_mtp_layers", "num_nextn_predict_layers", "eod_token_id", "sep_token_id"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
     )

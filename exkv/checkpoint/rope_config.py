@@ -18,7 +18,7 @@ from .families import Family
 from .value_checks import check_bool, check_size, is_number, set_floats, stated_once
 from .windows import FULL_ATTENTION, SLIDING_ATTENTION
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "ntk_alpha", "factors")
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _NEEDED = {
     "yarn": (_TRAINED,),
     "longrope": ("short_factor", "long_factor", _TRAINED),
     "dynamic": (_TRAINED,),
+    "ntk_alpha": ("alpha",),
     "factors": ("factors",),
 }
 #: Fields with a number for each pair of rotated features.
@@ -55,6 +56,7 @@ class RopeScaling:
     `long_factor` for longer ones; its temperature is `attention_factor` or follows from `factor`.
     "dynamic" raises the base of the frequencies with the length of a text that is longer than
     `original_max_position_embeddings`, which is the model's max_position_embeddings here.
+    "ntk_alpha" raises the base by the factor `alpha` to the power D / (D - 2) of D rotated features.
     "factors" divides each frequency by its own of `factors`, whatever the text: so GGUF files have
     Llama 3.1's bands.
 
@@ -75,6 +77,7 @@ class RopeScaling:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     factors: tuple[float, ...] | None = None
+    alpha: float | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES[1:]:
@@ -83,7 +86,7 @@ class RopeScaling:
             )
         set_floats(self, ("factor", "beta_fast", "beta_slow"))
         set_floats(self, ("low_freq_factor", "high_freq_factor", "attention_factor"), null=True)
-        set_floats(self, ("mscale", "mscale_all_dim"), null=True)
+        set_floats(self, ("mscale", "mscale_all_dim", "alpha"), null=True)
         if self.factor < 1:
             raise ValueError(
                 f"factor {self.factor} of rope_type {self.rope_type!r} would shrink the context; "
@@ -280,6 +283,8 @@ def _read_scaling(
         check_size("max_position_embeddings", longest)
     if kind == "dynamic":
         trained = longest
+    if kind == "ntk_alpha":
+        numbers["factor"] = 1.0
     if trained is None and kind == "yarn":
         trained = longest
     if trained is None and kind == "longrope":

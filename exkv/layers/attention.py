@@ -94,14 +94,15 @@ class Attention(PlainModule):
 
     def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
-        q, k, v = self._heads(x, batch)
+        q, k, v = self.heads(x, batch)
         return self.o_proj(self.attend(q, k, v, batch, cache).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         """Attend to the cache -> (B, T, H, D)."""
         return cache.attend(q, k, v, batch, self.params)
 
-    def _heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, hidden) -> q (B, T, H, D), normed and rotated, as is k (B, T, H_kv, D), and v."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
         if self.q_norm is not None and self.k_norm is not None:

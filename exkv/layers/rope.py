@@ -144,6 +144,10 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[Tensor, f
         return base, 1.0
     if scaling.rope_type == "linear":
         return base / scaling.factor, 1.0
+    if scaling.rope_type == "ntk_alpha":
+        assert scaling.alpha is not None
+        stretched = rope.rope_theta * scaling.alpha ** (rotary_dim / (rotary_dim - 2))
+        return 1.0 / (stretched**exponents), 1.0
     if scaling.rope_type == "factors":
         return base / torch.tensor(scaling.factors), 1.0
     if scaling.rope_type == "llama3":

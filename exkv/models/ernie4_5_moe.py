@@ -81,6 +81,9 @@ FAMILY = replace(
         "first_k_dense_replace": 1,
     },
     specific=EndingExpertsConfig,
+    ignores=frozenset(
+        ("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "mlp_only_layers")
+    ),
     aliases=ernie4_5.FAMILY.aliases
     | {
         "num_local_experts": "moe_num_experts",

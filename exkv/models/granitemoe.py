@@ -18,7 +18,7 @@ from . import granite
 from .decoder import Decoder, matrix_slice
 
 
-def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
+def experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
     """Experts of the layer that the checkpoint calls ``name``: gates and ups, and downs."""
     count = config.settings(ExpertsConfig).num_local_experts
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -36,14 +36,16 @@ def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Modul
     ]
 
 
+NAMES = {"mlp.gate": "block_sparse_moe.router.layer"}
+
 FAMILY = replace(
     granite.FAMILY,
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
     units=Decoder(
         mlp=Experts,
-        rename={"mlp.gate": "block_sparse_moe.router.layer"},
-        made=_experts,
+        rename=NAMES,
+        made=experts,
     ),
     reads=("attention_bias",),
     specific=ExpertsConfig,

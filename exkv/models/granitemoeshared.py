@@ -1,0 +1,47 @@
+"""Granite 3 MoE with a shared expert (IBM, 2025), whose gate and up lie together in the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import itemgetter
+
+import torch
+from torch import nn
+
+from exkv.checkpoint import ExpertsConfig, ModelConfig
+from exkv.layers import routed_experts
+from exkv.weights import Source, sliced_source
+
+from . import granitemoe
+from .decoder import Decoder, matrix_slice
+
+
+def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
+    """A Granite 3 MoE's, and gate and up of the shared one."""
+    routed = granitemoe.experts(config, dtype, name, layer)
+    inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
+    if not inner:
+        return routed
+    halves = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
+    both = [
+        matrix_slice(layer, f"mlp.shared_expert.{matrix}", itemgetter(rows))
+        for matrix, rows in halves.items()
+    ]
+    size = (2 * inner, config.hidden_size)
+    return [*routed, sliced_source(f"{name}.shared_mlp.input_linear.weight", size, dtype, both)]
+
+
+FAMILY = replace(
+    granitemoe.FAMILY,
+    architecture="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
+    units=Decoder(
+        mlp=routed_experts,
+        rename={
+            **granitemoe.NAMES,
+            "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+        },
+        made=_experts,
+    ),
+    aliases={"shared_expert_intermediate_size": "shared_intermediate_size"},
+)

@@ -1,0 +1,42 @@
+"""Hunyuan 0.5B to 7B (Tencent, 2025): a Llama that norms heads of queries and keys behind their
+rotary positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exkv.batch import Batch
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family
+from exkv.layers import Attention, RMSNorm
+from exkv.layers.attention import Attend
+
+from .decoder import Decoder
+
+
+class RotatedNormAttention(Attention):
+    """Attention with norms of heads behind the rotary positions."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
+        super().__init__(config, dtype, layer=layer)
+        self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
+        q, k = self.query_layernorm(q), self.key_layernorm(k)
+        return super().attend(q, k, v, batch, cache)
+
+
+FAMILY = Family(
+    architecture="HunYuanDenseV1ForCausalLM",
+    model_type="hunyuan_v1_dense",
+    units=Decoder(attention=RotatedNormAttention),
+    defaults={
+        "vocab_size": 290943,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 0,
+    },
+    reads=("attention_bias",),
+    rope_aliases={"dynamic": "ntk_alpha"},
+)
