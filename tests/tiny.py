@@ -139,7 +139,9 @@ SMALL = {
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 #: Hunyuan's positions: a base that is stretched by a fixed factor.
-ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}}
+ALPHA = {
+    "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
+}
 #: Tokens take experts of one of two groups, and one that is shared.
 ROUTED = {
     "n_routed_experts": 6,
@@ -225,7 +227,9 @@ TINY = {
     ),
     "Ernie4_5ForCausalLM": small("Ernie4_5", head_dim=16, use_bias=True, pad_token_id=0),
     "Exaone4ForCausalLM": small("Exaone4", **WINDOWS),
-    "ExaoneMoeForCausalLM": small("ExaoneMoe", num_shared_experts=2, **MIXTURE, **WINDOWS),
+    "ExaoneMoeForCausalLM": small(
+        "ExaoneMoe", num_shared_experts=2, n_group=2, **MIXTURE, **WINDOWS
+    ),
     "GPTNeoXForCausalLM": small("GPTNeoX", num_key_value_heads=4),
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
@@ -275,7 +279,7 @@ TINY = {
     "Qwen3MoeForCausalLM": small("Qwen3Moe", head_dim=16, decoder_sparse_step=2, **MIXTURE),
     "SeedOssForCausalLM": small("SeedOss", head_dim=16),
     "SmolLM3ForCausalLM": small("SmolLM3", no_rope_layers=[1, 0], pad_token_id=0),
-    "SolarOpenForCausalLM": small("SolarOpen", head_dim=16, **ROUTED),
+    "SolarOpenForCausalLM": small("SolarOpen", head_dim=16, intermediate_size=32, **ROUTED),
     "StableLmForCausalLM": small("StableLm", use_qkv_bias=True),
     "Starcoder2ForCausalLM": small("Starcoder2"),
 }

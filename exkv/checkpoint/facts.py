@@ -22,13 +22,15 @@ _ROWS = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """Names in the checkpoint: of the matrices at both ends, one name if they share a tensor, of
-    the head's bias, of the last norm, and of the layers before their numbers."""
+    the head's bias, of the last norm, and of the layers before their numbers; and whether matrices
+    that transformers saves in one tensor lie ``apart``, as GGUF files have them."""
 
     table: str
     head: str
     bias: str
     norm: str
     layers: str
+    apart: bool = False
 
 
 def facts_of(config: ModelConfig) -> Facts:
@@ -51,7 +53,7 @@ def facts_of(config: ModelConfig) -> Facts:
     with checkpoint:
         _check_count(config, len(checkpoint), checkpoint.described_by)
         found = next((each for each in names if f"{each.norm}.weight" in checkpoint), names[0])
-        return _corrected(config, found, checkpoint)
+        return replace(_corrected(config, found, checkpoint), apart=checkpoint.apart)
 
 
 def _stated(config: ModelConfig, names: TensorNames) -> Facts:

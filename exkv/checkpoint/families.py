@@ -222,6 +222,7 @@ class Family:
         rope_parameters: what a config.json says that says nothing of rotary positions.
         partial_rotary_factor: the part of a head that is rotated, where none is stated; None where
             it is always all of it.
+        rotary_dim: the key under which the number of rotated features may be stated instead.
         rope_interleaved: whether pairs of neighbours are rotated, and not the halves of a head.
         rotated: which layers have rotary positions.
         aliases: keys of every architecture -> what this one calls them.
@@ -248,6 +249,7 @@ class Family:
     rope_local_base_freq: float | None = None
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     partial_rotary_factor: float | None = None
+    rotary_dim: str | None = None
     rope_interleaved: bool = False
     rotated: Rotated = lambda values, types: ()
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -56,7 +56,7 @@ class RopeScaling:
     `long_factor` for longer ones; its temperature is `attention_factor` or follows from `factor`.
     "dynamic" raises the base of the frequencies with the length of a text that is longer than
     `original_max_position_embeddings`, which is the model's max_position_embeddings here.
-    "ntk_alpha" raises the base by the factor `alpha` to the power D / (D - 2) of D rotated features.
+    "ntk_alpha" multiplies the base by `alpha` to the power D / (D - 2), of D rotated features.
     "factors" divides each frequency by its own of `factors`, whatever the text: so GGUF files have
     Llama 3.1's bands.
 
@@ -237,6 +237,8 @@ def _partial_rotary_factor(
     """The part of a head that is rotated."""
     key = "partial_rotary_factor"
     factor = stated_once({key: values.get(key)} | _each(key, blocks))
+    if factor is None and family.rotary_dim is not None:
+        factor = _part_of_head(values, family.rotary_dim, family)
     if factor is None:
         return family.partial_rotary_factor or 1.0
     if not is_number(factor) or not 0 < factor <= 1:
@@ -247,6 +249,16 @@ def _partial_rotary_factor(
             f"must be 1"
         )
     return float(factor)
+
+
+def _part_of_head(values: Mapping[str, Any], key: str, family: Family) -> float | None:
+    """The part that so many features are of a head."""
+    stated, head = values.get(key), values.get("head_dim", family.defaults.get("head_dim"))
+    if stated is None or head is None:
+        return None
+    for name, value in ((key, stated), ("head_dim", head)):
+        check_size(name, value)
+    return float(stated / head)
 
 
 def _rope_type(key: str, block: Mapping[str, Any], family: Family) -> str:

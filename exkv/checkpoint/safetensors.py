@@ -120,6 +120,8 @@ class Checkpoint:
     described_by = CONFIG_NAME
     #: Whether all tensors must be the model's own.
     complete = False
+    #: Whether matrices that transformers saves in one tensor lie in tensors of their own.
+    apart = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)

@@ -102,7 +102,7 @@ class Attention(PlainModule):
         return cache.attend(q, k, v, batch, self.params)
 
     def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, hidden) -> q (B, T, H, D), normed and rotated, as is k (B, T, H_kv, D), and v."""
+        """x (B, T, hidden) -> q (B, T, H, D) and k (B, T, H_kv, D), normed and rotated; and v."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
         if self.q_norm is not None and self.k_norm is not None:

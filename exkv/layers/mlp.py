@@ -117,9 +117,7 @@ class Experts(MLP):
         made = ExactLinear if exact else Linear
         self.gate = made(hidden, count, bias=bias, dtype=dtype)
         self.correction = weight(count, dtype=torch.float32) if corrected else None
-        self.experts = nn.ModuleList(
-            Expert(hidden, inner, dtype, bias=bias) for _ in range(count)
-        )
+        self.experts = nn.ModuleList(Expert(hidden, inner, dtype, bias=bias) for _ in range(count))
 
     @property
     def chooses_on_device(self) -> bool:

@@ -1,5 +1,5 @@
-"""AFM's Trinity (Arcee, 2025): gated attention, norms before and after attention and MLP, positions
-for layers with a window alone, and experts that are chosen by corrected sigmoids of their ratings."""
+"""Trinity (Arcee, 2025): gated attention, norms before and after attention and MLP, positions for
+layers with a window alone, and experts that are chosen by corrected sigmoids of their ratings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig, windows
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_size
 from exkv.layers import Attention, Linear, mixture_or_mlp, routed_experts
 from exkv.layers.attention import Attend
@@ -113,4 +114,19 @@ FAMILY = Family(
         "first_k_dense_replace": "num_dense_layers",
         "routed_scaling_factor": "route_scale",
     },
+    gguf=GGUFFamily(
+        architecture="afmoe",
+        names={
+            **EXPERTS,
+            **shared("mlp.shared_experts"),
+            "attn_gate": "self_attn.gate_proj",
+            "exp_probs_b.bias": "mlp.expert_bias",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        assumed={"attention.sliding_window_pattern": "every fourth layer attends to everything"},
+        # As llama.cpp, which scales all embeddings of the architecture.
+        additions=lambda values: {"mup_enabled": True},
+    ),
 )

@@ -1,6 +1,7 @@
 """Arcee (Arcee AI, 2025: AFM): a Llama whose MLP is that of a squared ReLU, without a gate."""
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import PlainMLP
 
 from .decoder import Decoder
@@ -19,4 +20,5 @@ FAMILY = Family(
         "eos_token_id": None,
     },
     reads=("attention_bias", "mlp_bias"),
+    gguf=GGUFFamily(architecture="arcee", interleaved=True),
 )

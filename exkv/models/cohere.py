@@ -10,6 +10,7 @@ import torch
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, PlainModule
 from exkv.layers.linear import weight
 
@@ -80,4 +81,5 @@ FAMILY = Family(
     rope_interleaved=True,
     aliases={"rms_norm_eps": "layer_norm_eps"},
     multipliers={"logits": "logit_scale"},
+    gguf=GGUFFamily(architecture="command-r", metadata={"logit_scale": "logit_scale"}),
 )

@@ -4,6 +4,7 @@ which the fourth has no positions; the config says so layer by layer."""
 from dataclasses import replace
 
 from exkv.checkpoint import windows
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from . import cohere
 
@@ -19,5 +20,10 @@ FAMILY = replace(
     # Layers without a window have no positions, also where none has a window.
     rotated=lambda values, types: (
         windows.sliding_ones(values, types) or (False,) * values["num_hidden_layers"]
+    ),
+    gguf=GGUFFamily(
+        architecture="cohere2",
+        metadata={"logit_scale": "logit_scale"},
+        assumed={"attention.sliding_window_pattern": "every fourth layer attends to everything"},
     ),
 )

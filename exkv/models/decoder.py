@@ -244,7 +244,8 @@ class Decoder:
         head: makes the head, of (config, dtype, norm=norm).
         rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
-            the sources of parameters that are not stored as they are, or not by themselves.
+            the sources of parameters that are not stored as they are, or not by themselves; not
+            asked where a checkpoint has all of them apart.
     """
 
     attention: Callable[..., Attention] = Attention
@@ -270,15 +271,17 @@ class Decoder:
                 formats=formats,
             ),
             *(
-                self._layer(config, dtype, index, f"{facts.layers}.{index}", formats)
+                self._layer(config, dtype, index, facts, formats)
                 for index in range(config.num_hidden_layers)
             ),
             _head_spec(partial(self.head, config, dtype, norm=norm), facts, formats),
         ]
 
     def _layer(
-        self, config: ModelConfig, dtype: torch.dtype, index: int, stored: str, formats: FormatOf
+        self, config: ModelConfig, dtype: torch.dtype, index: int, facts: Facts, formats: FormatOf
     ) -> UnitSpec:
+        stored = f"{facts.layers}.{index}"
+        made = None if facts.apart else self.made
         return unit_spec(
             f"model.layers.{index}",
             partial(self._module, config, dtype, index),
@@ -286,7 +289,7 @@ class Decoder:
             formats=formats,
             layer=index,
             kind="sliding" if config.slides(index) else "full",
-            made=None if self.made is None else partial(self.made, config, dtype, stored),
+            made=None if made is None else partial(made, config, dtype, stored),
         )
 
     def _module(self, config: ModelConfig, dtype: torch.dtype, index: int) -> nn.Module:

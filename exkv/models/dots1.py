@@ -4,6 +4,7 @@ ratings, and some that all tokens take."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from exkv.checkpoint import RoutedExpertsConfig, windows
@@ -23,9 +24,7 @@ def _late_layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 FAMILY = Family(
     architecture="Dots1ForCausalLM",
     model_type="dots1",
-    units=Decoder(
-        head_norm=rms_norm, mlp_of_layer=glm4_moe.MLP_OF_LAYER, rename=glm4_moe.NAMES
-    ),
+    units=Decoder(head_norm=rms_norm, mlp_of_layer=glm4_moe.MLP_OF_LAYER, rename=glm4_moe.NAMES),
     defaults={
         "vocab_size": 152064,
         "hidden_size": 4608,
@@ -44,4 +43,5 @@ FAMILY = Family(
     reads=("attention_bias",),
     specific=RoutedExpertsConfig,
     aliases={"num_local_experts": "n_routed_experts"},
+    gguf=replace(glm4_moe.GGUF, architecture="dots1"),
 )

@@ -1,6 +1,7 @@
 """ERNIE 4.5 (Baidu, 2025), dense: a Llama whose positions rotate neighbours; the config says so."""
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from .decoder import Decoder
 
@@ -25,4 +26,5 @@ FAMILY = Family(
     rope_theta=5e5,
     rope_interleaved=True,
     aliases={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    gguf=GGUFFamily(architecture="ernie4_5"),
 )

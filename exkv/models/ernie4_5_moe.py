@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import is_int
 from exkv.layers import mixture_or_mlp, routed_experts
 from exkv.weights import Slice, Source, sliced_source
@@ -84,12 +85,17 @@ FAMILY = replace(
     ignores=frozenset(
         ("norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor", "mlp_only_layers")
     ),
-    aliases=ernie4_5.FAMILY.aliases
-    | {
+    aliases={
+        **ernie4_5.FAMILY.aliases,
         "num_local_experts": "moe_num_experts",
         "num_experts_per_tok": "moe_k",
         "n_shared_experts": "moe_num_shared_experts",
         "first_k_dense_replace": "moe_layer_start_index",
         "decoder_sparse_step": "moe_layer_interval",
     },
+    gguf=GGUFFamily(
+        architecture="ernie4_5-moe",
+        names={**EXPERTS, **shared("mlp.shared_experts"), "exp_probs_b.bias": "mlp.correction"},
+        dims={"exp_probs_b": 1},
+    ),
 )

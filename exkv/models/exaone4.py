@@ -3,6 +3,7 @@ layers have a window, the others have no positions."""
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import POST_NORMS, GGUFFamily
 
 from .decoder import Decoder, PostNormLayer, rms_norm
 
@@ -20,4 +21,5 @@ FAMILY = Family(
     },
     windows=windows.three_of_four,
     rotated=windows.sliding_ones,
+    gguf=GGUFFamily(architecture="exaone4", names=POST_NORMS),
 )

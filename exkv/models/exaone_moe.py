@@ -1,9 +1,9 @@
-"""K-EXAONE (LG AI Research, 2025): an EXAONE 4 with norms before attention and MLP, and with experts
-that are chosen by corrected sigmoids of their ratings, beside one that all tokens take."""
+"""K-EXAONE (LG AI Research, 2025): an EXAONE 4 with norms before attention and MLP, and with
+experts that are chosen by corrected sigmoids of their ratings, beside one that all tokens take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from exkv.checkpoint import RoutedExpertsConfig
 from exkv.checkpoint.families import Family
@@ -59,4 +59,9 @@ FAMILY = Family(
     rotated=exaone4.FAMILY.rotated,
     specific=LayerTypeExpertsConfig,
     aliases={"num_local_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
+    gguf=replace(
+        glm4_moe.GGUF,
+        architecture="exaone-moe",
+        names={**glm4_moe.GGUF.names, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
+    ),
 )

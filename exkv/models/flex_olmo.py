@@ -33,4 +33,5 @@ FAMILY = replace(
     specific=ExpertsConfig,
     rope_theta=5e5,
     aliases={"num_local_experts": "num_experts"},
+    gguf=None,
 )

@@ -2,6 +2,7 @@
 the root of their size."""
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from .decoder import Decoder
 from .gemma2 import gemma_norm, gemma_scale
@@ -26,4 +27,5 @@ FAMILY = Family(
         "bos_token_id": 2,
     },
     reads=("attention_bias",),
+    gguf=GGUFFamily(architecture="gemma", norm_offset=1.0),
 )

@@ -41,6 +41,7 @@ FAMILY = replace(
     gguf=replace(
         gemma2.GGUF,
         architecture="gemma3",
+        assumed={"attention.sliding_window_pattern": "every sixth layer attends to everything"},
         additions=lambda values: gemma2.gguf_scalar(values, 62),
     ),
 )

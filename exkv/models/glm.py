@@ -13,4 +13,5 @@ FAMILY = replace(
     architecture="GlmForCausalLM",
     model_type="glm",
     units=Decoder(attention=partial(Attention, out_bias=False), mlp=FusedGatedMLP),
+    gguf=None,
 )

@@ -4,6 +4,7 @@ matrix, and positions that rotate neighbours in half of each head."""
 from functools import partial
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, FusedGatedMLP
 
 from .decoder import Decoder, SandwichLayer
@@ -40,4 +41,12 @@ FAMILY = Family(
     reads=("attention_bias",),
     partial_rotary_factor=0.5,
     rope_interleaved=True,
+    gguf=GGUFFamily(
+        architecture="glm4",
+        names={
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
 )

@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7 and Air (Zhipu AI, 2025): experts chosen by corrected sigmoids of their ratings, and
-one that all tokens take; dense layers first; positions in half of each head."""
+"""GLM-4.5 to 4.7 and Air (Zhipu AI, 2025): experts that are chosen by corrected sigmoids of their
+ratings, and one that all tokens take; dense layers first; positions in half of each head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.layers import Attention, mixture_or_mlp, routed_experts
 
 from . import qwen2_moe
@@ -40,6 +41,19 @@ NAMES = {
     "mlp.shared_expert.": "mlp.shared_experts.",
 }
 
+GGUF = GGUFFamily(
+    architecture="glm4moe",
+    names={
+        **EXPERTS,
+        **shared("mlp.shared_experts"),
+        "exp_probs_b.bias": NAMES["mlp.correction"],
+        "post_attention_norm": "post_attention_layernorm",
+    },
+    additions=lambda values: {
+        "first_k_dense_replace": values.get("first_k_dense_replace", 0),
+    },
+)
+
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
@@ -64,4 +78,5 @@ FAMILY = Family(
     specific=HeadNormExpertsConfig,
     partial_rotary_factor=0.5,
     aliases={"num_local_experts": "n_routed_experts"},
+    gguf=GGUF,
 )

@@ -7,16 +7,18 @@ first, or packed (MXFP4), outputs first. They are taken apart when they are read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig, windows
 from exkv.checkpoint.families import ClampedExpertsConfig, Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import ClampedExperts, SinkAttention
 from exkv.weights import Slice, Source, sliced_source
 
@@ -68,6 +70,12 @@ def _columns(rows: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor) 
     return rows(whole.transpose(1, 2))
 
 
+def _untruncated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's band edges are not rounded, which GGUF can't say."""
+    scaling = values.get("rope_scaling")
+    return {"rope_scaling": {**scaling, "truncate": False}} if scaling else {}
+
+
 FAMILY = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
@@ -107,4 +115,16 @@ FAMILY = Family(
         "original_max_position_embeddings": 4096,
     },
     stacked_experts=True,
+    gguf=GGUFFamily(
+        architecture="gpt-oss",
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps": "mlp.experts.{}.w1",
+            "ffn_up_exps": "mlp.experts.{}.w3",
+            "ffn_down_exps": "mlp.experts.{}.w2",
+        },
+        additions=_untruncated,
+    ),
 )

@@ -2,8 +2,17 @@
 logits, which the config gives."""
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from .decoder import Decoder
+
+#: Factors in GGUF files -> keys of config.json.
+GGUF_FACTORS = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 FAMILY = Family(
     architecture="GraniteForCausalLM",
@@ -17,4 +26,5 @@ FAMILY = Family(
         "residual": "residual_multiplier",
         "logits_divisor": "logits_scaling",
     },
+    gguf=GGUFFamily(architecture="granite", interleaved=True, metadata=GGUF_FACTORS),
 )

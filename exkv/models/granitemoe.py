@@ -11,6 +11,7 @@ from torch import nn
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import ExpertsConfig
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Experts
 from exkv.weights import Slice, Source, sliced_source
 
@@ -38,6 +39,19 @@ def experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
 
 NAMES = {"mlp.gate": "block_sparse_moe.router.layer"}
 
+GGUF = GGUFFamily(
+    architecture="granitemoe",
+    names={
+        "ffn_gate_inp": NAMES["mlp.gate"],
+        "ffn_gate_exps": "mlp.experts.{}.w1",
+        "ffn_up_exps": "mlp.experts.{}.w3",
+        "ffn_down_exps": "mlp.experts.{}.w2",
+    },
+    interleaved=True,
+    metadata=granite.GGUF_FACTORS,
+    marks={"expert_shared_feed_forward_length": False},
+)
+
 FAMILY = replace(
     granite.FAMILY,
     architecture="GraniteMoeForCausalLM",
@@ -50,4 +64,5 @@ FAMILY = replace(
     reads=("attention_bias",),
     specific=ExpertsConfig,
     stacked_experts=True,
+    gguf=GGUF,
 )

@@ -1,4 +1,4 @@
-"""Granite 3 MoE with a shared expert (IBM, 2025), whose gate and up lie together in the checkpoint."""
+"""Granite 3 MoE with a shared expert (IBM, 2025), whose gate and up lie in one tensor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig
+from exkv.checkpoint.gguf.names import shared
 from exkv.layers import routed_experts
 from exkv.weights import Source, sliced_source
 
@@ -43,5 +44,15 @@ FAMILY = replace(
         },
         made=_experts,
     ),
+    defaults=granitemoe.FAMILY.defaults | {"shared_expert_intermediate_size": 0},
     aliases={"shared_expert_intermediate_size": "shared_intermediate_size"},
+    gguf=replace(
+        granitemoe.GGUF,
+        names={
+            **granitemoe.GGUF.names,
+            **shared("mlp.shared_expert"),
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        marks={"expert_shared_feed_forward_length": True},
+    ),
 )

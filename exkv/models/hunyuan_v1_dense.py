@@ -9,6 +9,7 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, RMSNorm
 from exkv.layers.attention import Attend
 
@@ -28,6 +29,11 @@ class RotatedNormAttention(Attention):
         return super().attend(q, k, v, batch, cache)
 
 
+GGUF_NORMS = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
+
 FAMILY = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     model_type="hunyuan_v1_dense",
@@ -39,4 +45,5 @@ FAMILY = Family(
     },
     reads=("attention_bias",),
     rope_aliases={"dynamic": "ntk_alpha"},
+    gguf=GGUFFamily(architecture="hunyuan-dense", names=GGUF_NORMS),
 )

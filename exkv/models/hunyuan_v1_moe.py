@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from exkv.checkpoint import ExpertsConfig
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.layers import SharedExperts
 
 from . import hunyuan_v1_dense, qwen2_moe
@@ -45,4 +46,13 @@ FAMILY = replace(
         )
     ),
     aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+    gguf=GGUFFamily(
+        architecture="hunyuan-moe",
+        names={
+            **hunyuan_v1_dense.GGUF_NORMS,
+            **EXPERTS,
+            **shared("mlp.shared_mlp"),
+            "ffn_gate_inp": "mlp.gate.wg",
+        },
+    ),
 )

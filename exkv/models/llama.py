@@ -10,5 +10,13 @@ FAMILY = Family(
     model_type="llama",
     units=Decoder(),
     reads=("attention_bias", "mlp_bias"),
-    gguf=GGUFFamily(architecture="llama", interleaved=True),
+    gguf=GGUFFamily(
+        architecture="llama",
+        interleaved=True,
+        marks={"expert_count": False},
+        doubts={
+            r"mistral.*v0\.1": "its layers see 4096 tokens, which GGUF doesn't say: longer texts "
+            "are answered otherwise than by the folder that it was made of"
+        },
+    ),
 )

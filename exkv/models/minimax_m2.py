@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Experts, WideNormAttention
 
 from .decoder import Decoder, rms_norm
@@ -36,4 +37,15 @@ FAMILY = Family(
     specific=ExpertsConfig,
     rope_theta=5e6,
     partial_rotary_factor=1.0,
+    rotary_dim="rotary_dim",
+    gguf=GGUFFamily(
+        architecture="minimax-m2",
+        names={
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
 )

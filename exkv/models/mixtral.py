@@ -25,9 +25,6 @@ FAMILY = Family(
             "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
             "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
         },
-        metadata={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-        },
+        marks={"expert_count": True},
     ),
 )

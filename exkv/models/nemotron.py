@@ -4,6 +4,7 @@ squared ReLU without a gate, and positions that rotate half of each head."""
 from functools import partial
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import PlainMLP
 
 from .decoder import Decoder, layer_norm
@@ -26,4 +27,5 @@ FAMILY = Family(
     reads=("attention_bias", "mlp_bias"),
     partial_rotary_factor=0.5,
     aliases={"rms_norm_eps": "norm_eps"},
+    gguf=GGUFFamily(architecture="nemotron", norm_offset=1.0),
 )

@@ -2,6 +2,7 @@
 all heads' queries and keys together."""
 
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import POST_NORMS, GGUFFamily
 from exkv.layers import WideNormAttention
 
 from .decoder import Decoder, PostNormLayer, rms_norm
@@ -18,4 +19,7 @@ FAMILY = Family(
         "eos_token_id": 50279,
     },
     reads=("attention_bias",),
+    gguf=GGUFFamily(
+        architecture="olmo2", names=POST_NORMS, marks={"attention.sliding_window": False}
+    ),
 )

@@ -4,6 +4,7 @@ unscaled positions; the config says so layer by layer."""
 from dataclasses import replace
 
 from exkv.checkpoint import windows
+from exkv.checkpoint.gguf.names import POST_NORMS, GGUFFamily
 
 from . import olmo2
 
@@ -15,4 +16,10 @@ FAMILY = replace(
     windows=windows.three_of_four,
     rope_theta=5e5,
     rope_local_base_freq=5e5,
+    gguf=GGUFFamily(
+        architecture="olmo2",
+        names=POST_NORMS,
+        metadata={"rope.freq_base_swa": "rope_local_base_freq"},
+        marks={"attention.sliding_window": True},
+    ),
 )

@@ -10,6 +10,7 @@ import torch
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily
 from exkv.checkpoint.value_checks import set_floats
 from exkv.layers import Attention, Experts, RMSNorm, WideNormAttention
 
@@ -83,4 +84,5 @@ FAMILY = Family(
     reads=("attention_bias",),
     specific=OlmoeConfig,
     aliases={"num_local_experts": "num_experts"},
+    gguf=GGUFFamily(architecture="olmoe", names=EXPERTS),
 )

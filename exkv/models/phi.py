@@ -10,6 +10,7 @@ import torch
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific, TensorNames
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, PlainMLP
 
 from .decoder import Decoder, Head, ParallelLayer, layer_norm
@@ -63,4 +64,9 @@ FAMILY = Family(
     partial_rotary_factor=0.5,
     aliases={"rms_norm_eps": "layer_norm_eps"},
     names=(TensorNames(norm="model.final_layernorm"),),
+    gguf=GGUFFamily(
+        architecture="phi2",
+        names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        ends={"output_norm": "model.final_layernorm"},
+    ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.layers import Attention, SharedExperts, mixture_or_mlp
 
 from . import qwen2
@@ -53,4 +54,13 @@ FAMILY = Family(
     reads=("attention_bias",),
     specific=ExpertsConfig,
     aliases={"num_local_experts": "num_experts", "attention_bias": "qkv_bias"},
+    gguf=GGUFFamily(
+        architecture="qwen2moe",
+        names={
+            **EXPERTS,
+            **shared("mlp.shared_expert"),
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        },
+        dims={"ffn_gate_inp_shexp": 2},
+    ),
 )

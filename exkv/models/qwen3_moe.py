@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from exkv.checkpoint import windows
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily
 from exkv.layers import Experts, mixture_or_mlp
 
 from . import qwen2, qwen2_moe
@@ -33,4 +34,10 @@ FAMILY = replace(
     },
     windows=lambda values: windows.every_layer(values, windows.window_in_use(values)),
     aliases={"num_local_experts": "num_experts"},
+    gguf=GGUFFamily(
+        architecture="qwen3moe",
+        names=EXPERTS,
+        # As llama.cpp, which weighs the experts that are taken to one.
+        additions=lambda values: {"norm_topk_prob": True},
+    ),
 )

@@ -8,6 +8,7 @@ import torch
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention
 
 from .decoder import Decoder
@@ -43,4 +44,7 @@ FAMILY = Family(
     },
     reads=("attention_bias", "mlp_bias"),
     specific=OutputBiasConfig,
+    gguf=GGUFFamily(
+        architecture="seed_oss", names={"post_attention_norm": "post_attention_layernorm"}
+    ),
 )

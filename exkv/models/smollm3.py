@@ -8,6 +8,7 @@ from typing import Any
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import check_layers, check_size
 
 from .decoder import Decoder
@@ -60,4 +61,9 @@ FAMILY = Family(
     reads=("attention_bias", "mlp_bias"),
     rope_theta=2e6,
     rotated=_rotated,
+    gguf=GGUFFamily(
+        architecture="smollm3",
+        interleaved=True,
+        assumed={"no_rope_layers": "every fourth layer has no positions"},
+    ),
 )

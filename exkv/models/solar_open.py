@@ -38,5 +38,8 @@ FAMILY = Family(
     specific=RoutedExpertsConfig,
     rope_theta=1e6,
     partial_rotary_factor=1.0,
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "intermediate_size": "moe_intermediate_size",
+    },
 )

@@ -10,6 +10,7 @@ from torch import nn
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention
 
 from .decoder import Decoder, DecoderLayer, ParallelLayer, layer_norm
@@ -41,4 +42,7 @@ FAMILY = Family(
     specific=ResidualConfig,
     partial_rotary_factor=0.25,
     aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+    gguf=GGUFFamily(
+        architecture="stablelm", metadata={"use_parallel_residual": "use_parallel_residual"}
+    ),
 )

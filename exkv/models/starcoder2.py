@@ -2,6 +2,7 @@
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import PlainMLP
 
 from .decoder import Decoder, layer_norm
@@ -38,4 +39,7 @@ FAMILY = Family(
         "attention_bias": "use_bias",
         "mlp_bias": "use_bias",
     },
+    gguf=GGUFFamily(
+        architecture="starcoder2", names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+    ),
 )

@@ -25,6 +25,7 @@ from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
 from .methods import FormatOf, register
+from .mxfp4 import MXFP4Format
 from .tiles import Packing, TiledFormat, packed_layout
 
 #: Blocks (n, bytes) uint8 -> weights (n, block) float32.
@@ -115,6 +116,28 @@ class SplitFormat(GroupFormat):
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = torch.ops.exkv.split_blocks(stored["weight"], _NUMBERS[self.type.name])
         return dict(zip(self.names, made, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float4Format(MXFP4Format):
+    """ggml's MXFP4: a block is the scale's byte and the codes of 32 inputs, those of the first half
+    in the low bits. On a device it is MXFP4 as other files have it."""
+
+    type: TensorType
+
+    @property
+    def name(self) -> str:
+        return f"gguf {self.type.name}"
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        return _stored(self.type, size)
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        blocks = stored["weight"].reshape(-1, self.type.nbytes)
+        codes = _fields(blocks[:, 1:], 4, 16)
+        made = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "scale": blocks[:, 0]}
+        rows = {name: values.reshape(len(stored["weight"]), -1) for name, values in made.items()}
+        return MXFP4Format.convert(self, rows)
 
 
 def _split_fake(rows: torch.Tensor, type: int) -> list[torch.Tensor]:
@@ -324,7 +347,9 @@ _SPLIT: dict[str, tuple[int, str, Codes]] = {
 }
 
 
-def _format(type: TensorType) -> BlockFormat | SplitFormat:
+def _format(type: TensorType) -> BlockFormat | SplitFormat | Float4Format:
+    if type.name == "MXFP4":
+        return Float4Format(weight="weight", scale="scale", type=type)
     if type.name in _UNPACK:
         return BlockFormat(type=type, unpack=_UNPACK[type.name])
     bits, shift, codes = _SPLIT[type.name]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +26,20 @@ from exkv.cli import main
 from exkv.loading.report import LINES
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
-#: What GGUF can't say: Gemma's scores are divided by the root of a head's features.
+#: What GGUF can't say: Gemma's scores are divided by the root of a head's features; and so on.
 SAID = {"query_pre_attn_scalar": HEAD["head_dim"]}
-CONFIGS = {name: make for name, make in TINY.items() if name in ARCHITECTURES} | {
+UNSAID: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {"num_hidden_layers": 4, "global_attn_every_n_layers": 4},
+    "Cohere2ForCausalLM": {"num_hidden_layers": 4, "layer_types": None},
+    "Ernie4_5_MoeForCausalLM": {"moe_norm_min": 1e-12},
+    "GptOssForCausalLM": {"swiglu_limit": 7.0},
+    "PhiForCausalLM": {"num_key_value_heads": 4},
+    "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "norm_topk_prob": True},
+    "SmolLM3ForCausalLM": {"num_hidden_layers": 4, "no_rope_layers": None},
+}
+CONFIGS = {
+    name: partial(TINY[name], **UNSAID.get(name, {})) for name in TINY if name in ARCHITECTURES
+} | {
     "Gemma2ForCausalLM": lambda: gemma2(**SAID),
     "Gemma3ForCausalLM": lambda: gemma3(**SAID),
     # Mistral's files are Llama's, and say nothing of windows.
@@ -66,6 +79,54 @@ def test_a_file_of_floats_answers_as_transformers_model(tmp_path, name):
     with torch.no_grad():
         expected = theirs(IDS).logits
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_experts_in_mxfp4_answer_as_the_floats_that_they_stand_for(tmp_path):
+    """As gpt-oss's files have them."""
+    theirs, tensors = saved("GptOssForCausalLM", tmp_path / "saved")
+    packed = gguf.GGMLQuantizationType.MXFP4
+    of = lambda name, values: packed if "_exps.weight" in name else None  # noqa: E731
+    write_gguf(tmp_path / "packed.gguf", theirs.config, tensors, of)
+    write_gguf(tmp_path / "floats.gguf", theirs.config, tensors, of, as_floats=True)
+    model = quantized_model(tmp_path / "packed.gguf")
+    assert set(model.config.quantization["types"].values()) == {"MXFP4"}
+    found, expected = logits_of(model), logits_of(loaded(tmp_path / "floats.gguf"))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["Cohere2ForCausalLM", "SmolLM3ForCausalLM", "AfmoeForCausalLM"])
+def test_what_a_file_lacks_is_named_with_what_is_taken(tmp_path, caplog, name):
+    theirs, tensors = saved(name, tmp_path / "saved")
+    write_gguf(tmp_path / "model.gguf", theirs.config, tensors, floats)
+    ModelConfig.from_pretrained(tmp_path / "model.gguf")
+    assert "the metadata lacks" in caplog.text
+    assert "every fourth layer" in caplog.text
+
+
+def test_a_window_that_no_file_says_is_a_warning(tmp_path, caplog):
+    theirs, tensors = saved("LlamaForCausalLM", tmp_path / "saved")
+    for name, warned in (("Mistral-7B-Instruct-v0.1", True), ("Mistral-7B-v0.3", False)):
+        caplog.clear()
+        file = tmp_path / f"{name}.gguf"
+        write_gguf(
+            file, theirs.config, tensors, tokenizer=lambda writer, n=name: writer.add_name(n)
+        )
+        ModelConfig.from_pretrained(file)
+        assert ("its layers see 4096 tokens" in caplog.text) == warned
+
+
+def test_layers_that_predict_several_tokens_are_left_alone(tmp_path, caplog):
+    """They lie behind the others, and count as blocks."""
+    theirs, tensors = saved("Glm4MoeForCausalLM", tmp_path / "saved")
+    file = tmp_path / "model.gguf"
+
+    def beyond(writer) -> None:
+        writer.add_tensor("blk.2.attn_norm.weight", torch.ones(64).numpy())
+        writer.add_tensor("blk.2.nextn.eh_proj.weight", torch.ones(64, 128).numpy())
+
+    write_gguf(file, theirs.config, tensors, tokenizer=beyond)
+    assert loaded(file).config.num_hidden_layers == 2
+    assert "blk.2.attn_norm.weight, blk.2.nextn.eh_proj.weight" in caplog.text
 
 
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")

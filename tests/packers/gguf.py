@@ -1,5 +1,6 @@
 """Writes GGUF files as llama.cpp's converter does, with the ``gguf`` package: its names, its
-quantization; the order of Llama's rows, Gemma's norms and stacked experts by their definition."""
+quantization; the order of rows, norms and experts as llama.cpp's own converter has them
+(``conversion/`` in llama.cpp, July 2026)."""
 
 from __future__ import annotations
 
@@ -21,14 +22,77 @@ gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` 
 #: Tensor's GGUF name and its values -> the type to store it in; None for float32.
 TypeOf = Callable[[str, np.ndarray], Any]
 ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "MixtralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Phi3ForCausalLM": "phi3",
+    "AfmoeForCausalLM": "afmoe",
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "command-r",
+    "Dots1ForCausalLM": "dots1",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoeForCausalLM": "exaone-moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "GemmaForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoe",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe",
+    "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi2",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+}
+#: The converter's classes of these put rows of queries and keys into pairs (``LlamaModel`` and what
+#: derives from it in llama.cpp's ``conversion/``), add 1 to the weights of norms, and write down
+#: which layers have a window.
+_PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
+_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")
+_PATTERN = ("gemma3", "exaone4", "exaone-moe", "olmo2")
+#: What it writes of configs that have one of these fields.
+_FIELDS = {
+    "add_layer_norm_rms_eps": ("rms_norm_eps",),
+    "add_layer_norm_eps": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "add_expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "add_expert_used_count": ("num_experts_per_tok",),
+    "add_expert_feed_forward_length": ("moe_intermediate_size",),
+    "add_expert_shared_feed_forward_length": (
+        *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    ),
+    "add_expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "add_expert_group_count": ("n_group",),
+    "add_expert_group_used_count": ("topk_group",),
+    "add_expert_weights_scale": ("routed_scaling_factor", "route_scale"),
+    "add_leading_dense_block_count": (
+        *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+    ),
+    "add_interleave_moe_layer_step": ("moe_layer_interval",),
+    "add_nextn_predict_layers": ("num_nextn_predict_layers",),
+    "add_attention_scale": ("attention_multiplier",),
+    "add_embedding_scale": ("embedding_multiplier",),
+    "add_residual_scale": ("residual_multiplier",),
+    "add_logit_scale": ("logits_scaling", "logit_scale"),
+    "add_parallel_residual": ("use_parallel_residual",),
+    "add_attn_logit_softcapping": ("attn_logit_softcapping",),
+    "add_final_logit_softcapping": ("final_logit_softcapping",),
 }
 
 
@@ -58,6 +122,7 @@ def write_gguf(
     type_of: TypeOf = floats,
     tokenizer: Callable[[Any], None] = lambda writer: None,
     experts_apart: bool = False,
+    as_floats: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write a model of transformers to a file; what its tensors stand for, by their own names.
 
@@ -66,6 +131,7 @@ def write_gguf(
         tensors: as transformers saves them.
         tokenizer: writes one.
         experts_apart: a tensor for each expert, as files were until April 2024.
+        as_floats: write the floats that packed blocks stand for.
     """
     (name,) = config.architectures
     writer = gguf.GGUFWriter(file, ARCHITECTURES[name])
@@ -81,7 +147,10 @@ def write_gguf(
             continue
         packed = quantize(values, type)
         plain[key] = gguf.dequantize(packed, type).reshape(values.shape)
-        writer.add_tensor(key, packed, raw_dtype=type)
+        if as_floats:
+            writer.add_tensor(key, plain[key])
+        else:
+            writer.add_tensor(key, packed, raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,31 +208,39 @@ def _write_metadata(writer: Any, config: Any) -> None:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    nextn = getattr(config, "num_nextn_predict_layers", 0)
+    writer.add_block_count(config.num_hidden_layers + nextn)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(width)
     writer.add_value_length(width)
-    if getattr(config, "num_local_experts", 0):
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-    if getattr(config, "sliding_window", None) and "Gemma" in config.architectures[0]:
-        writer.add_sliding_window(config.sliding_window)
-        if "Gemma3" in config.architectures[0]:
-            slides = [kind == "sliding_attention" for kind in config.layer_types]
-            writer.add_sliding_window_pattern(slides)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, key, None):
-            getattr(writer, f"add_{key}")(getattr(config, key))
+    for method, names in _FIELDS.items():
+        values = [getattr(config, name, None) for name in names]
+        value = next((value for value in values if value is not None), None)
+        if value is not None:
+            getattr(writer, method)(value[0] if isinstance(value, list) else value)
+    if hasattr(config, "n_group"):
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    _write_windows(writer, config)
     _write_rope(writer, config, width)
+
+
+def _write_windows(writer: Any, config: Any) -> None:
+    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+    if "GptOss" in config.architectures[0] or any(slides):
+        writer.add_sliding_window(config.sliding_window)
+    if any(slides) and ARCHITECTURES[config.architectures[0]] in _PATTERN:
+        writer.add_sliding_window_pattern(slides)
 
 
 def _write_rope(writer: Any, config: Any, width: int) -> None:
     rope = config.rope_parameters
+    if "Olmo3" in config.architectures[0]:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    stretched = rope.get("alpha", 1) ** (width / (width - 2))
+    writer.add_rope_freq_base(rope["rope_theta"] * stretched)
     factor = getattr(config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor", 1)
     writer.add_rope_dimension_count(int(width * factor))
     kind = rope.get("rope_type")
@@ -198,11 +275,11 @@ def _converted(name: str, config: Any, tensors: Mapping[str, torch.Tensor]):
     arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == ARCHITECTURES[name])
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     experts: dict[str, dict[int, np.ndarray]] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in _one_by_one(tensors):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = _changed(name, config, key, tensor.float()).numpy()
-        if match := re.search(r"\.experts\.(\d+)\.(w\d)", key):
+        if match := re.search(r"\.experts\.(\d+)\.(w\d|\w+_proj)", key):
             stacked = key.replace(f"experts.{match[1]}.", "experts.")
             experts.setdefault(stacked, {})[int(match[1])] = values
             continue
@@ -212,8 +289,37 @@ def _converted(name: str, config: Any, tensors: Mapping[str, torch.Tensor]):
         yield names.get_name(key, try_suffixes=(".weight",)), stacked
 
 
+def _one_by_one(tensors: Mapping[str, torch.Tensor]):
+    """Tensors that transformers saves together apart, under names that the package's map knows:
+    gpt-oss's and Granite's gates and ups. Parameters that end in no ``.weight`` get an ending."""
+    for key, tensor in tensors.items():
+        part = key.rpartition(".")[2]
+        if part == "sinks":
+            yield f"{key}.weight", tensor
+        elif part == "e_score_correction_bias":
+            yield key.replace("_bias", ".bias"), tensor
+        elif part == "expert_bias":
+            yield f"{key}.bias", tensor
+        elif key.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
+            kind = "bias" if part.endswith("bias") else "weight"
+            whole = tensor if kind == "bias" else tensor.transpose(1, 2)
+            for index, name in enumerate(("gate_proj", "up_proj")):
+                yield key.replace(part, f"{name}.{kind}"), whole[:, index::2].contiguous()
+        elif key.endswith("experts.down_proj"):
+            yield f"{key}.weight", tensor.transpose(1, 2).contiguous()
+        elif key.endswith("experts.down_proj_bias"):
+            yield key.replace("_bias", ".bias"), tensor
+        elif key.endswith("input_linear.weight"):
+            shared = "shared_experts" if "shared_mlp" in key else "experts"
+            layer = key[: key.index(".", len("model.layers."))]
+            for name, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, -2), strict=True):
+                yield f"{layer}.mlp.{shared}.{name}.weight", half.contiguous()
+        else:
+            yield key, tensor
+
+
 def _changed(name: str, config: Any, key: str, values: torch.Tensor) -> torch.Tensor:
-    if "Gemma" in name and key.endswith("norm.weight"):
+    if ARCHITECTURES[name] in _OFFSET and key.endswith("norm.weight"):
         return values + 1
     heads = _paired_heads(name, config, key)
     if heads is None:
@@ -223,7 +329,7 @@ def _changed(name: str, config: Any, key: str, values: torch.Tensor) -> torch.Te
 
 
 def _paired_heads(name: str, config: Any, key: str) -> int | None:
-    if ARCHITECTURES[name] != "llama":
+    if ARCHITECTURES[name] not in _PAIRED:
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(key.split(".")[-2])
@@ -238,17 +344,19 @@ def _restored(
     for key, tensor in tensors.items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             key_in_file, stored = "token_embd.weight", plain["token_embd.weight"]
-        elif match := re.search(r"\.experts\.(\d+)\.(w\d)", key):
+        elif match := re.search(r"\.experts\.(\d+)\.(w\d|\w+_proj)", key):
             stacked = key.replace(f"experts.{match[1]}.", "experts.")
             key_in_file = names.get_name(stacked, try_suffixes=(".weight",))
             stored = plain[key_in_file][int(match[1])]
         else:
             key_in_file = names.get_name(key, try_suffixes=(".weight", ".bias"))
-            stored = plain[key_in_file]
+            stored = plain.get(key_in_file)
+        if stored is None:  # of several that lie together
+            continue
         values = torch.from_numpy(np.ascontiguousarray(stored)).view(tensor.shape)
         heads = _paired_heads(name, config, key)
         if heads is not None:
             values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        if "Gemma" in name and key.endswith("norm.weight"):
+        if ARCHITECTURES[name] in _OFFSET and key.endswith("norm.weight"):
             values = values - 1
         yield key, values

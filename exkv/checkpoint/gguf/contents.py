@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..families import FAMILIES, ExpertsConfig, Family
+from ..families import FAMILIES, Family
 from ..files import quoted
 from ..open_file import CheckpointError, OpenFile
 from .header import Header, StoredTensor, read_gguf_header
@@ -152,7 +152,7 @@ class GGUFContents:
             gguf = family.gguf
             if gguf is None or gguf.architecture != self.architecture:
                 continue
-            if mixture == (family.specific is ExpertsConfig):
+            if all(bool(self.own(key, 0)) == says for key, says in gguf.marks.items()):
                 return name, family, gguf
         known = sorted({f.gguf.architecture for f in FAMILIES.values() if f.gguf is not None})
         raise CheckpointError(

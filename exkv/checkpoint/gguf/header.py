@@ -84,6 +84,7 @@ TENSOR_TYPES = {
     14: _packed("Q6_K", 256, 210),
     20: _packed("IQ4_NL", 32, 18),
     23: _packed("IQ4_XS", 256, 136),
+    39: _packed("MXFP4", 32, 17),
     30: TensorType(name="BF16", block=1, nbytes=2, dtype=torch.bfloat16),
 }
 #: What else there is, for messages.
@@ -110,7 +111,6 @@ _OTHER_TYPES = {
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
-    39: "MXFP4",
     40: "NVFP4",
     41: "Q1_0",
     42: "Q2_0",

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import struct
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from ..families import Family
+from ..files import quoted
 from ..value_checks import is_int
 from .contents import GGUFContents
-from .tensors import ROPE_TENSORS, packed_types
+from .names import GGUFFamily
+from .tensors import ROPE_TENSORS, layers_of, packed_types
+
+logger = logging.getLogger(__name__)
 
 #: Metadata under the architecture's name -> the key of config.json.
 _KEYS = {
@@ -20,7 +28,23 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "decoder_sparse_step",
+}
+#: What mixtures of experts have, of a config's settings.
+_OF_EXPERTS = frozenset(key for own, key in _KEYS.items() if "expert" in own) | {
+    *("first_k_dense_replace", "decoder_sparse_step")
 }
 #: What no default can stand for.
 _NEEDED = tuple(_KEYS)[:5]
@@ -47,28 +71,77 @@ def config_values(contents: GGUFContents) -> dict[str, Any]:
         ValueError: something is missing, or isn't done here; names the key.
     """
     name, family, gguf = contents.family()
+    _warn_of_assumed(contents, gguf)
+    _warn_of_doubts(contents, gguf)
     missing = [key for key in _NEEDED if contents.own(key) is None]
     if missing:
         lacking = ", ".join(f"{contents.architecture}.{key}" for key in missing)
         raise ValueError(f"the metadata lacks {lacking}")
     keys = {**_KEYS, **gguf.metadata}
-    values = {key: _plain(contents.own(own)) for own, key in keys.items()}
-    values = {key: value for key, value in values.items() if value is not None}
+    values = {key: _plain(contents.own(own)) for own, key in keys.items() if _has(contents, own)}
+    unknown = _OF_EXPERTS - _settings(family)
+    values = {key: value for key, value in values.items() if key not in unknown}
+    values["num_hidden_layers"] = layers_of(contents)
     values |= {"architectures": [name], "model_type": family.model_type}
     values["vocab_size"] = _vocab_size(contents)
     values["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    biases = [f"blk.0.attn_{part}.bias" for part in ("q", "qkv", "output")]
-    values["attention_bias"] = any(name in contents.tensors for name in biases)
-    values["mlp_bias"] = "blk.0.ffn_down.bias" in contents.tensors
+    values |= _biases_and_norms(contents, family)
     values["torch_dtype"] = _dtype(contents)
     values |= _tokens(contents.metadata) | _windows(contents)
     if "head_dim" not in values and is_int(values["num_attention_heads"]):
         values["head_dim"] = values["hidden_size"] // max(values["num_attention_heads"], 1)
-    values |= _rope(contents, values) | dict(gguf.additions(values))
+    values |= _rope(contents, values)
+    values |= gguf.additions(values)
     types = packed_types(contents)
     if types:
         values["quantization_config"] = {"quant_method": "gguf", "types": types}
     return values
+
+
+def _has(contents: GGUFContents, own: str) -> bool:
+    return contents.own(own) is not None
+
+
+def _warn_of_assumed(contents: GGUFContents, gguf: GGUFFamily) -> None:
+    """Name what the file doesn't say, and what is taken for it."""
+    for key, taken in gguf.assumed.items():
+        if not _has(contents, key):
+            logger.warning(
+                "%s: the metadata lacks %s.%s: %s",
+                contents.path,
+                contents.architecture,
+                key,
+                taken,
+            )
+
+
+def _biases_and_norms(contents: GGUFContents, family: Family) -> dict[str, bool]:
+    """Settings that follow from the tensors that there are in the first layer."""
+    parts = {
+        "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
+        "mlp_bias": ("ffn_down.bias",),
+        "use_qk_norm": ("attn_q_norm.weight",),
+    }
+    known = {*family.reads, *_settings(family)}
+    return {
+        key: any(f"blk.0.{part}" in contents.tensors for part in each)
+        for key, each in parts.items()
+        if key in known
+    }
+
+
+def _warn_of_doubts(contents: GGUFContents, gguf: GGUFFamily) -> None:
+    """Name what the file of a model of this name can't say."""
+    name = contents.metadata.get("general.name")
+    for pattern, unsaid in gguf.doubts.items():
+        if isinstance(name, str) and re.search(pattern, name.lower()):
+            logger.warning("%s: general.name is %s: %s", contents.path, quoted(name), unsaid)
+
+
+def _settings(family: Family) -> set[str]:
+    """The settings that only this architecture has."""
+    kind = family.specific
+    return set() if kind is None else {field.name for field in fields(kind)} - family.ignores
 
 
 def _plain(value: Any) -> Any:
@@ -124,7 +197,7 @@ def _rope(contents: GGUFContents, values: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions: how much of a head is rotated, and how frequencies are stretched."""
     found: dict[str, Any] = {}
     rotated, head = contents.own("rope.dimension_count"), values.get("head_dim")
-    if is_int(rotated) and isinstance(head, int) and head > 0 and rotated != head:
+    if is_int(rotated) and isinstance(head, int) and head > 0:
         found["partial_rotary_factor"] = rotated / head
     scaling = _scaling(contents)
     if scaling:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from ..files import quoted
 from ..open_file import CheckpointError
 from ..safetensors import Checkpoint, TensorInfo
+from ..value_checks import is_int
 from .contents import SHOWN, GGUFContents, PlacedTensor
 from .names import GGUFFamily
 
@@ -27,6 +29,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 logger = logging.getLogger(__name__)
 
 _MOST_EXPERTS = 4096
+_NUMBER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.")
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -44,6 +47,7 @@ class GGUFCheckpoint(Checkpoint):
 
     described_by = "the metadata"
     complete = True
+    apart = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -59,8 +63,9 @@ class GGUFCheckpoint(Checkpoint):
         self._orders: dict[str, torch.Tensor] = {}
         self._offsets: dict[str, float] = {}
         found: dict[str, TensorInfo] = {}
+        beyond = layers_of(contents)
         for placed in contents.tensors.values():
-            infos = _infos(placed, family)
+            infos = None if _layer_of(placed) >= beyond else _infos(placed, family)
             if infos is None:
                 self.unindexed.append(placed.tensor.name)
                 continue
@@ -105,6 +110,18 @@ class GGUFCheckpoint(Checkpoint):
             super().read_into(name, target, first)
 
 
+def layers_of(contents: GGUFContents) -> Any:
+    """The layers that a token passes: those that predict several tokens lie behind them."""
+    blocks, extra = contents.own("block_count"), contents.own("nextn_predict_layers", 0)
+    return blocks - extra if is_int(blocks) and is_int(extra) else blocks
+
+
+def _layer_of(placed: PlacedTensor) -> int:
+    """The number of a tensor's layer, -1 for none."""
+    match = _NUMBER.match(placed.tensor.name)
+    return int(match[1]) if match else -1
+
+
 def _infos(placed: PlacedTensor, family: GGUFFamily) -> list[TensorInfo] | None:
     """The tensors of a checkpoint that a tensor of the file stands for; None where it isn't known,
     and none of them where a config has what it says."""
@@ -118,11 +135,12 @@ def _infos(placed: PlacedTensor, family: GGUFFamily) -> list[TensorInfo] | None:
     if tensor.type.dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.block * tensor.type.nbytes)
     if "{}" not in name:
-        return [_info(placed, name, shape, dtype, 0)]
-    if len(shape) != 3 or shape[0] > _MOST_EXPERTS:
+        return [_info(placed, name, family.shape(tensor.name, shape), dtype, 0)]
+    kind, dims = ("bias", 2) if tensor.name.endswith(".bias") else ("matrix", 3)
+    if len(shape) != dims or shape[0] > _MOST_EXPERTS:
         raise CheckpointError(
             f"{placed.file.path}: tensor {tensor.name!r} is {list(tensor.shape)}; expected is a "
-            f"matrix for each of at most {_MOST_EXPERTS} experts: download it again"
+            f"{kind} for each of at most {_MOST_EXPERTS} experts: download it again"
         )
     return [_info(placed, name.format(i), shape[1:], dtype, i) for i in range(shape[0])]
 
