@@ -1,12 +1,13 @@
-"""A text's way through the units, whose matrices are rounded for what it gives them as inputs.
+"""Calibrated rounding: run a text through the model, unit by unit, and round each matrix for the
+inputs that it gets.
 
-Units run one after the other in float32, on the host or on a device, all of the text at once, and
-twice: as floats, on what floats made of the text before; then rounded, on what is left after
-rounding. In the second run a matrix is rounded when its inputs come by, and goes on with the
-integers' values. So the second moments, by which ``exkv.weights.feedback`` rounds, are those of
-inputs behind everything that is rounded already, in the same layer too; and what a matrix is
-rounded to come near are its outputs in the run of floats. One unit of floats is in memory at a
-time, beside the text's hidden states and its inputs in this unit.
+Each unit runs in float32, on the host or on a device, on all of the text at once, and twice: first
+with float weights, on the hidden states of the float model; then on those of the rounded model. In
+the second pass a matrix is rounded as soon as its inputs arrive, and the pass goes on with the
+rounded values. So the second moments by which ``exkv.weights.feedback`` rounds are those of inputs
+behind everything that is rounded already, in the same layer too, and the target of a matrix is its
+output in the float pass. One unit of floats is in memory at a time, beside the text's hidden states
+and its inputs in this unit.
 
 An expert is rounded for the tokens that are routed to it. Where these are few, others join them.
 """
@@ -103,8 +104,8 @@ def rounded_units(
 
 
 class UnitsByText:
-    """The integers of a model that quantizes on load, for units that are read in their order; for
-    an earlier one the text starts again.
+    """The integers of a model that quantizes on load. Units are read in order; to read an earlier
+    one runs the text from the start.
 
     Args:
         model: its units say what becomes integers.
@@ -136,7 +137,7 @@ class UnitsByText:
         }
 
     def done(self) -> None:
-        """Free what is held of the text's way."""
+        """Free the hidden states and the last unit's integers."""
         self._checkpoint, self._under_way = None, iter(())
         self._found = {}
 
