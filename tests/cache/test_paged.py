@@ -378,7 +378,9 @@ def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed, tiers):
                 at += size
             needed, left = pool.needed_for(chain), pool.available
             if needed > left:
-                with pytest.raises(OutOfPagesError, match=f"need {needed} of the pool, and {left}"):
+                with pytest.raises(
+                    OutOfPagesError, match=f"need {needed} pages of the pool, and {left}"
+                ):
                     table.hold_known(row, chain, memory)
             else:
                 table.hold_known(row, chain, memory)
