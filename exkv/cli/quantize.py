@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.bits import SCALE_DTYPES
 from exkv.weights.rounding import Rounded, rounded
 from exkv.weights.settings import stays_float
-from exkv.weights.source import StoredMatrix
 
 from .flags import text_of
 
@@ -158,13 +157,31 @@ def _plan(config: ModelConfig, bits: int) -> _Work:
     }
     fits = (all(inputs % size == 0 for inputs in inputs_of.values()) for size in GROUPS)
     floats = {layer for spec in specs for layer, _ in _matrices(spec)} - inputs_of.keys()
-    return _Work(
+    work = _Work(
         specs=specs,
         layers=frozenset(inputs_of),
         group=next(itertools.compress(GROUPS, fits)),
         floats=sorted({"lm_head", *floats}),  # a tied head has its name, too
         bits=bits,
     )
+    _check_readable(config, work)
+    return work
+
+
+def _check_readable(config: ModelConfig, work: _Work) -> None:
+    """Raise ValueError if exkv could not load the folder that would be written."""
+    try:
+        unit_specs(replace(config, path=None, quantization=_settings(work)), torch.float32)
+    except ValueError as error:
+        raise ValueError(
+            f"{config.path}: a folder of these integers couldn't be loaded "
+            f"({str(error).removeprefix('None: ')}); turn the floats into integers at each load "
+            f"instead, with --weights int{work.bits}"
+        ) from None
+
+
+def _settings(work: _Work) -> dict[str, Any]:
+    return compressed_tensors.settings_of_packed(work.bits, work.group, work.floats)
 
 
 def _matrices(spec: UnitSpec) -> Iterator[tuple[str, int]]:
@@ -204,44 +221,25 @@ def _by_text(
     device: torch.device,
 ) -> Iterator[Mapping[str, Rounded]]:
     """The matrices of each unit, rounded for what the text, ``ids``, gives them as inputs."""
-    matrices = [_stored_matrices(spec, work.layers) for spec in work.specs]
+    names = [_names_by_path(spec, work.layers) for spec in work.specs]
 
     def kept_as(unit: Unit) -> dict[str, GroupFormat]:
         return {
-            path: GroupFormat(bits=work.bits, group=work.group, scale=_scale(checkpoint, each.name))
-            for path, each in matrices[unit.index].items()
+            path: GroupFormat(bits=work.bits, group=work.group, scale=_scale(checkpoint, name))
+            for path, name in names[unit.index].items()
         }
 
     found = rounded_units(config, checkpoint, ids, kept_as, device)
-    return map(_by_layers, matrices, found)
+    return (
+        {layers[path]: each for path, each in made.items()}
+        for layers, made in zip(names, found, strict=False)
+    )
 
 
-def _stored_matrices(spec: UnitSpec, layers: frozenset[str]) -> dict[str, StoredMatrix]:
-    """Those of these layers, by the paths of their modules."""
-    found = (matrix for source in spec.sources for matrix in source.matrices)
-    return {matrix.layer: matrix for matrix in found if matrix.name in layers}
-
-
-def _by_layers(
-    matrices: Mapping[str, StoredMatrix], found: Mapping[str, Rounded]
-) -> dict[str, Rounded]:
-    """From paths of modules to names of layers, one of which may have the rows of several."""
-    parts: dict[str, list[str]] = {}
-    for path in found:
-        parts.setdefault(matrices[path].name, []).append(path)
-    return {
-        name: _put_together([matrices[path] for path in paths], [found[path] for path in paths])
-        for name, paths in parts.items()
-    }
-
-
-def _put_together(matrices: Sequence[StoredMatrix], parts: Sequence[Rounded]) -> Rounded:
-    """A stored matrix of all that lie in it."""
-    codes, scale = (torch.cat([getattr(p, each) for p in parts]) for each in ("codes", "scale"))
-    rows = torch.arange(len(codes))
-    places = [rows if each.rows is None else each.rows(rows) for each in matrices]
-    order = torch.cat(places).argsort()
-    return Rounded(codes=codes[order], scale=scale[order])
+def _names_by_path(spec: UnitSpec, layers: frozenset[str]) -> dict[str, str]:
+    """The checkpoint's names of these layers, by the paths of their modules."""
+    matrices = (matrix for source in spec.sources for matrix in source.matrices)
+    return {matrix.layer: matrix.name for matrix in matrices if matrix.name in layers}
 
 
 def _scale(checkpoint: Checkpoint, layer: str) -> torch.dtype:
@@ -275,7 +273,6 @@ def _stored(
 
 
 def _write_config(folder: Path, work: _Work, out: Path) -> None:
-    settings = compressed_tensors.settings_of_packed(work.bits, work.group, work.floats)
     config = read_json_object(folder / "config.json")
-    text = json.dumps({**config, "quantization_config": settings}, indent=2)
+    text = json.dumps({**config, "quantization_config": _settings(work)}, indent=2)
     (out / "config.json").write_text(text)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig, windows
@@ -18,8 +18,6 @@ from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_size
 from exkv.layers import Attention, Linear, mixture_or_mlp, routed_experts
 from exkv.layers.attention import Attend
-from exkv.layers.linear import linear_at
-from exkv.weights import Source, format_source
 
 from . import qwen2_moe
 from .decoder import Decoder, SandwichLayer, rms_norm
@@ -56,14 +54,6 @@ def _scale(config: ModelConfig, dtype: torch.dtype) -> float:
     return config.hidden_size**0.5 if config.settings(ScaledExpertsConfig).mup_enabled else 1.0
 
 
-def _router(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-    """The router, which the checkpoint has in a module of its own."""
-    if config.settings(ScaledExpertsConfig).is_dense(int(name.rpartition(".")[-1])):
-        return []
-    gate = linear_at(layer, "mlp.gate")
-    return [format_source("mlp.gate", f"{name}.mlp.router.gate", gate.format, gate.size)]
-
-
 FAMILY = Family(
     architecture="AfmoeForCausalLM",
     model_type="afmoe",
@@ -80,8 +70,10 @@ FAMILY = Family(
             "mlp.correction": "mlp.expert_bias",
             "mlp.shared_expert.": "mlp.shared_experts.",
             "_feedforward_layernorm": "_mlp_layernorm",
+            # The router; and dense layers, which have a gate of another kind.
+            "mlp.gate": "mlp.router.gate",
+            "mlp.router.gate_proj": "mlp.gate_proj",
         },
-        made=_router,
     ),
     defaults={
         "vocab_size": 200192,
@@ -120,6 +112,7 @@ FAMILY = Family(
             **EXPERTS,
             **shared("mlp.shared_experts"),
             "attn_gate": "self_attn.gate_proj",
+            "ffn_gate_inp": "mlp.router.gate",
             "exp_probs_b.bias": "mlp.expert_bias",
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_mlp_layernorm",
