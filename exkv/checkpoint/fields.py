@@ -9,7 +9,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 #: Keys that change no logits: of training, of generation, of other classes' heads, of layers that
-#: predict several tokens, and what programs note down for themselves.
+#: emit several tokens, and what programs note down for themselves.
 HARMLESS = frozenset(
     (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),

@@ -31,7 +31,7 @@ _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _EACH_BYTE = "exkv.each_byte"  # the name of an error handler, see the end of the file
 _MOST_IDS = 1 << 24  # more than any vocabulary has
 #: Repeated, texts on which a regular expression of nested repetitions backtracks.
-_PROBES = ["a", "ab", "aab", "A", "1", "a1", " ", "a ", "a,", "\n", "!", "\u00e9", "\u4e2d"]
+_REPEATED = ["a", "ab", "aab", "A", "1", "a1", " ", "a ", "a,", "\n", "!", "\u00e9", "\u4e2d"]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -488,8 +488,8 @@ def _check_patterns(tokenizer: Any) -> None:
     """Have the file's regular expressions fail here if they backtrack without end: the library
     gives up on a match after ten million retries, most of a second, and a text has many matches.
     """
-    for probe in _PROBES:
-        text = f"x{probe * 64}\0{string.printable}"  # with whatever a match is searched by
+    for part in _REPEATED:
+        text = f"x{part * 64}\0{string.printable}"  # with whatever a match is searched by
         if tokenizer.normalizer is not None:
             tokenizer.normalizer.normalize_str(text)
         if tokenizer.pre_tokenizer is not None:

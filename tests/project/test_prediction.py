@@ -15,7 +15,8 @@ from exkv.ops import REFERENCES
 from exkv.ops.registry import FAKES
 
 #: What nobody below planning speaks of.
-WORDS = re.compile(r"predict|\bprobe|dry.?run|ShapeTensor|first_query|shortened=", re.I)
+#: (A field of checkpoints is called ``nextn_predict_layers``.)
+WORDS = re.compile(r"(?<!nextn_)predict|\bprobe|dry.?run|ShapeTensor|first_query|shortened=", re.I)
 #: They may ask whether any mode of torch's is on, for what they keep or bind; see there.
 ASK_FOR_MODES = {"exkv/layers/rope.py", "exkv/models/runs.py"}
 

@@ -111,7 +111,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def layers_of(contents: GGUFContents) -> Any:
-    """The layers that a token passes: those that predict several tokens lie behind them."""
+    """The layers that a token passes, without the heads for several tokens (MTP) behind them."""
     blocks, extra = contents.own("block_count"), contents.own("nextn_predict_layers", 0)
     return blocks - extra if is_int(blocks) and is_int(extra) else blocks
 
