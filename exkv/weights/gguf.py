@@ -136,7 +136,8 @@ class Float4Format(MXFP4Format):
         blocks = stored["weight"].reshape(-1, self.type.nbytes)
         codes = _fields(blocks[:, 1:], 4, 16)
         made = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "scale": blocks[:, 0]}
-        rows = {name: values.reshape(len(stored["weight"]), -1) for name, values in made.items()}
+        outputs = len(stored["weight"])
+        rows = {name: each.reshape(outputs, -1).contiguous() for name, each in made.items()}
         return MXFP4Format.convert(self, rows)
 
 

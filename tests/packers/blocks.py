@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from exkv.weights.gguf import FORMATS
@@ -20,6 +22,7 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),  # its scale is a power of two, in the first byte
 }
 
 
@@ -33,4 +36,6 @@ def random_blocks(
     for place in HALVES[name]:
         half = torch.tensor([scale], dtype=torch.float16).view(torch.uint8)
         made[:, place : place + 2] = half
+    if name == "MXFP4":
+        made[:, 0] = 127 + round(math.log2(scale))
     return made.view(size[0], -1)
