@@ -294,16 +294,17 @@ WITH_NEW_PARTS = {
 }
 #: The others, and these.
 IN_ALL_WAYS = [name for name in FAMILIES if name not in RELATIVES - WITH_NEW_PARTS]
-#: Those of them that have experts.
-MIXTURES = {
-    name for name, make in TINY.items() if getattr(make(), "num_experts_per_tok", None) is not None
-}
 if MISSING := sorted(set(FAMILIES) - set(TINY)):
     raise LookupError(
         f"{', '.join(MISSING)} of exkv/models: add to TINY in {__file__} a "
         "function that makes a tiny config with transformers' class: see CONTRIBUTING.md, Add an "
         "architecture"
     )
+
+
+def is_mixture(name: str) -> bool:
+    """Whether an architecture has experts."""
+    return getattr(TINY[name](), "num_experts_per_tok", None) is not None
 
 
 def reference(

@@ -92,10 +92,10 @@ def test_replays_give_the_readable_ways_logits_and_stores(folders, bound, name):
         places = [layer.in_place(torch.float32) for layer in cache.layers]
         stays = all(place is not None and not place.paged for place in places)
         whole = {run.count for run in bound} == {len(model.units)}
-        assert whole == (stays and name not in tiny.MIXTURES), kind
+        assert whole == (stays and not tiny.is_mixture(name)), kind
         assert not whole or replays > 20, kind
         seen[kind] = whole
-    assert seen["fp16"] == seen.get("4bit", seen["fp16"]) == (name not in tiny.MIXTURES)
+    assert seen["fp16"] == seen.get("4bit", seen["fp16"]) == (not tiny.is_mixture(name))
 
 
 def test_what_a_caller_keeps_is_not_written_to_again(folders, bound):
