@@ -80,6 +80,12 @@ def first_layers(values: Mapping[str, Any]) -> int:
     return count
 
 
+def late_layers(values: Mapping[str, Any], window: int | None) -> WindowOfLayers:
+    """The layers from ``max_window_layers`` on, where there is a window."""
+    first = first_layers(values)
+    return by_layer(values, window, lambda layer: window is not None and layer >= first)
+
+
 def nowhere(values: Mapping[str, Any]) -> WindowOfLayers:
     """Llama: no window; some files carry the keys all the same, switched off."""
     if values.get("use_sliding_window") and values.get("sliding_window") is not None:

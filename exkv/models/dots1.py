@@ -3,23 +3,13 @@ ratings, and some that all tokens take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from exkv.checkpoint import RoutedExpertsConfig, windows
 from exkv.checkpoint.families import Family
 
 from . import glm4_moe
 from .decoder import Decoder, rms_norm
-
-
-def _late_layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """The layers from ``max_window_layers`` on."""
-    window, first = windows.sliding_window(values), windows.first_layers(values)
-    slides = lambda layer: window is not None and layer >= first  # noqa: E731
-    return windows.by_layer(values, window, slides)
-
 
 FAMILY = Family(
     architecture="Dots1ForCausalLM",
@@ -39,7 +29,7 @@ FAMILY = Family(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    windows=_late_layers,
+    windows=lambda values: windows.late_layers(values, windows.sliding_window(values)),
     reads=("attention_bias",),
     specific=RoutedExpertsConfig,
     aliases={"num_local_experts": "n_routed_experts"},

@@ -16,9 +16,7 @@ from .decoder import Decoder
 
 def late_layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     """The layers from ``max_window_layers`` on, if windows are in use at all."""
-    window, first = windows.window_in_use(values), windows.first_layers(values)
-    slides = lambda layer: window is not None and layer >= first  # noqa: E731
-    return windows.by_layer(values, window, slides)
+    return windows.late_layers(values, windows.window_in_use(values))
 
 
 FAMILY = Family(
