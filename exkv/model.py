@@ -22,7 +22,7 @@ from exkv.decode.request import resolve
 from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
-from exkv.loading.calibration import UnitsByText, rows_of
+from exkv.loading.calibration import CalibratedUnits, calibration_rows
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
 from exkv.models import Transformer, Unit
@@ -105,7 +105,7 @@ class Model(Transformer):
         self.weights = weights
         self._chooses, self._calibration = weights == BEST, calibration
         self._losses: Losses | None = None
-        self._by_text: UnitsByText | None = None
+        self._calibrated: CalibratedUnits | None = None
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
         self.own_generation_config: GenerationConfig | None = None
@@ -188,15 +188,15 @@ class Model(Transformer):
         return self._losses
 
     @property
-    def rounds_by_text(self) -> bool:
+    def calibrates(self) -> bool:
         """Whether loading rounds the weights by a calibration text."""
         return self._calibration is not None and not self._chooses
 
-    def made(self, unit: Unit) -> Mapping[str, torch.Tensor]:
+    def precomputed(self, unit: Unit) -> Mapping[str, torch.Tensor]:
         assert self.checkpoint is not None
-        if self._by_text is None or self.checkpoint.hollow:
+        if self._calibrated is None or self.checkpoint.hollow:
             return {}
-        return self._by_text.parameters(unit, self.checkpoint)
+        return self._calibrated.parameters(unit, self.checkpoint)
 
     # Loading ------------------------------------------------------------------------------
 
@@ -324,8 +324,10 @@ class Model(Transformer):
         """Load; a generator of what ``callback_gen`` yields, on which all other forms stand."""
         if self._chooses and options.plan is not None and not self.loaded:
             self.choose(options.plan.choice)
-        if self._calibration is not None and self.rounds_by_text and self._by_text is None:
-            self._by_text = UnitsByText(self, rows_of(self.config, self._calibration))
+        if self._calibration is not None and self.calibrates and self._calibrated is None:
+            self._calibrated = CalibratedUnits(
+                self, calibration_rows(self.config, self._calibration)
+            )
         scenario = self._scenario_of(options)
         if options.draft is not None:
             yield from self._load_with(options.draft, scenario, options)
@@ -412,8 +414,8 @@ class Model(Transformer):
     def _keep_record(self, plan: Plan, report: LoadReport) -> None:
         """Record a complete load; later plans count this model."""
         self.plan, self.report = plan, report
-        if self._by_text is not None:
-            self._by_text.done()
+        if self._calibrated is not None:
+            self._calibrated.done()
         LOADED.add(self)
 
     # In use -------------------------------------------------------------------------------

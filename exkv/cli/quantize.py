@@ -26,7 +26,7 @@ from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import read_json_object
 from exkv.checkpoint.safetensors import INDEX_NAME
 from exkv.devices import resolve_devices
-from exkv.loading.calibration import rounded_units, rows_of
+from exkv.loading.calibration import calibration_rows, rounded_units
 from exkv.models import Unit, unit_specs
 from exkv.models.units import UnitSpec
 from exkv.sizes import human
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
         checkpoint.expect(work.stored)
         if args.calibration is not None:
             (device,) = resolve_devices(args.device)
-            ids = rows_of(config, args.calibration)
-            work = replace(work, rounded=_by_text(config, checkpoint, work, ids, device))
+            ids = calibration_rows(config, args.calibration)
+            work = replace(work, rounded=_calibrated(config, checkpoint, work, ids, device))
         before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
         with _whole_or_empty(out):
             after = _write_weights(checkpoint, work, out)
@@ -213,7 +213,7 @@ def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
     return total
 
 
-def _by_text(
+def _calibrated(
     config: ModelConfig,
     checkpoint: Checkpoint,
     work: _Work,
@@ -223,13 +223,13 @@ def _by_text(
     """The matrices of each unit, rounded for what the text, ``ids``, gives them as inputs."""
     names = [_names_by_path(spec, work.layers) for spec in work.specs]
 
-    def kept_as(unit: Unit) -> dict[str, GroupFormat]:
+    def formats(unit: Unit) -> dict[str, GroupFormat]:
         return {
             path: GroupFormat(bits=work.bits, group=work.group, scale=_scale(checkpoint, name))
             for path, name in names[unit.index].items()
         }
 
-    found = rounded_units(config, checkpoint, ids, kept_as, device)
+    found = rounded_units(config, checkpoint, ids, formats, device)
     return (
         {layers[path]: each for path, each in made.items()}
         for layers, made in zip(names, found, strict=False)

@@ -78,7 +78,7 @@ class ClusterModel(Model):
 
     def _join(self, cluster: Cluster) -> None:
         """Distribute the model over the hosts of a cluster, which build it when it is loaded."""
-        if self.rounds_by_text:
+        if self.calibrates:
             raise ValueError(
                 "calibration rounds weights on one host: write the integers once, with `exkv "
                 "quantize IN OUT --calibration FILE`, and load that folder over hosts"

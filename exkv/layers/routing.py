@@ -13,70 +13,70 @@ from exkv.ops.experts import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """The rule by which experts are chosen and weighed.
+    """How router logits become chosen experts and their weights.
 
     Attributes:
-        taken: experts of each token.
-        sigmoid: whether an expert's score is the sigmoid of its rating, and not the softmax of all.
-        normed: whether the weights are divided by their sum.
-        least: the least sum to divide by.
-        groups: parts of equal size that the experts form, one behind the other.
-        groups_taken: parts that a token's experts may be in: those whose two best experts have the
-            highest sum of scores.
-        scale: of the weights.
+        top_k: experts of each token.
+        sigmoid: whether an expert's score is the sigmoid of its logit; else the softmax of all.
+        normalize: whether the weights are divided by their sum.
+        min_sum: the least sum to divide by.
+        groups: groups of equal size that consecutive experts form.
+        top_k_groups: groups that a token's experts may come from: those whose two best experts have
+            the highest sum of scores.
+        scale: factor of the weights.
     """
 
-    taken: int
+    top_k: int
     sigmoid: bool = False
-    normed: bool = True
-    least: float = 0.0
+    normalize: bool = True
+    min_sum: float = 0.0
     groups: int = 1
-    groups_taken: int = 1
+    top_k_groups: int = 1
     scale: float = 1.0
 
     @classmethod
     def of(cls, settings: ExpertsConfig, *, sigmoid: bool) -> Router:
         """The router of a config's settings."""
-        taken, normed = settings.num_experts_per_tok, settings.norm_topk_prob
+        top_k, normalize = settings.num_experts_per_tok, settings.norm_topk_prob
         if not isinstance(settings, RoutedExpertsConfig):
-            return cls(taken=taken, sigmoid=sigmoid, normed=normed)
+            return cls(top_k=top_k, sigmoid=sigmoid, normalize=normalize)
         return cls(
-            taken=taken,
+            top_k=top_k,
             sigmoid=sigmoid,
-            normed=normed,
-            least=settings.moe_norm_min,
+            normalize=normalize,
+            min_sum=settings.moe_norm_min,
             groups=settings.n_group,
-            groups_taken=settings.topk_group,
+            top_k_groups=settings.topk_group,
             scale=settings.routed_scaling_factor,
         )
 
-    def route(self, ratings: Tensor, correction: Tensor | None) -> Routing:
+    def route(self, logits: Tensor, correction: Tensor | None) -> Routing:
         """Choose the experts of each token.
 
         Args:
-            ratings: floats (N, experts).
-            correction: float32 (experts,), added to the scores for the choice, not for the weights.
+            logits: floats (N, experts).
+            correction: float32 (experts,), added to the scores for the choice only.
         """
-        scores = ratings.float().sigmoid() if self.sigmoid else ratings.float().softmax(-1)
-        if correction is None and self.groups_taken == self.groups:
-            weights, chosen = scores.topk(self.taken, dim=-1)
+        scores = logits.float().sigmoid() if self.sigmoid else logits.float().softmax(-1)
+        if correction is None and self.top_k_groups == self.groups:
+            weights, chosen = scores.topk(self.top_k, dim=-1)
         else:
             preferred = scores if correction is None else scores + correction
-            chosen = self._in_groups(preferred).topk(self.taken, dim=-1).indices
+            chosen = self._in_groups(preferred).topk(self.top_k, dim=-1).indices
             weights = scores.gather(-1, chosen)
-        return Routing(chosen=chosen, weights=self._weighed(weights))
+        return Routing(chosen=chosen, weights=self._normalized(weights))
 
     def _in_groups(self, scores: Tensor) -> Tensor:
         """The scores (N, experts), minus infinity outside of each token's groups."""
-        if self.groups_taken == self.groups:
+        if self.top_k_groups == self.groups:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
         best = grouped.topk(2, dim=-1).values.sum(-1)  # (N, groups)
-        left_out = (-best).topk(self.groups - self.groups_taken, dim=-1).indices
+        left_out = (-best).topk(self.groups - self.top_k_groups, dim=-1).indices
         barred = torch.zeros_like(best).scatter_(-1, left_out, -torch.inf)
         return (grouped + barred.unsqueeze(-1)).flatten(-2)
 
-    def _weighed(self, weights: Tensor) -> Tensor:
-        if self.normed:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.least)
+    def _normalized(self, weights: Tensor) -> Tensor:
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.min_sum)
         return weights if self.scale == 1 else weights * self.scale

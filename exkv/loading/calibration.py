@@ -33,7 +33,7 @@ from exkv.models import Transformer, Unit
 from exkv.ops.experts import Routing
 from exkv.text import Tokenizer
 from exkv.weights import GroupFormat
-from exkv.weights.feedback import made_up, root_of, rounded_by
+from exkv.weights.feedback import cholesky_factor, compensated, rounded_with_factor
 from exkv.weights.on_load import OnLoad
 from exkv.weights.rounding import Rounded
 
@@ -45,12 +45,12 @@ _OF_EXPERT = 256
 
 
 #: From a unit to what its matrices become, by their modules' paths.
-KeptAs = Callable[[Unit], Mapping[str, GroupFormat]]
+FormatsByPath = Callable[[Unit], Mapping[str, GroupFormat]]
 #: A unit's matrices in integers, by their modules' paths.
 Found = dict[str, Rounded]
 
 
-def rows_of(config: ModelConfig, text: str) -> torch.Tensor:
+def calibration_rows(config: ModelConfig, text: str) -> torch.Tensor:
     """The text's first tokens, in rows (B, 512): 16, or as many as it fills.
 
     Raises:
@@ -71,7 +71,7 @@ def rounded_units(
     config: ModelConfig,
     checkpoint: Checkpoint,
     ids: torch.Tensor,
-    kept_as: KeptAs,
+    formats: FormatsByPath,
     device: torch.device = CPU,
 ) -> Iterator[Found]:
     """Round unit after unit, in the order of the model.
@@ -92,18 +92,18 @@ def rounded_units(
     for unit in model.units[:-1]:
         unit.read(checkpoint, device, {})
         checkpoint.unmap()
-        rounding = _Rounding(unit, kept_as(unit))
+        rounding = _Rounding(unit, formats(unit))
         with torch.no_grad(), rounding:
             rounding.records = True
             floats = rounding.module(floats, batch, NoCacheLayer())
             rounding.records = False
-            x = rounding.module(x, batch, NoCacheLayer()) if rounding.kept_as else floats
+            x = rounding.module(x, batch, NoCacheLayer()) if rounding.formats else floats
         unit.release()
         yield rounding.found
     yield {}
 
 
-class UnitsByText:
+class CalibratedUnits:
     """The integers of a model that quantizes on load. Units are read in order; to read an earlier
     one runs the text from the start.
 
@@ -124,7 +124,7 @@ class UnitsByText:
         if unit.spec.layer is None:
             return {}
         if checkpoint is not self._checkpoint or unit.index < self._index:
-            found = rounded_units(self.model.config, checkpoint, self.ids, self._kept_as)
+            found = rounded_units(self.model.config, checkpoint, self.ids, self._formats_of)
             self._checkpoint, self._under_way = checkpoint, enumerate(found)
             self._index = -1
         while self._index < unit.index:
@@ -141,7 +141,7 @@ class UnitsByText:
         self._checkpoint, self._under_way = None, iter(())
         self._found = {}
 
-    def _kept_as(self, unit: Unit) -> Mapping[str, GroupFormat]:
+    def _formats_of(self, unit: Unit) -> Mapping[str, GroupFormat]:
         return self.formats[unit.index]
 
 
@@ -171,10 +171,10 @@ class _Rounding(contextlib.ExitStack):
         found: what is rounded.
     """
 
-    def __init__(self, unit: Unit, kept_as: Mapping[str, GroupFormat]) -> None:
+    def __init__(self, unit: Unit, formats: Mapping[str, GroupFormat]) -> None:
         super().__init__()
         assert unit.module is not None
-        self.unit, self.module, self.kept_as = unit, unit.module, kept_as
+        self.unit, self.module, self.formats = unit, unit.module, formats
         self.records, self.found = False, Found()
         self._floats: dict[str, torch.Tensor] = {}
         self._last = _Inputs()
@@ -182,7 +182,7 @@ class _Rounding(contextlib.ExitStack):
     def __enter__(self) -> _Rounding:
         for path, module in self.module.named_modules():
             hook: Callable[..., None] | None = None
-            if path in self.kept_as:
+            if path in self.formats:
                 hook = partial(self._round, path)
             elif isinstance(module, Experts):
                 hook = partial(self._round_experts, path)
@@ -196,14 +196,14 @@ class _Rounding(contextlib.ExitStack):
             self._floats[path] = x
         if self.records or path in self.found:
             return
-        kept, weight = self.kept_as[path], linear.get_parameter("weight").detach()
+        kept, weight = self.formats[path], linear.get_parameter("weight").detach()
         try:
             root = self._root(x)
         except ValueError as error:
             raise ValueError(f"{self.unit.name}.{path}: {error}") from None
         floats = self._floats.pop(path).flatten(0, -2)
-        weight = made_up(root, weight, x.flatten(0, -2), floats)
-        made = rounded_by(root, weight, kept.bits, kept.group, kept.scale)
+        weight = compensated(root, weight, x.flatten(0, -2), floats)
+        made = rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale)
         self.found[path] = Rounded(codes=made.codes.cpu(), scale=made.scale.cpu())
         values = nn.Parameter(made.values(kept.bits), requires_grad=False)
         linear.register_parameter("weight", values)
@@ -212,7 +212,7 @@ class _Rounding(contextlib.ExitStack):
         """Of the inputs' moments."""
         if self._last.x is not x:
             rows = x.flatten(0, -2)
-            self._last = _Inputs(x, root_of(rows.T @ rows / len(rows)))
+            self._last = _Inputs(x, cholesky_factor(rows.T @ rows / len(rows)))
         return self._last.root
 
     def _round_experts(self, path: str, mlp: Experts, inputs: tuple[Any, ...]) -> None:

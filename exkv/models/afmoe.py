@@ -1,5 +1,5 @@
-"""Trinity (Arcee, 2025): gated attention, norms before and after attention and MLP, positions for
-layers with a window alone, and experts that are chosen by corrected sigmoids of their ratings."""
+"""Trinity (Arcee, 2025): gated attention, norms before and after attention and MLP, rotary
+positions in layers with a window only, and routing by sigmoid scores with a correction bias."""
 
 from __future__ import annotations
 

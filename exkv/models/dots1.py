@@ -1,5 +1,5 @@
-"""dots.llm1 (rednote, 2025): a Qwen 3 with experts that are chosen by corrected sigmoids of their
-ratings, and some that all tokens take."""
+"""dots.llm1 (rednote, 2025): a Qwen 3 with routing by sigmoid scores with a correction
+bias, and shared experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""ERNIE 4.5 21B-A3B and 300B-A47B (Baidu, 2025): an ERNIE 4.5 with experts that are chosen by the
-corrected softmax of their ratings, and some that all tokens take."""
+"""ERNIE 4.5 21B-A3B and 300B-A47B (Baidu, 2025): an ERNIE 4.5 with routing by
+softmax scores with a correction bias, and shared experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""K-EXAONE (LG AI Research, 2025): an EXAONE 4 with norms before attention and MLP, and with
-experts that are chosen by corrected sigmoids of their ratings, beside one that all tokens take."""
+"""K-EXAONE (LG AI Research, 2025): an EXAONE 4 with norms before attention and MLP, routing
+by sigmoid scores with a correction bias, and a shared expert."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM-4.5 to 4.7 and Air (Zhipu AI, 2025): experts that are chosen by corrected sigmoids of their
-ratings, and one that all tokens take; dense layers first; positions in half of each head."""
+"""GLM-4.5 to 4.7 and Air (Zhipu AI, 2025): routing by sigmoid scores with a correction
+bias, and a shared expert; dense layers first; rotary positions in half of each head."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""MiniMax-M2 (MiniMax, 2025): norms over all heads' queries and keys together, positions in part of
-each head, and experts that are chosen by corrected sigmoids of their ratings."""
+"""MiniMax-M2 (MiniMax, 2025): norms over all heads' queries and keys together, rotary
+positions in part of each head, and routing by sigmoid scores with a correction bias."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Solar Open (Upstage, 2025): a Llama with experts that are chosen by corrected sigmoids of their
-ratings, and one that all tokens take."""
+"""Solar Open (Upstage, 2025): a Llama with routing by sigmoid scores with a correction bias,
+and a shared expert."""
 
 from functools import partial
 

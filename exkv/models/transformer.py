@@ -210,12 +210,12 @@ class Transformer:
             name: adapter.read(unit.index, device, hollow=hollow)
             for name, adapter in self._adapters.items()
         }
-        unit.read(self.checkpoint, device, shared, self.made(unit))
+        unit.read(self.checkpoint, device, shared, self.precomputed(unit))
         unit.low_rank = changes
         self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
 
-    def made(self, unit: Unit) -> Mapping[str, torch.Tensor]:
-        """Parameters of a unit that is being read which a format doesn't make of its own: name ->
+    def precomputed(self, unit: Unit) -> Mapping[str, torch.Tensor]:
+        """Parameters of a unit that are computed rather than converted by their formats: name ->
         tensor on the host."""
         return {}
 

@@ -23,7 +23,7 @@ from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
 from exkv.weights import FormatOf, Source, format_source, tensor_source
 from exkv.weights.read_parameters import read_parameters
-from exkv.weights.source import with_made
+from exkv.weights.source import with_precomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +190,13 @@ class Unit:
 
         Args:
             shared: parameters whose tensor is on the device already, for tied weights.
-            made: parameters whose tensor is on the host already, instead of what the formats make.
+            made: precomputed parameters on the host, which replace what the formats would convert.
 
         Raises:
             torch.OutOfMemoryError: the device is full; the unit is as before.
         """
         there = (s for s in self.spec.sources if not shared.keys() >= set(s.parameters))
-        sources = [with_made(source, made) for source in there]
+        sources = [with_precomputed(source, made) for source in there]
         state = {**shared, **read_parameters(checkpoint, sources, self.shapes, device)}
         with torch.device("meta"):
             module = self.spec.build()

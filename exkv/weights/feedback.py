@@ -1,9 +1,9 @@
-"""Integers in groups from float weights and a text's inputs: rounding that makes up for its errors.
+"""Integers in groups from float weights and the inputs of a text: rounding with error feedback.
 
 A weight (out, in) that is rounded to Q changes its outputs for inputs x by (W - Q) x, in squares by
 tr((W - Q) H (W - Q)^T) with the second moments H = E[x x^T]. With H = R R^T and R upper triangular
 that is the sum of the squares of (W - Q) R, and a column of it depends on no later column of Q. So
-columns are rounded in their order, each to what makes up for the errors of those before it: GPTQ
+columns are rounded in order, each to what compensates for the errors of those before it: GPTQ
 (Frantar et al., 2022) in the form of LDLQ (Chee et al., 2023), which needs no inverse.
 
 Scales are chosen with that in view, group by group: of the candidates of ``rounding`` the one that
@@ -38,10 +38,10 @@ def rounded_for(
     Raises:
         ValueError: the moments are not finite, or not those of real numbers.
     """
-    return rounded_by(root_of(moments), weight, bits, group, dtype)
+    return rounded_with_factor(cholesky_factor(moments), weight, bits, group, dtype)
 
 
-def root_of(moments: torch.Tensor) -> torch.Tensor:
+def cholesky_factor(moments: torch.Tensor) -> torch.Tensor:
     """R of the moments, damped: upper triangular, R R^T = H. Errors as of :func:`rounded_for`."""
     if not torch.isfinite(moments).all():
         raise ValueError(
@@ -59,7 +59,7 @@ def root_of(moments: torch.Tensor) -> torch.Tensor:
     raise ValueError("the inputs' second moments are no sums of squares")
 
 
-def made_up(
+def compensated(
     root: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, floats: torch.Tensor
 ) -> torch.Tensor:
     """The matrix (out, in) that comes nearest, for inputs x (N, in), to the outputs that
@@ -74,7 +74,7 @@ def made_up(
     return torch.linalg.solve_triangular(root, half, upper=True, left=False).add_(weight)
 
 
-def rounded_by(
+def rounded_with_factor(
     root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
 ) -> Rounded:
     """:func:`rounded_for` by the root of the moments, which matrices of the same inputs share."""
@@ -123,14 +123,16 @@ def _group(target: torch.Tensor, root: torch.Tensor, half: int, dtype: torch.dty
     largest = target.gather(0, target.abs().argmax(0, keepdim=True))
     shares = torch.tensor(SHARES, device=target.device).unsqueeze(1)
     tried = torch.cat([largest * (shares / -half), largest.abs() * (shares / (half - 0.5))])
-    best = _least(_fed_back(target, root, tried.to(dtype).float(), half))
+    best = _least(_with_feedback(target, root, tried.to(dtype).float(), half))
     made, goal = root.T @ best.codes, root.T @ target
     fitted = (made * goal).sum(0) / made.square().sum(0).clamp_(min=1e-30)
-    other = _fed_back(target, root, fitted.to(dtype).float().unsqueeze(0), half)
+    other = _with_feedback(target, root, fitted.to(dtype).float().unsqueeze(0), half)
     return _least(_both(best, other))
 
 
-def _fed_back(target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, half: int) -> _Made:
+def _with_feedback(
+    target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, half: int
+) -> _Made:
     """All candidates (C, out) -> codes (group, C, out), scale and error (C, out)."""
     scale = torch.where((scale != 0) & scale.isfinite(), scale, torch.ones_like(scale))
     unit, squares = root / root.diagonal(), root.diagonal().square()

@@ -73,8 +73,8 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
     )
 
 
-def with_made(source: Source, made: Mapping[str, torch.Tensor]) -> Source:
-    """The source, of which these parameters were made already: if they are all that it makes."""
+def with_precomputed(source: Source, made: Mapping[str, torch.Tensor]) -> Source:
+    """The source with its parameters taken from ``made``, if all of them are there."""
     if not made.keys() >= set(source.parameters):
         return source
     return replace(source, convert=lambda _: {name: made[name] for name in source.parameters})

@@ -122,14 +122,14 @@ class Subject:
     def made(self, option: str) -> list[Any]:
         """The units with their weights in one format; rounded at the first call."""
         if option not in self.modules and option.endswith(BY_TEXT):
-            self.modules[option] = self._modules_by_text(option.removesuffix(BY_TEXT))
+            self.modules[option] = self._calibrated_modules(option.removesuffix(BY_TEXT))
         elif option not in self.modules:
             self.modules[option] = self._modules(dict.fromkeys(self.names, option))
         return self.modules[option]
 
-    def _modules_by_text(self, weights: str) -> list[Any]:
+    def _calibrated_modules(self, weights: str) -> list[Any]:
         other, cpu = Model(self.folder, dtype=torch.float32, weights=weights), torch.device("cpu")
-        by_text = calibration.UnitsByText(other, self.rounds_by)
+        by_text = calibration.CalibratedUnits(other, self.rounds_by)
         with Checkpoint(self.folder) as checkpoint:
             for unit in other.units:
                 unit.read(checkpoint, cpu, {}, by_text.parameters(unit, checkpoint))

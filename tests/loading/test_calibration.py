@@ -17,8 +17,8 @@ from exkv.checkpoint import Checkpoint
 from exkv.cluster.model import ClusterModel
 from exkv.layers.linear import Linear
 from exkv.layers.mlp import Experts
-from exkv.loading.calibration import ROWS, TOKENS, rounded_units, rows_of
-from exkv.weights.feedback import made_up, root_of, rounded_by
+from exkv.loading.calibration import ROWS, TOKENS, calibration_rows, rounded_units
+from exkv.weights.feedback import cholesky_factor, compensated, rounded_with_factor
 from exkv.weights.groups import GroupFormat
 from exkv.weights.rounding import Rounded, rounded
 from exkv.weights.settings import ROUTERS, stays_float
@@ -72,7 +72,7 @@ def test_inputs_are_those_behind_all_that_is_rounded_and_outputs_those_of_floats
     which they were rounded."""
     model = Model(DEMO, dtype=torch.float32)
     model.load(devices=["cpu"])
-    ids = rows_of(model.config, text_of(5))
+    ids = calibration_rows(model.config, text_of(5))
     assert ids.shape == (4, TOKENS)
     with Checkpoint(DEMO) as checkpoint:
         found = list(rounded_units(model.config, checkpoint, ids, all_matrices))
@@ -92,9 +92,9 @@ def test_inputs_are_those_behind_all_that_is_rounded_and_outputs_those_of_floats
     for name in ("0.self_attn.q_proj", "0.mlp.down_proj", "3.self_attn.o_proj"):
         _, values, weight = parts[f"model.layers.{name}"]
         floats, x = seen[f"model.layers.{name}"]
-        root = root_of(x.T @ x / len(x))
-        goal = made_up(root, weight, x, floats)
-        expected = rounded_by(root, goal, 4, 32, torch.float16)
+        root = cholesky_factor(x.T @ x / len(x))
+        goal = compensated(root, weight, x, floats)
+        expected = rounded_with_factor(root, goal, 4, 32, torch.float16)
         assert (values.codes == expected.codes).float().mean() > 0.99, name
 
 
@@ -178,9 +178,9 @@ def test_an_expert_that_few_tokens_choose_is_rounded_for_others_as_well(tmp_path
 def test_rows_are_full():
     config = ModelConfig.from_pretrained(DEMO)
     text, ids = text_of(5), torch.tensor(Tokenizer(DEMO).encode(text_of(5)))
-    assert torch.equal(rows_of(config, text).flatten(), ids[: len(ids) // TOKENS * TOKENS])
-    assert rows_of(config, text * 9).shape == (ROWS, TOKENS)
-    assert rows_of(config, text[:2600]).shape == (1, TOKENS)
+    assert torch.equal(calibration_rows(config, text).flatten(), ids[: len(ids) // TOKENS * TOKENS])
+    assert calibration_rows(config, text * 9).shape == (ROWS, TOKENS)
+    assert calibration_rows(config, text[:2600]).shape == (1, TOKENS)
 
 
 def test_a_text_that_says_too_little_is_refused_before_anything_is_read():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exkv.weights.feedback import DAMPING, made_up, root_of, rounded_for
+from exkv.weights.feedback import DAMPING, cholesky_factor, compensated, rounded_for
 from exkv.weights.rounding import Rounded, rounded
 
 OUTPUTS, INPUTS = 96, 256
@@ -82,10 +82,10 @@ def test_what_makes_up_for_changed_inputs_is_the_ridge_regression_in_doubles():
     damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(INPUTS)
     missing = (goal - x @ WEIGHT.double().T).T @ x / len(x)
     expected = WEIGHT + missing @ torch.linalg.inv(damped)
-    root = root_of(moments_of(TEXT))
-    found = made_up(root, WEIGHT, TEXT, floats)
+    root = cholesky_factor(moments_of(TEXT))
+    found = compensated(root, WEIGHT, TEXT, floats)
     assert (found - expected).abs().max() < 1e-3 * (expected - WEIGHT).abs().max()
-    assert torch.equal(made_up(root, WEIGHT, TEXT, TEXT), WEIGHT)
+    assert torch.equal(compensated(root, WEIGHT, TEXT, TEXT), WEIGHT)
 
 
 def test_it_gives_the_same_bits_twice():
