@@ -90,21 +90,78 @@ class Rules:
         alone = self.large_segment < 3 * nbytes and nbytes < LARGE and not self.expandable
         return LARGE if alone else nbytes
 
-    def share(self, nbytes: int) -> int:
-        """Bytes reserved for each of many such allocations, which share segments."""
+    def share(self, nbytes: int, among: Iterable[int] = ()) -> int:
+        """Bytes reserved for each of many such allocations.
+
+        Upper bound for any order in which they are made, and nothing is freed, if they share
+        segments with allocations of ``among`` bytes. Beside the shares of all, one segment of each
+        kind may be open: see :meth:`open_segments`.
+        """
         size = self.rounded(self.request_size(nbytes)) if nbytes else 0
-        if not size or self.expandable:
-            return size
-        segment = self.segment(size)
-        return -(-segment // (segment // size))
+        segment = self._page(size)
+        if not size or self.expandable or size >= segment:
+            return size and self._alone(size)
+        others = {self.rounded(self.request_size(each)) for each in among if each}
+        alike = {size, *(each for each in others if self._page(each) == segment)}
+        if min(alike) >= LARGE:
+            return self._alone(size)
+        filled = _least_filled(tuple(sorted(alike)), segment)
+        return max(-(-segment * size // filled), self._alone(size) if size >= LARGE else 0)
+
+    def _alone(self, size: int) -> int:
+        """Bytes reserved for a block that shares its segment with none."""
+        return size if self.expandable else self.segment(size)
 
     def open_segments(self, sizes: Iterable[int]) -> int:
         """Upper bound on what partly filled segments reserve beyond the shares of ``sizes``."""
         wanted = {self._page(size) for size in sizes if size and (self.expandable or size < LARGE)}
         return sum(wanted)
 
+    def shares_segments(self, nbytes: int, other: int) -> bool:
+        """Whether two allocations that live long may lie in one segment."""
+        small, large = sorted(self.rounded(self.request_size(each)) for each in (nbytes, other))
+        page = self._page(large)
+        both = small < LARGE and small + large <= page == self._page(small)
+        return self.expandable or both
+
+    def most_held_back(self, nbytes: int) -> int:
+        """Bytes that an allocation can hold back of what is freed around it: the rest of its
+        segment, or of the first and last page of an expandable one."""
+        size = self.rounded(self.request_size(nbytes))
+        return self._page(size) * 2 if self.expandable else max(self._page(size) - size, 0)
+
     def _page(self, nbytes: int) -> int:
         return SMALL_SEGMENT if nbytes <= SMALL else self.large_segment
+
+
+@functools.lru_cache(maxsize=4096)
+def _least_filled(sizes: tuple[int, ...], segment: int) -> int:
+    """The fewest bytes in use of a segment that is full: the smallest block of those which it holds
+    does not fit into the rest. Best fit opens another only then, whatever the order.
+
+    Args:
+        sizes: of blocks, ascending; some of them below LARGE.
+    """
+    found = segment
+    for position, smallest in enumerate(sizes):
+        if smallest >= LARGE:
+            break
+        fills = _sums([size // BLOCK for size in sizes[position:]], segment // BLOCK)
+        least = (segment - smallest) // BLOCK + 1
+        beyond = fills >> least
+        found = min(found, (least + (beyond & -beyond).bit_length() - 1) * BLOCK)
+    return found
+
+
+def _sums(numbers: Iterable[int], most: int) -> int:
+    """The sums up to ``most`` of any of the numbers, each as often as wanted, as a set of bits."""
+    sums, within = 1, (1 << (most + 1)) - 1
+    for number in numbers:
+        step = number
+        while step <= most:
+            sums = (sums | sums << step) & within
+            step *= 2
+    return sums
 
 
 class Block:

@@ -788,21 +788,16 @@ class KVCache(Rows):
                 done: list[dict[str, Tensor]] = []
                 for cache, spec in zip(family, layer_specs, strict=True):
                     cache.layers[index].convert(spec, done, cache.seq_lens)
+            _pack([layer for cache in family for layer in cache.layers if layer.scattered])
         finally:
             for cache in family:
                 self.model.cache_changed(cache)
 
     def defragment(self) -> None:
         """Release idle memory, and allocate storages that grew anew, packed: growth leaves holes in
-        segments in which other tensors lie. Contents go by way of the host."""
-        grown = [layer for layer in self.layers if layer.grew and not layer.offloaded]
-        copies: list[HostCopy] = []
-        try:
-            copies += map(CacheLayer.lift, grown)
-            devices.release_idle_memory()
-        finally:
-            for layer, copy in zip(grown, copies, strict=False):
-                layer.put_back(copy)
+        segments in which other tensors lie."""
+        grown = [layer for layer in self.layers if layer.grew]
+        _pack(grown)
         if any(layer.offloaded for layer in grown):
             self.model.cache_changed(self)
 
@@ -847,6 +842,19 @@ class KVCache(Rows):
     def __repr__(self) -> str:
         kind, rows = type(self).__name__, self.batch_size
         return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"
+
+
+def _pack(layers: Sequence[CacheLayer]) -> None:
+    """Allocate the storages of layers anew, one after the other, once no segment holds a part of
+    them. Contents go by way of the host."""
+    copies: list[HostCopy] = []
+    try:
+        copies += map(CacheLayer.lift, layers)
+        if layers:
+            devices.release_idle_memory()
+    finally:
+        for layer, copy in zip(layers, copies, strict=False):
+            layer.put_back(copy)
 
 
 _noted: set[tuple[str, str]] = set()

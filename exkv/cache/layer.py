@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from exkv import devices
 from exkv.batch import Batch, Lengths
+from exkv.caching_allocator import LARGE
 from exkv.epochs import WatchedDict, advance
 from exkv.errors import Attempt
 from exkv.ops.attention import AttentionParams
@@ -118,6 +119,8 @@ class CacheLayer:
         self.pages: PageTable | None = None
         self.host_pages: HostPages | None = None
         self.lender: CacheLayer | None = None
+        #: Bytes of the largest storage that was converted since the layer was placed.
+        self.converted_from = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -268,6 +271,15 @@ class CacheLayer:
     def full_bytes(self) -> int:
         """Bytes of a full storage, wherever it is; 0 if borrowed."""
         return 0 if self.borrowed else self.spec.nbytes(self.spec.capacity)
+
+    def bytes_before(self) -> int:
+        """Bytes on its device of the storage around which others were allocated, before it grew or
+        was converted; 0 if it is as it was."""
+        if self.borrowed or self.host_bytes_needed() > 0 and not self.converted_from:
+            return 0
+        start = self.spec.growth.room_for(0, self.spec.capacity)
+        grows = start < self.spec.capacity
+        return max(self.converted_from, self.spec.nbytes(start) if grows else 0)
 
     def host_bytes_needed(self) -> int:
         """Bytes of host memory for a layer placed on another device."""
@@ -434,6 +446,8 @@ class CacheLayer:
             if tensors and not any(tensors is other for other in done):
                 self._convert(tensors, spec, lens)
                 done.append(tensors)
+        if not self.host_bytes_needed():
+            self.converted_from = max(self.converted_from, self.full_bytes())
         self.spec = spec
         if self.device is not None:
             self.offloaded = not self._on_device(self.device)
@@ -467,12 +481,23 @@ class CacheLayer:
 
     @property
     def grew(self) -> bool:
-        """Whether the storage grew where a device gives memory in segments."""
-        grows = bool(self.tensors) and self.spec.growth.last_room(self.spec.capacity) > 0
-        return grows and devices.allocator_rules(self._placed.type) is not None
+        """Whether the storage grew."""
+        return self.packable and self.spec.growth.last_room(self.spec.capacity) > 0
+
+    @property
+    def packable(self) -> bool:
+        """Whether the storage is the layer's own, where a device gives memory in segments."""
+        lies = bool(self.tensors) and not self.borrowed and not self.offloaded
+        return lies and devices.allocator_rules(self._placed.type) is not None
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the storage was converted from one that shared segments with others."""
+        return self.packable and 0 < self.converted_from < LARGE
 
     def lift(self) -> HostCopy:
         """Move the storage to the host, for :meth:`put_back`."""
+        self.prefetched = None
         copy = HostCopy.of(self.tensors, ())
         self.tensors.clear()
         return copy
@@ -480,7 +505,8 @@ class CacheLayer:
     def put_back(self, copy: HostCopy) -> None:
         """Allocate the storage anew for what was lifted; it stays on the host where a device has no
         room any more."""
-        back = restored(copy, self.spec, self.spec, self.room, self._placed)
+        room = self.room if self.pages is None else next(iter(copy.tensors.values())).shape[1]
+        back = restored(copy, self.spec, self.spec, room, self._placed)
         self.tensors.update(copy.tensors if back is None else back)
         if back is None:
             self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
@@ -506,7 +532,7 @@ class CacheLayer:
     def free(self) -> None:
         self.tensors, self.room = {}, 0
         self.device = self.prefetched = self.shared = self.host_pages = None
-        self.lender = None
+        self.lender, self.converted_from = None, 0
 
     def move_out(self) -> None:
         """Free the storage, to be allocated on another device."""

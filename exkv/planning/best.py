@@ -86,8 +86,10 @@ def unit_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]
     for option in OPTIONS:
         variant = workload.model.chosen(Choice.of(losses, dict.fromkeys(losses.units, option)))
         there = replace(workload, model=variant)
-        ways.append(there.costs(there.peaks(scenario.budgets), scenario.home))
-    return [list(each) for each in zip(*ways, strict=True)]
+        ways.append((there, there.peaks(scenario.budgets)))
+    sizes = frozenset().union(*(there.allocated_sizes(peaks) for there, peaks in ways))
+    costs = [there.costs(peaks, scenario.home, sizes) for there, peaks in ways]
+    return [list(each) for each in zip(*costs, strict=True)]
 
 
 def least_lossy_with_cache(scenario: Scenario) -> tuple[str, Scenario] | None:

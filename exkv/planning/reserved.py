@@ -9,10 +9,11 @@ call runs that begins with no idle segment.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from exkv.caching_allocator import SMALL_SEGMENT, Block, CachingAllocator, Rules
+from exkv.devices import rounded
 
 from .live_storages import Trace
 
@@ -50,6 +51,61 @@ def reserved_beside(held: int, requests: Trace, rules: Rules) -> int:
     made = {number for number, nbytes in requests if nbytes}
     own = [(number, nbytes) for number, nbytes in requests if number in made]
     return reserved_bytes([CallTrace([(-1, max(held, 1)), *own], inputs=-1, out=-1)], rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """What is allocated for a unit and stays, in bytes.
+
+    Attributes:
+        fixed: its weights, its part of each adapter, and the logits that it makes.
+        caches: its layer in each cache, 0 where that is on the host.
+        before: likewise, what the layer took before it grew or was converted, and 0 if it did not.
+    """
+
+    fixed: Sequence[int]
+    caches: Sequence[int]
+    before: Sequence[int]
+
+    @property
+    def sizes(self) -> frozenset[int]:
+        return frozenset((*self.fixed, *self.caches, *self.before)) - {0}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(rounded, (*self.fixed, *self.caches)))
+
+
+def reserved_for(units: Sequence[Allocated], sizes: frozenset[int], rules: Rules) -> list[int]:
+    """What each unit reserves of segments that it shares with allocations of these sizes."""
+    share = functools.cache(lambda nbytes: rules.share(nbytes, sizes))
+    held_back = _held_back(units, rules, share)
+    return [
+        sum(map(share, (*unit.fixed, *unit.caches))) + held
+        for unit, held in zip(units, held_back, strict=True)
+    ]
+
+
+def _held_back(
+    units: Sequence[Allocated], rules: Rules, share: Callable[[int], int]
+) -> Sequence[int]:
+    """What else each unit reserves of segments in which caches lay before they grew or were
+    converted: they can't be released where something lies in them that stays. Counted by what the
+    caches took and leave empty, or by what so many allocations can hold back."""
+    fixed = {nbytes for unit in units for nbytes in unit.fixed if nbytes}
+    before = {nbytes for unit in units for nbytes in unit.before if nbytes}
+    left = {b for b in before if any(rules.shares_segments(b, f) for f in fixed)}
+    holding = {f for f in fixed if any(rules.shares_segments(b, f) for b in before)}
+    by_caches = [
+        sum(
+            share(then) - (share(now) if now < then else 0)
+            for then, now in zip(unit.before, unit.caches, strict=True)
+            if then in left and then != now
+        )
+        for unit in units
+    ]
+    by_fixed = [sum(rules.most_held_back(f) for f in unit.fixed if f in holding) for unit in units]
+    return min(by_caches, by_fixed, key=sum)
 
 
 #: Units over which what segments are not filled by the one and are filled by the next is spread.

@@ -7,7 +7,7 @@ read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from exkv.models import Transformer, Unit
 
 from .model import ModelShape
 from .plan import CPU, Budget, Link, Place, Plan, UnitCost
+from .reserved import Allocated, reserved_for
 from .search.placement import fits_units, place_units
 from .workspace import CacheShape, Promise, predict_workspaces
 
@@ -100,11 +101,12 @@ class Workload:
         predicted = predict_workspaces(self.model, self.promise, device_type)
         return np.array([(peak.workspace, peak.output, peak.reserved) for peak in predicted])
 
-    def costs(self, peaks: Peaks, home: str = "") -> list[UnitCost]:
+    def costs(self, peaks: Peaks, home: str = "", among: Iterable[int] = ()) -> list[UnitCost]:
         """The ledger lines of every unit.
 
         Args:
             home: the host on which an embedding in host memory lies.
+            among: bytes of other allocations that may share segments with these.
         """
         hidden, hidden_step = self.hidden_bytes()
         costs = [
@@ -112,35 +114,49 @@ class Workload:
             for unit in self.model.units
         ]
         rules = {kind: found for kind in peaks if (found := accelerators.allocator_rules(kind))}
-        return self._with_segments(costs, peaks, rules) if rules else costs
+        return self._with_segments(costs, peaks, rules, among) if rules else costs
 
     def _with_segments(
-        self, costs: Sequence[UnitCost], peaks: Peaks, rules: Mapping[str, Rules]
+        self,
+        costs: Sequence[UnitCost],
+        peaks: Peaks,
+        rules: Mapping[str, Rules],
+        among: Iterable[int],
     ) -> list[UnitCost]:
         """The costs with what they reserve of devices that give memory in segments; all of them by
         the same rules. Beside what units share of segments, some are open on each device."""
         one = next(iter(rules.values()))
         pairs = zip(self.model.units, costs, strict=True)
-        allocated = [self._allocations(unit, cost) for unit, cost in pairs]
-        started = one.open_segments(nbytes for each in allocated for nbytes in each)
+        units = [self._allocated(unit, cost.logits) for unit, cost in pairs]
+        sizes = frozenset(among).union(*(unit.sizes for unit in units))
+        started = one.open_segments(sizes)
         return [
             replace(
                 cost,
-                segments=sum(map(one.share, each)) - sum(map(accelerators.rounded, each)),
+                segments=reserved - unit.nbytes,
                 reserved={kind: int(peaks[kind][index, 2]) + started for kind in rules},
             )
-            for index, (cost, each) in enumerate(zip(costs, allocated, strict=True))
+            for index, (cost, unit, reserved) in enumerate(
+                zip(costs, units, reserved_for(units, sizes, one), strict=True)
+            )
         ]
 
-    def _allocations(self, unit: Unit, cost: UnitCost) -> list[int]:
-        """Bytes of everything that is allocated for a unit by itself and stays: its weights, its
-        part of each adapter and each cache, and the logits that it makes."""
+    def allocated_sizes(self, peaks: Peaks) -> frozenset[int]:
+        """Bytes of all allocations that stay; of any unit."""
+        logits = max((int(table[-1, 1]) for table in peaks.values()), default=0)
+        units = (self._allocated(unit, logits) for unit in self.model.units)
+        return frozenset().union(*(unit.sizes for unit in units))
+
+    def _allocated(self, unit: Unit, logits: int) -> Allocated:
         if unit.index in self.model.elsewhere:
-            return []
+            return Allocated((), (), ())
         index, caches = unit.spec.layer, self.promise.caches
         layers = [] if index is None else [cache.layers[index] for cache in caches]
-        kept = [layer.full_bytes() for layer in layers if not layer.host_bytes_needed()]
-        return [sum(unit.nbytes.values()), self._adapter_bytes(unit), *kept, cost.logits]
+        return Allocated(
+            fixed=[sum(unit.nbytes.values()), self._adapter_bytes(unit), logits],
+            caches=[0 if each.host_bytes_needed() else each.full_bytes() for each in layers],
+            before=[each.bytes_before() for each in layers],
+        )
 
     def hidden_bytes(self) -> tuple[int, int]:
         """Of the hidden states of the largest call, and of a decode step."""

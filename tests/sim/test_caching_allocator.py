@@ -4,6 +4,7 @@ torch's own answered (recorded, see ``tests/torch_allocator``)."""
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -82,3 +83,25 @@ def test_what_lives_long_reserves_its_share_of_segments(nbytes, settings):
         allocator.allocate(rules.request_size(nbytes))
     beyond = allocator.reserved - count * rules.share(nbytes)
     assert -count < beyond < rules.large_segment  # shares are rounded up, and one is open
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sizes_in_any_order_reserve_no_more_than_their_shares(seed):
+    """One after the other, in a pattern, or by chance; one segment of each kind is open."""
+    rng, rules, worst = random.Random(seed), Rules(), 0.0
+    for _ in range(60):
+        limits = rng.choice([(MEBI, 20 * MEBI), (512, MEBI), (512, 30 * MEBI)])
+        sizes = [rng.randint(*limits) for _ in range(rng.randint(1, 4))]
+        requests = rng.choices(sizes, k=rng.randint(1, 120))
+        if rng.random() < 0.6:
+            requests = requests[: rng.randint(1, 4)] * rng.randint(1, 40)
+        elif rng.random() < 0.5:
+            requests.sort(key=sizes.index)
+        allocator, shares = CachingAllocator(rules), 0
+        for nbytes in requests:
+            allocator.allocate(rules.request_size(nbytes))
+            shares += rules.share(nbytes, sizes)
+            beyond = allocator.reserved - shares - rules.open_segments(sizes)
+            assert beyond <= 0, (sizes, requests)
+        worst = max(worst, shares / allocator.reserved)
+    assert worst < 2.1  # never twice what is reserved, but for the last segment
