@@ -231,6 +231,28 @@ def test_a_converted_cache_gives_segments_back_in_which_no_weights_lie(tokens):
     assert min(beyond) >= -64 * MEBI  # embedding and head may hold back one each, and one is open
 
 
+def answers_after_conversion(folder, kind):
+    """Logits of a cache and a fork of it, after both were converted."""
+    model = Model(folder, max_input_len=16)
+    cache = CACHES[kind](model, 1024)
+    model.load(devices=["sim:0"])
+    model.forward(torch.arange(3, 14)[None], cache)
+    fork = cache.fork(2)
+    cache.convert(storage=CACHES["8bit"](model, 64).layers[0].spec.storage)
+    packed = all(layer.scattered for layer in cache.layers)
+    found = [model.forward(torch.tensor([[7]] * c.batch_size), c).tolist() for c in (cache, fork)]
+    return packed, found
+
+
+@pytest.mark.parametrize("kind", ["fp16", "paged", "dynamic"])
+def test_packed_caches_and_their_forks_hold_what_they_held(folders, kind):
+    packed, found = run_sim(
+        answers_after_conversion, "90M", args=[folders["tied"], kind], env=SEGMENTS
+    )
+    exact = run_sim(answers_after_conversion, "90M", args=[folders["tied"], kind])
+    assert packed and found == exact[1] and not exact[0]
+
+
 def cut_cards(first, end):
     """Models whose layers and caches are of the sizes for which segments are shared, each on a card
     cut to its plan; what failed."""
