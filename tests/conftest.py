@@ -9,6 +9,7 @@ import weakref
 from zlib import crc32
 
 import pytest
+import sweep
 import torch
 from native import BACKENDS, ops_of
 
@@ -34,6 +35,13 @@ def pytest_collection_finish():
     """What was imported stays, a million objects: no collection needs to look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if out := sweep.left_out(items):
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
 
 
 # Left as found ------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def rows(models: str, length: int, split: list[float]) -> list[str]:
     return list(script.complaints(folders, [length], [split, None]))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("count", "length"), GRID)
 def test_lazy_and_eager_are_the_same_and_leave_nothing_behind(models, count, length):
     one = LAYER + length * TOKEN

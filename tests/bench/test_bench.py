@@ -43,6 +43,7 @@ def quick(tmp_path_factory):
 NAMES = ("decode", "load", "kernels", "bound", "engine", "hf", "hosts")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bench_writes_its_figures_and_prints_its_tables(name, quick):
     status, result, text = quick(name)

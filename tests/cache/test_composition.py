@@ -65,6 +65,7 @@ def near(logits: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
     return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
 
 
+@pytest.mark.sweep(30)
 def test_however_a_text_is_cut_into_calls(model, names):
     expected = model.forward(IDS[:1], make(model, names))
     for cut in ([1, 1, 38, 1, 1, 1, 17], [2, 5, 6, 1, 46]):
@@ -73,6 +74,7 @@ def test_however_a_text_is_cut_into_calls(model, names):
         assert near(torch.cat(parts, dim=1), expected, TOLERANCES[names[0]])
 
 
+@pytest.mark.sweep(30)
 def test_rows_of_unlike_length_are_what_each_is_alone(model, names):
     together, alone = make(model, names, 3), [make(model, names) for _ in range(3)]
     for new in ([21, 2, 0], [1, 1, 1], [2, 30, 1], [1, 0, 1], [7, 7, 9], [1, 1, 1]):

@@ -74,6 +74,7 @@ def definition(model, storage: Storage, retention) -> Tensor:
     return written_out(model, IDS[:1], storage, retention)
 
 
+@pytest.mark.sweep(25)
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize(
     ("storage", "retention"),
@@ -101,6 +102,7 @@ def test_what_is_old_is_rounded_and_what_is_forgotten_is_forgotten(model):
         assert not near(found, written_out(model, IDS[:1], Storage(), retention))
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("window", [24, 40, 50, 100])
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[:3]))
 def test_a_models_own_window_cuts_either_tier(tmp_path_factory, window, cut):
@@ -421,6 +423,7 @@ def at_the_edge(folder, edge):
     return held, wrong
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("edge", EDGES)
 def test_a_group_finds_its_memory_whenever_it_becomes_complete(tmp_path, edge):
     """With so narrow a model and so long a text, attention is what takes most."""

@@ -117,6 +117,7 @@ def agree(ours: torch.Tensor | None, theirs: torch.Tensor) -> bool:
     return ours is None or bool((ours - theirs).abs().max() <= 1e-4 * theirs.abs().max())
 
 
+@pytest.mark.sweep(6)
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_field_means_more_to_transformers_than_to_exkv_or_less(name, tmp_path):

@@ -59,7 +59,7 @@ def folders(tmp_path_factory) -> list[Path]:
     return [single, sharded]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_folder_with_a_spoilt_file_works_or_is_refused_by_name(folders, seed):
     done = run_script(folder_fuzz.__file__, 40, seed, *folders, OMP_NUM_THREADS="1")

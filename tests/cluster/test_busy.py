@@ -117,6 +117,7 @@ def run_jobs(model, pages, folder, prompts, new: int) -> None:
         engine.run([Job(prompt=prompt, **options) for prompt in prompts])
 
 
+@pytest.mark.sweep(0)
 def test_eight_stages_work_at_the_same_time(folder):
     found = run_sim(busy, "", args=[folder])
     assert (found["stages"], found["groups"], found["alone"]) == (STAGES, 0, 1)

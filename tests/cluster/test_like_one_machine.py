@@ -243,6 +243,7 @@ def otherwise(top: str) -> dict[str, object]:
 # Tests --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("scenario", [in_turn, adapted, in_files, otherwise])
 def test_over_hosts_it_is_as_on_one_machine(folders, scenario):
     found = run_sim(scenario, "", args=[folders])

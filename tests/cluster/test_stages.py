@@ -179,6 +179,7 @@ def found(folder):
     return run_sim(stages_of_all_numbers, "", args=[folder])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("stages", cluster_product.STAGES)
 def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(found, stages):
     """And take the bytes that were planned. Any two of stages, ways to split, kinds and batches

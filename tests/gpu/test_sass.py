@@ -60,7 +60,7 @@ def test_what_is_above_its_limit_fails():
 
 
 @needs_nvcc
-@pytest.mark.slow
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("source", ["linear_groups_tensor", "linear_packed_tensor"])
 def test_kernels_stay_within_their_budgets(source, capsys):
     """On an H100, whose budget is the smallest: the sources that compile in seconds."""

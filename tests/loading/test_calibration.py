@@ -51,6 +51,7 @@ def rounded_by_ids(folder: Path) -> list[dict]:
         return list(rounded_units(config, checkpoint, IDS, all_matrices))
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_path):
     """A matrix whose inputs nobody sees would be rounded without data."""

@@ -367,6 +367,7 @@ def on_cpu_cache(folder: str, kind: type) -> torch.Tensor:
     return model.forward(IDS[:1, :8], kind(model, 8))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("error", "stride"), [("torch", 1), ("cublas", 3), ("runtime", 3), ("launch", 3)]
 )

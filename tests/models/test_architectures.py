@@ -96,6 +96,7 @@ def split_with_each_cache(folder: str, kinds: list[str]):
     return [split(folder, "fp16", 1), *(split(folder, kind, 2) for kind in kinds)]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_path, name):
     save(reference(CONFIGS[name]), tmp_path)

@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_logits_and_stores_are_those_of_the_readable_way_to_the_bit(folders, name, dtype):
     model = loaded(folders[name], dtype)
@@ -347,6 +348,7 @@ for name, dtype in (("Gemma3ForCausalLM", torch.bfloat16), ("Qwen2ForCausalLM", 
 """
 
 
+@pytest.mark.sweep(1)
 @each_isa
 def test_each_instruction_set_is_right(isa):
     assert_right_on(isa, ISA_PROGRAM)

@@ -77,6 +77,7 @@ def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return torch.cat(steps, 1), stored
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", tiny.IN_ALL_WAYS)
 def test_replays_give_the_readable_ways_logits_and_stores(folders, bound, name):
     model, seen = loaded(folders[name]), {}

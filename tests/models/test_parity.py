@@ -118,6 +118,7 @@ def test_64_greedy_tokens_are_transformers_own(pair):
     assert greedy(ours, Cache(ours), prompt(), NEW) == expected[0, PROMPT:].tolist()
 
 
+@pytest.mark.sweep(12)
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bf16_is_as_near_to_fp32_as_transformers_bf16(tmp_path, name):

@@ -175,6 +175,7 @@ settings(max_examples=60, deadline=None)(given(**t.CASES)(t.check_cpu))()
 """
 
 
+@pytest.mark.sweep(1)
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa

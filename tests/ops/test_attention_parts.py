@@ -409,6 +409,7 @@ t.check_ends()
 """
 
 
+@pytest.mark.sweep(1)
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa

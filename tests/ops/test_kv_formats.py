@@ -399,6 +399,7 @@ t.check_strides_and_ends()
 """
 
 
+@pytest.mark.sweep(1)
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa

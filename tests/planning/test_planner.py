@@ -110,6 +110,7 @@ def lengths_of(kind: str, first: int) -> list[tuple[int, int]]:
     return LENGTHS if kind in ("fp16", "8bit", "kivi") else LENGTHS[first % 3 :: 3]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize(
     ("kind", "length", "chunk"),
     [

@@ -12,6 +12,7 @@ from collections import Counter
 from unittest.mock import patch
 
 import pytest
+import sweep
 import torch
 from full_length import work_at_the_edge
 from simproc import run_sim
@@ -28,7 +29,7 @@ from exkv.planning import reserved
 from exkv.planning.plan import OBJECTIVES
 
 MEBI = 1 << 20
-CASES = int(os.environ.get("EXKV_PROMISE", "24"))
+CASES = int(os.environ.get("EXKV_PROMISE", sweep.cases(12, 60)))
 SEGMENTS = {"EXKV_SIM_ALLOCATOR": "cuda"}
 WIDE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SHAPES = {
@@ -104,6 +105,7 @@ def plans(folders, first, end):
     return outcomes, held, wrong
 
 
+@pytest.mark.sweep(1)
 def test_plans_hold_on_cards_cut_to_what_they_reserve(folders):
     outcomes, held, wrong = run_sim(
         plans, "90M,90M,90M", args=[folders, 0, CASES], env=SEGMENTS, timeout=60 * CASES
@@ -213,6 +215,7 @@ def converted_cache(kind, tokens, hidden, steps):
     return found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("tokens", [60, 300, 1000, 1600, 4096])
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("steps", [["4bit"], ["8bit", "4bit", "offload"]], ids=str)
@@ -222,6 +225,7 @@ def test_a_converted_cache_reserves_what_its_ledger_says(tokens, settings, steps
     assert max(beyond) <= 0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("tokens", [300, 1000, 1600, 4096])
 def test_a_converted_cache_gives_segments_back_in_which_no_weights_lie(tokens):
     """Weights of 20 MiB a layer have segments of their own."""
@@ -274,11 +278,12 @@ def cut_cards(first, end):
     return loaded, wrong
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 def test_layers_and_caches_of_unlike_sizes_hold_on_cards_cut_to_what_they_reserve(settings):
     """Two sizes that share segments of 20 MiB, unit by unit, fill them less than each alone."""
     env = {**SEGMENTS, "EXKV_SIM_DRY": "1", "PYTORCH_CUDA_ALLOC_CONF": settings}
-    cases = max(CASES, 40)
+    cases = sweep.cases(20, 200)
     loaded, wrong = run_sim(cut_cards, "2G", args=[0, cases], env=env, timeout=60 * cases)
     assert wrong == []
     assert loaded == cases

@@ -222,6 +222,7 @@ def test_a_toolkit_without_its_runtime_is_named(toolkit):
         setup.cuda_module(toolkit)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
 @pytest.mark.parametrize("age", ["oldest", "newest"])
 @pytest.mark.parametrize("source", setup.sources("cuda", ".cu"))
@@ -258,6 +259,7 @@ def test_cuda_bindings_compile_against_this_torch():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("source", ["exkv_ext/bindings/cpu.cpp", *setup.sources("cpu", ".cpp")])
 def test_cpu_sources_give_no_warning(source):

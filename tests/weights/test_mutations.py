@@ -85,6 +85,7 @@ def mutated(file: Path, rng: random.Random) -> Iterator[str]:
     file.write_bytes(sound)
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", [*DTYPES, *RECIPES, *GGUF])
 def test_a_mutated_file_is_refused_or_gives_finite_logits(models, tmp_path, name):
     path, file = write_format(tmp_path, name, models[name in GGUF])
