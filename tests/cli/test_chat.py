@@ -367,14 +367,15 @@ def test_the_next_run_remembers_and_ctrl_c_stops_an_answer(tmp_path):
     history = tmp_path / "exkv" / "chat_history"
     history.parent.mkdir()
     history.write_text("\n# 2026-01-01 00:00:00\n+tell me\n+everything\n")
-    flags = ("--temperature", "30", "--top-k", "0", "--top-p", "1")
+    # Tokens by chance, none of which ends the answer before its limit.
+    flags = ("--temperature", "30", "--top-k", "0", "--top-p", "1", "--seed", "4")
     with contextlib.closing(Terminal(tmp_path, *flags)) as terminal:
         terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for(">")
         terminal.type("\x1b[A")
         terminal.wait_for("everything")
         terminal.type("\r")
-        terminal.wait_for(r"everything(.|\n)*\w+\W+\w+\W+\w+\W+\w+\W+\w+")
+        terminal.wait_for(r"everything(.|\n)*?\w+\W+\w+\W+\w+\W+\w+\W+\w+")
         os.kill(terminal.process.pid, signal.SIGINT)
         terminal.wait_for(r"tokens/s .*(stopped|cut|context)")
         terminal.wait_for(">")
