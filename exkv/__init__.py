@@ -32,6 +32,7 @@ try:
         QuantizedCache,
         SinkCache,
         SlidingWindowCache,
+        StaticCache,
         make_cache,
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
@@ -108,6 +109,7 @@ __all__ = [
     "SamplingParams",
     "SinkCache",
     "SlidingWindowCache",
+    "StaticCache",
     "Tokenizer",
     "__version__",
     "make_cache",

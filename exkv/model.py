@@ -9,12 +9,12 @@ import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
 from exkv import devices as accelerators
-from exkv.cache import KVCache
+from exkv.cache import DynamicCache, KVCache, check_kind
 from exkv.checkpoint import ModelConfig
 from exkv.decode import GenerateOutput, generate
 from exkv.decode.prompts import PromptIds
@@ -43,7 +43,7 @@ _WITHOUT_MEANING = {"low_cpu_mem_usage", "attn_implementation", "use_safetensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutput:
-    """What ``model.forward(..., return_dict=True)`` returns, under transformers' names."""
+    """What ``model(...)`` returns, under transformers' names."""
 
     logits: torch.Tensor | None
     cache: KVCache | None
@@ -298,10 +298,8 @@ class Model(Transformer):
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
-        if not isinstance(cache, KVCache):
-            raise TypeError(f"cache is {cache!r:.60}: give one of this model, such as Cache(model)")
-        if cache.model is not self:
-            raise ValueError("the cache was built for another model")
+        check_kind(cache)
+        cache.serve(self)
         if cluster is not None:
             cluster.spread(self)
         yield from self.load_by(
@@ -479,7 +477,7 @@ class Model(Transformer):
             attention_mask, position_ids, cache_position: as transformers' loops pass them; checked
                 against what the cache says.
             logits_to_keep: 1 is ``last_id_only``, 0 is all.
-            use_cache: without effect; True needs a cache.
+            use_cache: True makes a :class:`exkv.DynamicCache` where none is given.
             return_dict: True returns a :class:`ForwardOutput`, False a tuple of its two, as in
                 transformers; None the logits alone.
             options: those of :meth:`Transformer.forward`.
@@ -491,6 +489,12 @@ class Model(Transformer):
         """
         if past_key_values is not None:
             cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        if cache is not None:
+            check_kind(cache)
+            if input_ids.dim() == 2:
+                cache.serve(self, len(input_ids))
         if not (attention_mask is position_ids is cache_position is None):
             rows, new = input_ids.shape
             past = [0] * rows if cache is None else cache.seq_lens[:rows]
@@ -501,8 +505,6 @@ class Model(Transformer):
                 position_ids=position_ids,
                 cache_position=cache_position,
             )
-        if use_cache and cache is None:
-            raise ValueError("use_cache is True without a cache: exkv.make_cache(model) makes one")
         if logits_to_keep not in (0, 1):
             raise ValueError(f"logits_to_keep is {logits_to_keep!r}; it must be 0 (all) or 1")
         if logits_to_keep:
@@ -514,7 +516,13 @@ class Model(Transformer):
             return logits
         return ForwardOutput(logits=logits, cache=cache) if return_dict else (logits, cache)
 
-    __call__ = forward  # type: ignore[assignment] # as forward does
+    def __call__(  # type: ignore[override] # as forward does
+        self, *args: Any, return_dict: bool | None = None, **options: Any
+    ) -> ForwardOutput | tuple[torch.Tensor | None, KVCache | None]:
+        """:meth:`forward` with what transformers' models return: a :class:`ForwardOutput`, or a
+        tuple with ``return_dict=False``."""
+        answer: Any = self.forward(*args, return_dict=return_dict is not False, **options)
+        return cast(ForwardOutput, answer)
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         try:

@@ -1,7 +1,7 @@
 """KV caches: ``base`` has the cache itself, ``layer`` combines its four properties, ``presets`` has
 the named kinds."""
 
-from .base import KVCache, make_layers
+from .base import KVCache, check_kind, make_layers
 from .growth import Dynamic, Static
 from .layer import CacheLayer
 from .none import NoCacheLayer
@@ -23,6 +23,7 @@ from .presets import (
     QuantizedCache,
     SinkCache,
     SlidingWindowCache,
+    StaticCache,
     cache_kind,
     make_cache,
 )
@@ -63,9 +64,11 @@ __all__ = [
     "Sinks",
     "SlidingWindowCache",
     "Static",
+    "StaticCache",
     "Storage",
     "Window",
     "cache_kind",
+    "check_kind",
     "common_prefix",
     "make_cache",
     "make_layers",

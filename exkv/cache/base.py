@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: Repeats a cache's method call in other processes: cache, name, arguments, and the local call.
 Mirror: TypeAlias = Callable[
@@ -86,14 +87,17 @@ class KVCache(Rows):
     """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
 
     Args:
-        model: the model that it serves, loaded or not.
+        model: the model that it serves, loaded or not. A config, or None, as in transformers, for
+            the first model that it is used with, which must have this config (``config`` is
+            another name). Until then it has no storage, and no plan counts it.
         max_seq_len: capacity of a row in tokens; -1 for the model's ``max_position_embeddings``. In
             a paged cache of one row it is the size of the pool that an ``exkv.Engine`` shares among
             its jobs.
-        batch_size: rows.
+        batch_size: rows; None for 1, or for those of the first call where ``model`` is None.
         lazy: accepted for ExLlamaV2 compatibility, without effect: storage is always allocated as
             soon as both the cache and its layers' devices are known.
         dtype: of stored floats; None for the model's.
+        max_cache_len, max_batch_size: transformers' names of ``max_seq_len`` and ``batch_size``.
         properties: options of the kind; here ``storage``, ``retention``, ``residence`` and
             ``growth`` of every layer, see :class:`LayerSpec`.
 
@@ -110,29 +114,76 @@ class KVCache(Rows):
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
     """
 
-    IGNORED: ClassVar[Mapping[str, str]] = {}
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "device": "a layer's cache is on the device of its weights",
+        "offload_only_non_sliding": "all layers are offloaded, or none",
+    }
     #: Set for a model that is distributed over several hosts.
     mirror: Mirror | None = None
     elsewhere: Elsewhere | None = None
+    #: Before the cache knows its model: the config that this must have, None for any; and arguments
+    #: of ``layer_specs``.
+    _waiting: tuple[ModelConfig | None, dict[str, Any]] | None = None
 
     def __init__(
         self,
-        model: CacheOwner | None = None,
+        model: CacheOwner | ModelConfig | None = None,
         max_seq_len: int = -1,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         lazy: bool = False,
         dtype: torch.dtype | None = None,
+        *,
+        config: ModelConfig | None = None,
+        max_cache_len: int | None = None,
+        max_batch_size: int | None = None,
         **properties: Any,
     ) -> None:
-        if model is None:
-            name = type(self).__name__
-            raise TypeError(
-                f"{name}() needs the model that it serves, from which it learns its layers and "
-                f"where they lie: {name}(model), rather than none or a config"
-            )
+        if isinstance(model, ModelConfig):
+            model, config = None, model
+        max_seq_len = _one("max_seq_len", max_seq_len, -1, "max_cache_len", max_cache_len)
+        batch_size = _one("batch_size", batch_size, None, "max_batch_size", max_batch_size)
         self.lazy = lazy
         self.call_len: int | None = None
-        self._begin(model, self.layer_specs(model, max_seq_len, batch_size, dtype, **properties))
+        options = {"max_seq_len": max_seq_len, "dtype": dtype, **self.known_options(properties)}
+        if batch_size is not None:
+            options["batch_size"] = batch_size
+        Rows.__init__(self, Prefix(rows=(), lens=(0,)))
+        self._waiting = config, options
+        if model is not None:
+            self.serve(model)
+
+    def serve(self, model: CacheOwner, rows: int = 1) -> None:
+        """Check that the cache is this model's. One that waits for its model becomes this one's,
+        with as many rows, unless it was made for another number.
+
+        Raises:
+            ValueError: it is another model's, or was made with an invalid number.
+            PlacementError: a device has no room; it waits on.
+        """
+        waiting = self._waiting
+        fits = self.model is model if waiting is None else waiting[0] in (None, model.config)
+        if not fits:
+            raise ValueError("the cache was built for another model")
+        if waiting is None:
+            return
+        specs = self.layer_specs(model, **{"batch_size": rows, **waiting[1]})
+        self._waiting = None
+        try:
+            self._begin(model, specs)
+        except BaseException:
+            self._waiting = waiting
+            raise
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self).__name__
+            if self._waiting is None or name.startswith("__"):
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"this {kind} serves no model yet, and has no storage: pass it to generate() or to "
+                f"a call of the model first, or build it as {kind}(model)"
+            )
 
     @classmethod
     def of(
@@ -840,7 +891,10 @@ class KVCache(Rows):
         load(self, file)
 
     def __repr__(self) -> str:
-        kind, rows = type(self).__name__, self.batch_size
+        kind = type(self).__name__
+        if self._waiting is not None:
+            return f"{kind}(of no model yet)"
+        rows = self.batch_size
         return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"
 
 
@@ -855,6 +909,22 @@ def _pack(layers: Sequence[CacheLayer]) -> None:
     finally:
         for layer, copy in zip(layers, copies, strict=False):
             layer.put_back(copy)
+
+
+def check_kind(cache: object) -> None:
+    """TypeError unless this is one of exkv's caches."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}; it must be one of exkv's, whose classes have the "
+            "names of transformers': exkv.DynamicCache, exkv.StaticCache, or exkv.make_cache(model)"
+        )
+
+
+def _one(name: str, value: T, default: T, theirs: str, given: T | None) -> T:
+    """An argument that transformers has under another name; ValueError where both are given."""
+    if given is not None and value != default:
+        raise ValueError(f"{name} and {theirs} are both given, and are the same: leave out one")
+    return value if given is None else given
 
 
 _noted: set[tuple[str, str]] = set()

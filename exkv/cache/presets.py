@@ -26,17 +26,43 @@ RESIDUAL_LENGTH = 64
 
 
 class Cache(KVCache):
-    """Full precision, all tokens, on the layers' devices, allocated up front."""
-
-
-class DynamicCache(KVCache):
-    """Full precision, grown in blocks of ``block`` tokens."""
+    """Full precision, all tokens, on the layers' devices, allocated up front; in host memory with
+    ``offloading``, as :class:`OffloadedStaticCache`."""
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: LayerWindows, layer: int, *, block: int = 256
+        cls,
+        spec: LayerSpec,
+        config: LayerWindows,
+        layer: int,
+        *,
+        offloading: bool = False,
+        **options: Any,
     ) -> LayerSpec:
-        return replace(spec, growth=Dynamic(block))
+        spec = super().compose(spec, config, layer, **options)
+        return replace(spec, residence=OnHost()) if offloading else spec
+
+
+#: transformers' name of it.
+StaticCache = Cache
+
+
+class DynamicCache(KVCache):
+    """Full precision, grown in blocks of ``block`` tokens; in host memory with ``offloading``, as
+    :class:`OffloadedCache`."""
+
+    @classmethod
+    def compose(
+        cls,
+        spec: LayerSpec,
+        config: LayerWindows,
+        layer: int,
+        *,
+        block: int = 256,
+        offloading: bool = False,
+    ) -> LayerSpec:
+        spec = replace(spec, growth=Dynamic(block))
+        return replace(spec, residence=OnHost()) if offloading else spec
 
 
 class HybridCache(KVCache):
@@ -159,12 +185,12 @@ class QuantizedCache(KVCache):
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = {
+        **KVCache.IGNORED,
         "backend": "exkv has its own quantization",
         "axis_key": 'axis="head" or axis="channel" says what shares a scale',
         "axis_value": "values are grouped by head",
         "q_group_size": f"{GROUP} values share a scale",
         "compute_dtype": "computation is in the model's dtype",
-        "device": "a layer's cache is on the device of its weights",
     }
 
     @classmethod

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -231,6 +231,15 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Tokens that the layer sees at most, the newest; 0 for all."""
         return self.sliding_window or 0 if self.slides(layer) else 0
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"exkv's ModelConfig has no {name!r}. What is of transformers takes its own, "
+                "AutoConfig.from_pretrained(folder); exkv's caches have the names of transformers' "
+                "and take this one"
+            )
 
     def __post_init__(self) -> None:
         if self.path is not None:

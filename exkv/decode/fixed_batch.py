@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exkv.cache import KVCache, LayerSpec, Paged, cache_kind
+from exkv.cache import KVCache, LayerSpec, Paged, cache_kind, check_kind
 from exkv.generation import arguments
 from exkv.generation.config import GenerationConfig
 from exkv.models import Transformer
@@ -282,17 +282,12 @@ def check_cache(model: Transformer, cache: KVCache, request: Request) -> None:
             f"cache_implementation is {config.cache_implementation!r}, and a cache is given as "
             "well: leave out one of them"
         )
-    if not isinstance(cache, KVCache):
-        raise TypeError(
-            f"cache is a {type(cache).__name__}; it must be one of exkv's: exkv.make_cache(model, "
-            "...) makes it, or leave it out and say cache_implementation"
-        )
+    check_kind(cache)
     if not config.use_cache:
         raise ValueError("use_cache is False, and a cache is given as well: leave out one of them")
-    if cache.model is not model:
-        raise ValueError("the cache was built for another model")
     each = request.sequences_each
     rows = len(prompts.lengths) * each
+    cache.serve(model, rows)
     if rows > cache.batch_size:
         raise ValueError(
             f"{len(prompts.lengths)} prompts of {each} sequences each need {rows} rows, and the "

@@ -25,8 +25,7 @@ def check_parts(model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> Non
     for (name, value), kind in zip(given.items(), (Transformer, KVCache, Tokenizer), strict=True):
         if not isinstance(value, kind):
             raise TypeError(f"{name} is a {type(value).__name__}; it must be exkv's")
-    if cache.model is not model:
-        raise ValueError("the cache was built for another model")
+    cache.serve(model)
 
 
 def new_handle(

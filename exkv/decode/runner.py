@@ -36,8 +36,7 @@ class Runner(Leased):
         fork_len: int | None = None,
         adapter: str | None = None,
     ) -> None:
-        if cache.model is not model:
-            raise ValueError("the cache was built for another model")
+        cache.serve(model)
         self.model = model
         self.cache = cache
         self.rescue = rescue or Rescue(OnOom(on_oom="raise"))

@@ -710,8 +710,7 @@ class Transformer:
     def _check_room(
         self, cache: KVCache, rows: int, new: tuple[int, ...], chosen: Chosen
     ) -> Lengths:
-        if cache.model is not self:
-            raise ValueError("the cache was built for another model")
+        cache.serve(self, rows)
         if rows > cache.batch_size:
             raise ValueError(f"{rows} rows, but the cache was built for {cache.batch_size}")
         if not self._is_ready(cache):

@@ -78,7 +78,7 @@ def test_what_a_kind_takes_is_passed_on(model):
         ("dynamic", {"block": 0}, ValueError, "a block of 0 tokens"),
         ("static", {"max_seq_len": 0}, ValueError, "max_seq_len is 0"),
         ("static", {"dtype": torch.int8}, ValueError, "not torch.int8"),
-        ("dynamic", {"nbits": 4}, TypeError, "DynamicCache has no 'nbits'; it takes .*, block$"),
+        ("dynamic", {"nbits": 4}, TypeError, "DynamicCache has no 'nbits'; .* block, offloading$"),
         (
             "quantized",
             {"bits": 4},

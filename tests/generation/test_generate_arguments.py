@@ -395,7 +395,7 @@ def test_a_loop_written_for_transformers_runs_here(pair):
         for step, found in enumerate(logits_of(ours, Cache(ours, 32, 2), name)):
             torch.testing.assert_close(found, expected[step], atol=1e-4, rtol=1e-4)
     last = ours(prompt, cache_position=torch.arange(prompt.shape[1]), logits_to_keep=1)
-    torch.testing.assert_close(last, expected[0][:, -1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(last.logits, expected[0][:, -1:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -405,10 +405,10 @@ def test_a_loop_written_for_transformers_runs_here(pair):
         ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
         ({"position_ids": torch.tensor([[1, 2, 3]])}, "position_ids is not where"),
         ({"cache_position": torch.tensor([1, 2, 3])}, "cache_position is not where"),
-        ({"use_cache": True}, "make_cache"),
         ({"logits_to_keep": 2}, "logits_to_keep is 2"),
         ({"output_hidden_states": True}, "output_hidden_states = True"),
         ({"labels": torch.ones(1, 3)}, "labels"),
+        ({"cache": transformers.DynamicCache()}, r"cache is a DynamicCache; .*exkv\.DynamicCache"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

@@ -11,15 +11,27 @@ import torch
 import transformers
 from tiny import llama, reference, save
 
-THEIRS = "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig"
-OURS = (
-    "from exkv import Model as AutoModelForCausalLM, Tokenizer as AutoTokenizer, GenerationConfig"
+from exkv import (
+    DynamicCache,
+    Model,
+    ModelConfig,
+    OffloadedCache,
+    OffloadedStaticCache,
+    PlacementError,
+    QuantizedCache,
+    StaticCache,
 )
+
+NAMES = "GenerationConfig, DynamicCache, StaticCache"
+THEIRS = f"from transformers import AutoModelForCausalLM, AutoTokenizer, {NAMES}"
+OURS = f"from exkv import Model as AutoModelForCausalLM, Tokenizer as AutoTokenizer, {NAMES}"
 LOADED = """
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
 inputs = tokenizer("Anna put the key in the kitchen.", return_tensors="pt").to(model.device)
 """
+
+SIZE = {"max_cache_len": 64}
 
 PROGRAMS = {
     "greedy": """
@@ -96,6 +108,77 @@ result = [ends] if isinstance(ends, int) else list(ends)
 tokenizer = AutoTokenizer.from_pretrained(folder, pad_token="</s>", padding_side="left")
 result = tokenizer(["Anna", "Anna put the key"], padding=True)["input_ids"]
 """,
+    "a cache for a config": """
+cache = DynamicCache(config=model.config)
+out = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, do_sample=False)
+result = out.tolist()
+""",
+    "a cache for nothing, of a batch": """
+texts = ["Anna put the key in the", "The bag is"]
+batch = [tokenizer(text, return_tensors="pt")["input_ids"][0, :2] for text in texts]
+cache = DynamicCache()
+out = model.generate(torch.stack(batch), past_key_values=cache, max_new_tokens=6, num_beams=2,
+                     do_sample=False, pad_token_id=0)
+result = out.tolist(), cache.get_seq_length()
+""",
+    "a loop": """
+cache = DynamicCache(config=model.config)
+ids, position = inputs["input_ids"], torch.arange(inputs["input_ids"].shape[1])
+lengths = [cache.get_seq_length()]
+for _ in range(5):
+    outputs = model(**inputs, cache_position=position, past_key_values=cache, use_cache=True)
+    new = outputs.logits[:, -1:].argmax(-1)
+    ids = torch.cat([ids, new], dim=-1)
+    mask = inputs["attention_mask"]
+    mask = torch.cat([mask, mask.new_ones((mask.shape[0], 1))], dim=-1)
+    inputs, position = {"input_ids": new, "attention_mask": mask}, position[-1:] + 1
+    lengths.append(cache.get_seq_length())
+result = ids.tolist(), lengths
+""",
+    "a cache of the call's own, and its newer name": """
+outputs = model(**inputs, use_cache=True)
+cache, new = outputs.cache, outputs.logits[:, -1:].argmax(-1)
+result = new.tolist(), model(new, cache=cache).logits.argmax(-1).tolist(), cache.get_seq_length()
+""",
+    "turns of a chat": """
+cache, messages, texts = DynamicCache(config=model.config), [], []
+for prompt in ("Where is the key?", "And the ball?"):
+    messages.append({"role": "user", "content": prompt})
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                           return_tensors="pt", return_dict=True).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    outputs = model.generate(**inputs, do_sample=False, max_new_tokens=4, past_key_values=cache)
+    texts.append(tokenizer.decode(outputs[0, length:], skip_special_tokens=True))
+    messages.append({"role": "assistant", "content": texts[-1]})
+result = texts
+""",
+    "a prefix for several prompts": """
+import copy
+first = tokenizer("Anna put", return_tensors="pt").to(model.device)
+prefix = StaticCache(config=model.config, max_batch_size=1, max_cache_len=64, device=model.device,
+                     dtype=torch.float32)
+with torch.no_grad():
+    prefix = model(**first, past_key_values=prefix).past_key_values
+result = []
+for rest in (" the key in", " the red ball"):
+    inputs = tokenizer("Anna put" + rest, return_tensors="pt").to(model.device)
+    cache = copy.deepcopy(prefix)
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    result.append(out.tolist())
+""",
+    "a static cache, and steps by tuples": """
+def step(model, token, position, cache):
+    logits = model(token, cache_position=position, past_key_values=cache, return_dict=False,
+                   use_cache=True)[0]
+    return torch.argmax(logits[:, -1], dim=-1)[:, None]
+
+length = inputs["input_ids"].shape[1]
+cache = StaticCache(model.config, max_cache_len=64)  # by position, too
+found = [step(model, inputs["input_ids"], torch.arange(length), cache)]
+for place in range(length, length + 4):
+    found.append(step(model, found[-1].clone(), torch.tensor([place]), cache))
+result = torch.cat(found, dim=1).tolist()
+""",
     "the tokenizer's tokens": """
 result = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token_id,
           tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer))
@@ -130,6 +213,7 @@ def run(imports, program, folder):
     return names["result"]
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_with_its_import_line_changed(name, folder):
     assert run(OURS, PROGRAMS[name], folder) == run(THEIRS, PROGRAMS[name], folder)
@@ -165,10 +249,58 @@ result = made, model.generate(**inputs, max_new_tokens=4, do_sample=False).tolis
     assert loops == [generated, generated]
 
 
-def test_a_cache_without_a_model_says_that_it_needs_one(folder):
-    for made in ("exkv.DynamicCache()", "exkv.DynamicCache(config=model.config)"):
-        with pytest.raises(TypeError, match=r"DynamicCache\(model\), rather than none or a config"):
-            run(OURS, f"import exkv\n{made}", folder)
+def test_a_cache_that_waits_for_its_model_says_so(folder):
+    for made in (DynamicCache(), DynamicCache(block=64)):
+        assert made.get_seq_length() == 0 and repr(made) == "DynamicCache(of no model yet)"
+        for use in ("nbytes", "reset", "clone"):
+            with pytest.raises(AttributeError, match=r"serves no model yet.*DynamicCache\(model"):
+                getattr(made, use)()
+    with pytest.raises(TypeError, match="DynamicCache has no 'nbits'"):
+        DynamicCache(nbits=4)
+    with pytest.raises(ValueError, match="max_seq_len and max_cache_len are both given"):
+        StaticCache(max_seq_len=64, max_cache_len=64)
+
+
+def test_a_waiting_cache_serves_the_model_of_its_config(folder):
+    model = Model.from_pretrained(folder, device_map="cpu")
+    other = ModelConfig.from_pretrained(folder).replace(rope_theta=5000.0)
+    with pytest.raises(ValueError, match="built for another model"):
+        model.generate([[3, 4]], cache=DynamicCache(other), max_new_tokens=2)
+    cache = QuantizedCache(config=ModelConfig.from_pretrained(folder), backend="quanto", nbits=4)
+    model.generate([[3, 4], [5, 6]], cache=cache, max_new_tokens=2)
+    assert cache.model is model and cache.batch_size == 2 and cache in model.caches
+    with pytest.raises(ValueError, match="built for another model"):
+        Model.from_pretrained(folder, device_map="cpu").generate([[3, 4]], cache=cache)
+
+
+def test_offloading_is_an_offloaded_cache(folder):
+    model = Model.from_pretrained(folder, device_map="cpu")
+    for made, as_named in ((DynamicCache, OffloadedCache), (StaticCache, OffloadedStaticCache)):
+        specs = made.layer_specs(model, 64, offloading=True)
+        assert specs == as_named.layer_specs(model, 64) != made.layer_specs(model, 64)
+
+
+def test_a_cache_without_room_waits_on(folder, monkeypatch):
+    model = Model.from_pretrained(folder, device_map="cpu")
+    cache = DynamicCache()
+    monkeypatch.setattr(Model, "check_cache", refuse)
+    with pytest.raises(PlacementError):
+        model(torch.tensor([[3, 4]]), cache=cache)
+    monkeypatch.undo()
+    assert repr(cache) == "DynamicCache(of no model yet)" and not model.caches
+    model(torch.tensor([[3, 4], [5, 6]]), cache=cache)
+    assert cache.seq_lens == [2, 2] and model.caches == [cache]
+
+
+def refuse(*_):
+    raise PlacementError("no room", unit="", device="cpu", needed=1, available=0)
+
+
+def test_classes_of_the_other_library_say_so(folder):
+    model = Model.from_pretrained(folder, device_map="cpu")
+    for kind, settings in ((transformers.DynamicCache, {}), (transformers.StaticCache, SIZE)):
+        with pytest.raises(AttributeError, match=r"ModelConfig has no 'get_text_config'.*caches"):
+            kind(config=model.config, **settings)
 
 
 def test_from_pretrained_refuses_what_it_does_not_know(folder):

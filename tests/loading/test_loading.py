@@ -705,7 +705,7 @@ def test_a_dtype_goes_by_its_name_too_and_nonsense_is_told_with_its_own(folder):
         with pytest.raises(ValueError, match="dtype is .*: it must be one of float16"):
             Model(folder, dtype=wrong)
     model = Model(folder)
-    with pytest.raises(TypeError, match=r"cache is None: give one of this model, such as Cache"):
+    with pytest.raises(TypeError, match="cache is a NoneType; it must be one of exkv's"):
         model.load_autosplit(None)
     with pytest.raises(ValueError, match="objective is 'luck': it must be one of pack"):
         model.load_autosplit(Cache(model, max_seq_len=64), objective="luck")
