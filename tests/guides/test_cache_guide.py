@@ -19,6 +19,7 @@ from hf_families import WITH_STATES
 from tiny import TINY, reference, save
 from transformers import DynamicCache
 
+import exkv
 from exkv import Model
 from exkv.cache import CacheLayer, make_cache
 from exkv.cache.layer import InPlace
@@ -174,7 +175,8 @@ SNIPPETS = {
 }
 # Older editions -----------------------------------------------------------------------------
 # What the guide showed from 4.42 to 4.57 besides, by names and arguments that are gone by now.
-# exkv's model has its own way to build a cache; under ``enable()`` the plug-in's is the guide's.
+# exkv's model takes exkv's class of that name, if there is one; the plug-in's is transformers',
+# under ``enable()``.
 
 FOUR_BITS = {"nbits": 4, "backend": "quanto"}
 HQQ = {"nbits": 4, "backend": "HQQ", "axis_key": 1, "axis_value": 1}
@@ -189,12 +191,15 @@ def implementation(name, **settings):
 
 
 def built(name, kind, guides=None, **settings):
-    """A cache that is built by hand: the guide's class, and exkv's kind with its settings."""
+    """A cache that is built by hand: the guide's class, of exkv or of the plug-in, with the guide's
+    arguments; and exkv's kind with its settings where exkv has no such class."""
 
     def generated(side):
-        if isinstance(side, Own):
+        own = isinstance(side, Own)
+        made = getattr(exkv if own else transformers, name, None)
+        if own and (made is None or name == "SlidingWindowCache"):  # a window for every model here
             return side.generate(PROMPT, cache=side.cache(kind, **settings))
-        cache = getattr(transformers, name)(**(settings if guides is None else guides(side.model)))
+        cache = made(**(settings if guides is None else guides(side.model)))
         return side.generate(PROMPT, past_key_values=cache)
 
     return generated

@@ -269,6 +269,9 @@ def test_a_waiting_cache_serves_the_model_of_its_config(folder):
     cache = QuantizedCache(config=ModelConfig.from_pretrained(folder), backend="quanto", nbits=4)
     model.generate([[3, 4], [5, 6]], cache=cache, max_new_tokens=2)
     assert cache.model is model and cache.batch_size == 2 and cache in model.caches
+    planned = StaticCache(ModelConfig.from_pretrained(folder), max_cache_len=64)
+    (unloaded := Model(folder)).load_autosplit(planned, devices=["cpu"])
+    assert unloaded.caches == [planned] and planned.nbytes()
     with pytest.raises(ValueError, match="built for another model"):
         Model.from_pretrained(folder, device_map="cpu").generate([[3, 4]], cache=cache)
 
