@@ -17,7 +17,7 @@ from tiny import llama, reference, save
 from torch import Tensor
 
 import exkv
-from exkv import Cache, Cache8bit, KVCache, Model, PagedCache
+from exkv import Cache, Cache8bit, DynamicCache, KVCache, Model, PagedCache
 from exkv.cluster import Cluster, ClusterModel
 
 IDS = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -90,6 +90,8 @@ def in_turn(top: str) -> dict[str, object]:
     result["it stays"] = same(
         [one.forward(IDS[:, :1], cache).cpu()], [expected.forward(IDS[:, :1], own)]
     )
+    waiting = [DynamicCache(each.config, 64) for each in (one, expected)]
+    result["a cache that waited"] = same(steps(one, waiting[0]), steps(expected, waiting[1]))
     one.unload()
     result["planned as if alone"] = all(
         budget.limit == offered[budget.place] for budget in other.budgets() if budget.host
