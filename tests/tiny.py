@@ -202,6 +202,13 @@ TINY = {
     "HunYuanMoEV1ForCausalLM": small(
         "HunYuanMoEV1", head_dim=16, num_experts=4, moe_topk=[2, 2], **ALPHA
     ),
+    # Queries grow within the tests' prompts.
+    "Ministral3ForCausalLM": small(
+        "Ministral3",
+        head_dim=16,
+        rope_parameters={**ROPE["yarn"], "original_max_position_embeddings": 16}
+        | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+    ),
     "MinistralForCausalLM": small("Ministral", head_dim=16, **WINDOWS),
     "AfmoeForCausalLM": small(
         "Afmoe",

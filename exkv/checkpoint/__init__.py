@@ -9,7 +9,13 @@ same for llama.cpp's files.
 from __future__ import annotations
 
 from .facts import Facts, facts_of
-from .families import ClampedExpertsConfig, ExpertsConfig, Multipliers, RoutedExpertsConfig
+from .families import (
+    ClampedExpertsConfig,
+    ExpertsConfig,
+    Multipliers,
+    QueryScaling,
+    RoutedExpertsConfig,
+)
 from .gguf.contents import GGUFContents, find_gguf
 from .gguf.tensors import GGUFCheckpoint
 from .model_config import DTYPES, ModelConfig
@@ -29,6 +35,7 @@ __all__ = [
     "GGUFContents",
     "ModelConfig",
     "Multipliers",
+    "QueryScaling",
     "RopeParameters",
     "RopeScaling",
     "RoutedExpertsConfig",

@@ -175,6 +175,21 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScaling:
+    """Queries at position p are multiplied by 1 + ``growth`` * log(1 + floor((p + ``offset``) /
+    ``length``)), which sharpens attention in long texts (Meta, 2025: Llama 4; after Nakanishi,
+    2025, scalable softmax); ``length`` and ``offset`` are in tokens."""
+
+    growth: float
+    length: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        set_floats(self, ("growth",))
+        check_size("length", self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """What a checkpoint calls the layers (before their number), the embedding table, the last norm
     and the head."""
@@ -226,6 +241,7 @@ class Family:
         rope_interleaved: whether pairs of neighbours are rotated, and not the halves of a head.
         rotated: which layers have rotary positions.
         aliases: keys of every architecture -> what this one calls them.
+        query_scaling: how queries are scaled by position, of the values with defaults filled in.
         multipliers: fields of :class:`Multipliers` -> keys of a config.json.
         names: what checkpoints call the parts of the model; the first that is there counts.
         stacked_experts: whether the experts' matrices lie together, in one tensor of a layer.
@@ -252,6 +268,7 @@ class Family:
     rotary_dim: str | None = None
     rope_interleaved: bool = False
     rotated: Rotated = lambda values, types: ()
+    query_scaling: Callable[[Mapping[str, Any]], QueryScaling | None] = lambda values: None
     aliases: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     names: tuple[TensorNames, ...] = (TensorNames(),)

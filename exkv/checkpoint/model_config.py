@@ -23,7 +23,7 @@ import torch
 
 from exkv.errors import UnsupportedArchitecture
 
-from .families import FAMILIES, Family, Multipliers, Specific
+from .families import FAMILIES, Family, Multipliers, QueryScaling, Specific
 from .fields import Fields, refuse_unsupported, warn_of_unread
 from .files import quoted, read_json_object, shortened
 from .gguf.contents import SUFFIX, GGUFContents, find_gguf
@@ -94,6 +94,7 @@ class ModelConfig:
     positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
     part of a head that is rotated, pairs of neighbours where `rope_interleaved`; `rotated` tells
     for each layer whether it has rotary positions at all, and is empty where every layer has.
+    `query_scaling` is how queries are scaled by position, None where they aren't.
     `multipliers` are the model's factors.  `specific` holds what only this architecture has.
     `quantization` is the file's quantization_config as it is, None without one: which of them
     are known is asked of ``exkv.weights``.
@@ -130,6 +131,7 @@ class ModelConfig:
     bos_token_id: int | None = 1
     eos_token_id: tuple[int, ...] = (2,)
     pad_token_id: int | None = None
+    query_scaling: QueryScaling | None = None
     multipliers: Multipliers = Multipliers()
     specific: Specific | None = None
     quantization: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
@@ -273,7 +275,8 @@ class ModelConfig:
             raise ValueError(
                 f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(HIDDEN_ACTS)}"
             )
-        for key, kind in (("local_rope", RopeParameters), ("dtype", torch.dtype)):
+        kinds = {"local_rope": RopeParameters, "query_scaling": QueryScaling, "dtype": torch.dtype}
+        for key, kind in kinds.items():
             if not isinstance(getattr(self, key), kind | None):
                 raise ValueError(f"{key} must be a {kind.__name__}, not {getattr(self, key)!r}")
         set_floats(self, ("rms_norm_eps", "rope_theta", "partial_rotary_factor"))
@@ -444,6 +447,7 @@ def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
     fields["sliding_window"], fields["layer_types"] = family.windows(filled)
     fields["rope_interleaved"] = family.rope_interleaved
     fields["rotated"] = family.rotated(filled, fields["layer_types"])
+    fields["query_scaling"] = family.query_scaling(filled)
     fields["multipliers"] = family.read_multipliers(filled)
     fields["specific"] = family.read_specific(filled)
     return fields

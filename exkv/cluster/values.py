@@ -26,7 +26,7 @@ from exkv.cache import (
 )
 from exkv.cache.paging.growth import HostTier, Paged
 from exkv.cache.spec import Prefix
-from exkv.checkpoint import ModelConfig, Multipliers, RopeParameters, RopeScaling
+from exkv.checkpoint import ModelConfig, Multipliers, QueryScaling, RopeParameters, RopeScaling
 from exkv.checkpoint.families import FAMILIES
 from exkv.checkpoint.safetensors import DTYPES
 from exkv.planning import Budget, Ledger, Link, Plan
@@ -47,7 +47,7 @@ _KINDS: dict[str, type[Any]] = {
         *(Dynamic, HostTier, KeepAll, LayerSpec, OnDevice, OnHost, Paged, Prefix, Sinks, Static),
         *(Storage, Window),
         *(Budget, Choice, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
-        *(ModelConfig, Multipliers, RopeParameters, RopeScaling),
+        *(ModelConfig, Multipliers, QueryScaling, RopeParameters, RopeScaling),
         *(family.specific for family in FAMILIES.values() if family.specific is not None),
     )
 }

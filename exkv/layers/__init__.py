@@ -1,6 +1,12 @@
 """The layers that architectures are built from."""
 
-from .attention import Attention, FusedAttention, SinkAttention, WideNormAttention
+from .attention import (
+    Attention,
+    FusedAttention,
+    ScaledQueryAttention,
+    SinkAttention,
+    WideNormAttention,
+)
 from .linear import Embedding, Linear, PlainModule
 from .mlp import (
     MLP,
@@ -31,6 +37,7 @@ __all__ = [
     "PlainModule",
     "RMSNorm",
     "RotaryTables",
+    "ScaledQueryAttention",
     "SharedExperts",
     "SinkAttention",
     "WideNormAttention",

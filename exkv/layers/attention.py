@@ -20,7 +20,7 @@ from exkv.ops.attention import AttentionParams
 from .descriptions import AttentionBlock, Projection, describe, describes, parameter
 from .linear import Linear, PlainModule, weight
 from .low_rank import side_by_side
-from .rope import rotary_name
+from .rope import QUERIES, rotary_name
 
 
 class Attend(Protocol):
@@ -142,6 +142,14 @@ class SinkAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         params = replace(self.params, sinks=self._parameters["sinks"])
         return cache.attend(q, k, v, batch, params)
+
+
+class ScaledQueryAttention(Attention):
+    """Attention whose queries are multiplied by a factor of their position (Llama 4)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
+        factors, _ = batch.rotary[QUERIES]  # (B, T, 1)
+        return super().attend(q * factors.unsqueeze(-1), k, v, batch, cache)
 
 
 class FusedAttention(Attention):

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv.batch import Factors, Lengths
-from exkv.checkpoint import ModelConfig, RopeParameters, RopeScaling
+from exkv.checkpoint import ModelConfig, QueryScaling, RopeParameters, RopeScaling
 
 #: Rotary tables: of most layers, of sliding layers with their own, of layers without positions.
 MAIN, LOCAL, NONE = "main", "local", "none"
+#: Beside them: what queries are multiplied by.
+QUERIES = "queries"
 #: Longest call, in tokens, whose factors are reused by the following calls.
 NEAR = 64
 
@@ -43,6 +45,8 @@ class RotaryTables:
             self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
         if not all(config.rotated):
             self.tables[NONE] = Unrotated()
+        if config.query_scaling is not None:
+            self.tables[QUERIES] = QueryFactors(config.query_scaling)
         #: Whether frequencies depend on the text's length.
         self.varies = self.variant(0) != self.variant(sys.maxsize)
         #: Length up to which frequencies are constant (dynamic NTK).
@@ -132,6 +136,20 @@ class Unrotated(RotaryTable):
         self.inverse_frequencies, self.magnitude = torch.zeros(1), 1.0
         self.switch_length: int | None = None
         self.dynamic_from = sys.maxsize
+
+
+class QueryFactors(Unrotated):
+    """What queries are multiplied by, of their positions, (B, T, 1); in place of cos and of sin."""
+
+    def __init__(self, scaling: QueryScaling) -> None:
+        super().__init__()
+        self.scaling = scaling
+
+    def __call__(self, positions: Tensor, final: Sequence[int]) -> tuple[Tensor, Tensor]:
+        scaling = self.scaling
+        steps = torch.floor((positions + scaling.offset) / scaling.length)
+        factors = (1 + scaling.growth * torch.log(1 + steps)).unsqueeze(-1)
+        return factors, factors
 
 
 def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[Tensor, float]:

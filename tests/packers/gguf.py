@@ -44,6 +44,7 @@ ARCHITECTURES = {
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax-m2",
+    "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "NemotronForCausalLM": "nemotron",
@@ -64,7 +65,7 @@ ARCHITECTURES = {
 #: The converter's classes of these put rows of queries and keys into pairs (``LlamaModel`` and what
 #: derives from it in llama.cpp's ``conversion/``), add 1 to the weights of norms, and write down
 #: which layers have a window.
-_PAIRED = ("llama", "granite", "granitemoe", "smollm3", "arcee")
+_PAIRED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee")
 _OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")
 _PATTERN = ("gemma3", "exaone4", "exaone-moe", "olmo2")
 #: What it writes of configs that have one of these fields.
@@ -249,6 +250,10 @@ def _write_rope(writer: Any, config: Any, width: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, width))
     if kind == "longrope":
