@@ -189,6 +189,7 @@ def gemma3_with_images(**changes: Any) -> PretrainedConfig:
 
 #: Architecture -> a tiny config of it.
 TINY = {
+    "ApertusForCausalLM": small("Apertus"),
     "ArceeForCausalLM": small("Arcee", mlp_bias=True),
     "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
     "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),

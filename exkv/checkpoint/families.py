@@ -230,6 +230,7 @@ class Family:
         refuses: keys that change transformers' logits and that exkv doesn't do -> the value that
             means nothing, beside null.
         act_key: the key of the activation.
+        learned_acts: activations with parameters in the checkpoint, which only its layers have.
         specific: the class of the settings that only this architecture has.
         ignores: settings of that class that it doesn't have.
         rope_theta: the base of rotary frequencies where none is stated.
@@ -259,6 +260,7 @@ class Family:
     reads: tuple[str, ...] = ()
     refuses: Mapping[str, Any] = field(default_factory=dict)
     act_key: str = "hidden_act"
+    learned_acts: tuple[str, ...] = ()
     specific: type[Specific] | None = None
     ignores: frozenset[str] = frozenset()
     rope_theta: float = 10000.0

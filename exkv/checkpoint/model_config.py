@@ -271,15 +271,21 @@ class ModelConfig:
         for key in ("architecture", "model_type", "hidden_act"):
             if not isinstance(getattr(self, key), str):
                 raise ValueError(f"{key} must be a string, not {getattr(self, key)!r}")
-        if self.hidden_act not in HIDDEN_ACTS:
+        if self.hidden_act not in (known := self._known_acts()):
             raise ValueError(
-                f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(HIDDEN_ACTS)}"
+                f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(known)}"
             )
         kinds = {"local_rope": RopeParameters, "query_scaling": QueryScaling, "dtype": torch.dtype}
         for key, kind in kinds.items():
             if not isinstance(getattr(self, key), kind | None):
                 raise ValueError(f"{key} must be a {kind.__name__}, not {getattr(self, key)!r}")
         set_floats(self, ("rms_norm_eps", "rope_theta", "partial_rotary_factor"))
+
+    def _known_acts(self) -> tuple[str, ...]:
+        """Those of every architecture, and one with parameters that only this one's layers have."""
+        family = FAMILIES.get(self.architecture)
+        own = family.learned_acts if family is not None else ()
+        return (*HIDDEN_ACTS, *own)
 
     def _fill_in_heads(self) -> None:
         heads = self.num_attention_heads

@@ -36,6 +36,15 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return gate.mul_((gate * alpha).sigmoid_()).mul_(up.add_(1))
 
 
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU (Huang and Schlag, 2024, arXiv 2411.13010): a * x^2 + beta * x above zero,
+    and b * (exp(min(x, eps)) - 1 - x) + beta * x below; a is the softplus of ``alpha_p``, b that of
+    ``alpha_n`` and beta. x (..., N), the others one number each; a new tensor."""
+    below = torch.expm1(torch.minimum(x, eps)).sub_(x).mul_(F.softplus(alpha_n) + beta)
+    curved = torch.where(x > 0, F.softplus(alpha_p) * x * x, below)
+    return curved.add_(x * beta)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
     """An activation function.
