@@ -280,6 +280,23 @@ TINY = {
     ),
     "Phi3ForCausalLM": phi3,
     "OlmoeForCausalLM": small("Olmoe", num_experts=4, num_experts_per_tok=2),
+    # Prompts are shorter than the trained length, beyond which transformers keeps short factors.
+    "PhimoeForCausalLM": small(
+        "Phimoe",
+        num_local_experts=4,
+        lm_head_bias=True,
+        router_jitter_noise=0.3,
+        attention_bias=True,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1 + 0.05 * i for i in range(8)],
+            "long_factor": [2 + 0.5 * i for i in range(8)],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 200,
+        },
+    ),
     "PhiForCausalLM": small("Phi"),
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": small("Qwen2Moe", shared_expert_intermediate_size=40, **MIXTURE),

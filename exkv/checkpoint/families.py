@@ -248,6 +248,7 @@ class Family:
         stacked_experts: whether the experts' matrices lie together, in one tensor of a layer.
         text_config: the key under which the text model's config lies, in one of several models.
         rope_aliases: older names of a rope_type.
+        rope_keys: its names of keys of rope_parameters -> everybody's.
         original_max_position_embeddings: the trained length for longrope where none is stated.
         gguf: how GGUF files have it; None where they have it under another's name, or not at all.
     """
@@ -277,6 +278,7 @@ class Family:
     stacked_experts: bool = False
     text_config: str | None = None
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    rope_keys: Mapping[str, str] = field(default_factory=dict)
     original_max_position_embeddings: int | None = None
     gguf: GGUFFamily | None = None
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 HARMLESS = frozenset(
     (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),
-        *("resid_pdrop", "residual_dropout", "classifier_dropout", "router_jitter_noise"),
+        *("input_jitter_noise", "resid_pdrop", "residual_dropout", "classifier_dropout", "router_jitter_noise"),
         *("initializer_range", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),

@@ -282,6 +282,10 @@ def _read_scaling(
     `trained` is its original_max_position_embeddings, `longest` the max_position_embeddings.
     """
     block = {name: value for name, value in block.items() if value is not None}
+    for ours in set(family.rope_keys.values()):
+        names = [own for own, meant in family.rope_keys.items() if meant == ours and own in block]
+        if names:
+            block[ours] = stated_once({f"{key}.{own}": block[own] for own in names})
     kind = _rope_type(key, block, family)
     if kind == "default":
         return None

@@ -97,6 +97,7 @@ class Experts(MLP):
         sigmoid: see :class:`Router`.
         corrected: whether there is a correction of the scores, by which experts are chosen.
         exact: whether the router computes in float32, whatever the model's dtype is.
+        tolerance: see :class:`Router`.
     """
 
     def __init__(
@@ -108,11 +109,12 @@ class Experts(MLP):
         sigmoid: bool = False,
         corrected: bool = False,
         exact: bool = False,
+        tolerance: float | None = None,
     ) -> None:
         super().__init__()
         settings, hidden = config.settings(ExpertsConfig), config.hidden_size
         count, self.act = settings.num_local_experts, config.hidden_act
-        self.router = Router.of(settings, sigmoid=sigmoid)
+        self.router = Router.of(settings, sigmoid=sigmoid, tolerance=tolerance)
         inner = settings.moe_intermediate_size or config.intermediate_size
         made = ExactLinear if exact else Linear
         self.gate = made(hidden, count, bias=bias, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Router:
         top_k_groups: groups that a token's experts may come from: those whose two best experts have
             the highest sum of scores.
         scale: factor of the weights.
+        tolerance: of SparseMixer, see :meth:`_one_by_one`, with which all but ``top_k`` is
+            disregarded; None for the others' way.
     """
 
     top_k: int
@@ -33,21 +36,22 @@ class Router:
     groups: int = 1
     top_k_groups: int = 1
     scale: float = 1.0
+    tolerance: float | None = None
 
     @classmethod
-    def of(cls, settings: ExpertsConfig, *, sigmoid: bool) -> Router:
-        """The router of a config's settings."""
+    def of(cls, settings: ExpertsConfig, **options: Any) -> Router:
+        """The router of a config's settings; ``options`` are attributes that these don't say."""
         top_k, normalize = settings.num_experts_per_tok, settings.norm_topk_prob
         if not isinstance(settings, RoutedExpertsConfig):
-            return cls(top_k=top_k, sigmoid=sigmoid, normalize=normalize)
+            return cls(top_k=top_k, normalize=normalize, **options)
         return cls(
             top_k=top_k,
-            sigmoid=sigmoid,
             normalize=normalize,
             min_sum=settings.moe_norm_min,
             groups=settings.n_group,
             top_k_groups=settings.topk_group,
             scale=settings.routed_scaling_factor,
+            **options,
         )
 
     def route(self, logits: Tensor, correction: Tensor | None) -> Routing:
@@ -57,6 +61,8 @@ class Router:
             logits: floats (N, experts).
             correction: float32 (experts,), added to the scores for the choice only.
         """
+        if self.tolerance is not None:
+            return self._one_by_one(logits.float(), 2 * self.tolerance)
         scores = logits.float().sigmoid() if self.sigmoid else logits.float().softmax(-1)
         if correction is None and self.top_k_groups == self.groups:
             weights, chosen = scores.topk(self.top_k, dim=-1)
@@ -65,6 +71,21 @@ class Router:
             chosen = self._in_groups(preferred).topk(self.top_k, dim=-1).indices
             weights = scores.gather(-1, chosen)
         return Routing(chosen=chosen, weights=self._normalized(weights))
+
+    def _one_by_one(self, logits: Tensor, bound: float) -> Routing:
+        """Take the best expert of those that are left, ``top_k`` times. Its weight is its softmax
+        among the experts that are left and whose logits are below its own by at most ``bound``
+        times the larger of both (SparseMixer without its noise: Liu et al., 2024, arXiv
+        2409.12136)."""
+        left, chosen, weights = logits, [], []
+        for _ in range(self.top_k):
+            best, index = left.max(-1, keepdim=True)
+            far = (best - logits) / logits.abs().clamp(min=best) > bound
+            near = left.masked_fill(far, -torch.inf)
+            weights.append(near.softmax(-1).gather(-1, index))
+            chosen.append(index)
+            left = left.scatter(-1, index, -torch.inf)
+        return Routing(chosen=torch.cat(chosen, -1), weights=torch.cat(weights, -1))
 
     def _in_groups(self, scores: Tensor) -> Tensor:
         """The scores (N, experts), minus infinity outside of each token's groups."""

@@ -1,0 +1,71 @@
+"""Phi-3.5-MoE (Microsoft, 2024): LayerNorms, biases, longrope, and experts that are taken one by one,
+each weighed among those that are nearly as good (SparseMixer).
+
+Beyond the trained length the long factors of longrope apply, as in Microsoft's own code;
+transformers keeps the short ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from exkv.checkpoint import ModelConfig, windows
+from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.value_checks import set_floats
+from exkv.layers import Experts
+
+from .decoder import Decoder, Head, MakeNorm, layer_norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseMixerConfig(ExpertsConfig):
+    """``router_jitter_noise`` is the routing's tolerance; the head may have a bias."""
+
+    router_jitter_noise: float = 0.01
+    lm_head_bias: bool = False
+
+    def __post_init__(self) -> None:
+        ExpertsConfig.__post_init__(self)
+        set_floats(self, ("router_jitter_noise",))
+
+
+def _experts(config: ModelConfig, dtype: torch.dtype) -> Experts:
+    tolerance = config.settings(SparseMixerConfig).router_jitter_noise
+    return Experts(config, dtype, tolerance=tolerance)
+
+
+def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
+    bias = config.settings(SparseMixerConfig).lm_head_bias
+    return Head(config, dtype, norm=norm, bias=bias)
+
+
+FAMILY = Family(
+    architecture="PhimoeForCausalLM",
+    model_type="phimoe",
+    units=Decoder(
+        mlp=_experts, norm=layer_norm, head=_head, rename={"mlp.": "block_sparse_moe."}
+    ),
+    defaults={
+        "vocab_size": 32064,
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 16,
+    },
+    windows=windows.everywhere,
+    reads=("attention_bias",),
+    refuses={"num_experts_per_tok": 2},
+    specific=SparseMixerConfig,
+    ignores=frozenset(
+        (
+            *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
+            *("decoder_sparse_step", "mlp_only_layers"),
+        )
+    ),
+    rope_theta=1e6,
+    rope_keys={"short_mscale": "attention_factor", "long_mscale": "attention_factor"},
+)
