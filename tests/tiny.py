@@ -193,12 +193,23 @@ TINY = {
     "ArceeForCausalLM": small("Arcee", mlp_bias=True),
     "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
     "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),
+    "CwmForCausalLM": small("Cwm", head_dim=16, **WINDOWS),
     "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
     "FlexOlmoForCausalLM": small("FlexOlmo", num_experts=4, num_experts_per_tok=2),
     "GlmForCausalLM": small("Glm", head_dim=16),
     "GraniteMoeSharedForCausalLM": small(
         "GraniteMoeShared", num_local_experts=4, shared_intermediate_size=40, **FACTORS
     ),
+    "HYV3ForCausalLM": small(
+        "HYV3",
+        head_dim=16,
+        mlp_bias=True,
+        num_shared_experts=2,
+        router_scaling_factor=1.5,
+        **MIXTURE,
+    ),
+    "HeliumForCausalLM": small("Helium", head_dim=16),
+    "HyperCLOVAXForCausalLM": small("HyperCLOVAX", **FACTORS),
     "HunYuanDenseV1ForCausalLM": small("HunYuanDenseV1", head_dim=16, **ALPHA),
     "HunYuanMoEV1ForCausalLM": small(
         "HunYuanMoEV1", head_dim=16, num_experts=4, moe_topk=[2, 2], **ALPHA
@@ -258,7 +269,20 @@ TINY = {
     ),
     "GraniteForCausalLM": small("Granite", **FACTORS),
     "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
+    "Jais2ForCausalLM": small("Jais2"),
     "LlamaForCausalLM": llama,
+    "MellumForCausalLM": small(
+        "Mellum",
+        head_dim=16,
+        mlp_layer_types=["dense", "sparse"],
+        num_mtp_layers=0,
+        rope_parameters={
+            "full_attention": {**ROPE["yarn"], "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        **MIXTURE,
+        **WINDOWS,
+    ),
     "MiniMaxM2ForCausalLM": small(
         "MiniMaxM2",
         head_dim=16,
@@ -307,6 +331,9 @@ TINY = {
     "SolarOpenForCausalLM": small("SolarOpen", head_dim=16, intermediate_size=32, **ROUTED),
     "StableLmForCausalLM": small("StableLm", use_qkv_bias=True),
     "Starcoder2ForCausalLM": small("Starcoder2"),
+    "VaultGemmaForCausalLM": small(
+        "VaultGemma", head_dim=16, query_pre_attn_scalar=48, pad_token_id=0, **WINDOWS
+    ),
 }
 #: Those that consist of the others' parts, but for a few new ones: the tests that go over all
 #: architectures go over these in fewer ways.

@@ -9,16 +9,18 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 #: Keys that change no logits: of training, of generation, of other classes' heads, of layers that
-#: emit several tokens, and what programs note down for themselves.
+#: emit several tokens, of how sums are rounded, and what programs note down for themselves.
 HARMLESS = frozenset(
     (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),
-        *("input_jitter_noise", "resid_pdrop", "residual_dropout", "classifier_dropout", "router_jitter_noise"),
+        *("resid_pdrop", "residual_dropout", "classifier_dropout", "router_jitter_noise"),
+        *("input_jitter_noise", "enable_moe_fp32_combine"),
         *("initializer_range", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
         *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
         *("num_mtp_layers", "num_nextn_predict_layers", "eod_token_id", "sep_token_id"),
+        *("mtp_layer_types", "mtp_mlp_layer_types"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
     )

@@ -81,6 +81,10 @@ class ResidualLayer(PlainModule):
             setattr(self, name, (norm or rms_norm(config, dtype))(config.hidden_size))
         self.multiplier = config.multipliers.residual
 
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x in place by the residual path's multiplier."""
+        return x if self.multiplier == 1 else x.mul_(self.multiplier)
+
 
 class DecoderLayer(ResidualLayer):
     """Norms before attention and MLP."""
@@ -92,10 +96,6 @@ class DecoderLayer(ResidualLayer):
         x, normed = self.post_attention_layernorm.of_sum(x, attended)
         del attended  # free it before the MLP
         return x.add_(self.times(self.mlp(normed)))
-
-    def times(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply x in place by the residual path's multiplier."""
-        return x if self.multiplier == 1 else x.mul_(self.multiplier)
 
 
 class PostNormLayer(ResidualLayer):
@@ -123,10 +123,10 @@ class SandwichLayer(ResidualLayer):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), batch, cache)
-        attended = self.post_attention_layernorm(attended)
+        attended = self.times(self.post_attention_layernorm(attended))
         x, normed = self.pre_feedforward_layernorm.of_sum(x, attended)
         del attended  # free it before the MLP
-        return x.add_(self.post_feedforward_layernorm(self.mlp(normed)))
+        return x.add_(self.times(self.post_feedforward_layernorm(self.mlp(normed))))
 
 
 class ParallelLayer(ResidualLayer):
@@ -217,7 +217,7 @@ def _layer(layer: ResidualLayer, *, residual: float = 1.0, parallel: bool = Fals
 
 describes(DecoderLayer)(lambda layer: _layer(layer, residual=layer.multiplier))
 describes(PostNormLayer)(_layer)
-describes(SandwichLayer)(_layer)
+describes(SandwichLayer)(lambda layer: _layer(layer, residual=layer.multiplier))
 describes(ParallelLayer)(partial(_layer, parallel=True))
 describes(ParallelNormsLayer)(partial(_layer, parallel=True))
 

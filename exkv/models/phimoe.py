@@ -1,5 +1,5 @@
-"""Phi-3.5-MoE (Microsoft, 2024): LayerNorms, biases, longrope, and experts that are taken one by one,
-each weighed among those that are nearly as good (SparseMixer).
+"""Phi-3.5-MoE (Microsoft, 2024): LayerNorms, biases, longrope, and experts that are taken one by
+one, each weighed among those that are nearly as good (SparseMixer).
 
 Beyond the trained length the long factors of longrope apply, as in Microsoft's own code;
 transformers keeps the short ones.
@@ -44,9 +44,7 @@ def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
 FAMILY = Family(
     architecture="PhimoeForCausalLM",
     model_type="phimoe",
-    units=Decoder(
-        mlp=_experts, norm=layer_norm, head=_head, rename={"mlp.": "block_sparse_moe."}
-    ),
+    units=Decoder(mlp=_experts, norm=layer_norm, head=_head, rename={"mlp.": "block_sparse_moe."}),
     defaults={
         "vocab_size": 32064,
         "hidden_size": 4096,

@@ -91,7 +91,8 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
                 expected = expected[0]
             assert getattr(config.specific, key) == expected, key
     for ours, key in FAMILIES[config.architecture].multipliers.items():
-        assert getattr(config.multipliers, ours) == getattr(theirs, key), key
+        found = getattr(config.multipliers, ours)
+        assert (config.head_dim**-0.5 if found is None else found) == getattr(theirs, key), key
     rotated = getattr(theirs, "no_rope_layers", None)
     assert rotated is None or list(config.rotated) == list(map(bool, rotated))
     rope = theirs.rope_parameters

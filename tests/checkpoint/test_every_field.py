@@ -33,6 +33,7 @@ SHAPES = {
     *("rope_parameters", "rope_scaling", "max_position_embeddings", "architectures", "model_type"),
     *("original_max_position_embeddings", "dtype", "n_routed_experts", "n_shared_experts"),
     *("num_shared_experts", "moe_num_experts", "moe_num_shared_experts", "mlp_layer_types"),
+    *("mtp_layer_types", "mtp_mlp_layer_types"),
 }
 #: What some architectures refuse as others' settings.
 REFUSED = {"use_sliding_window", "use_bidirectional_attention"}
@@ -48,9 +49,10 @@ def text_fields(name: str) -> dict[str, Any]:
 
 
 def harmless(name: str) -> set[str]:
-    """What changes no logits of this architecture, which may have a meaning of its own for a key."""
+    """What changes no logits of this architecture, which may read a key that others don't."""
     kind = FAMILIES[name].specific
-    return set(HARMLESS) - {each.name for each in dataclasses.fields(kind)} if kind else set(HARMLESS)
+    own = () if kind is None else dataclasses.fields(kind)
+    return set(HARMLESS) - {each.name for each in own}
 
 
 @functools.cache

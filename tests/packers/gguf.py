@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "Jais2ForCausalLM": "jais2",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ministral3ForCausalLM": "mistral3",
