@@ -187,6 +187,51 @@ def gemma3_with_images(**changes: Any) -> PretrainedConfig:
     )
 
 
+#: The smallest models of images, under the names of their settings.
+IMAGES = {
+    "Pixtral": {
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    "Qwen2VL": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1},
+    "Qwen2_5_VL": {
+        **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
+        **{"num_heads": 2, "fullatt_block_indexes": [0]},
+    },
+    "Qwen3VL": {
+        **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
+        **{"num_heads": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+}
+
+
+def beside_images(
+    kind: str, text: Callable[..., PretrainedConfig], images: str
+) -> Callable[..., PretrainedConfig]:
+    """A text model like those above beside a small one of images, in transformers' class ``kind``.
+    Settings are the text model's; embedding and head aren't tied."""
+
+    def make(**changes: Any) -> PretrainedConfig:
+        config = getattr(transformers, f"{kind}Config")(
+            text_config=text(**changes).to_dict(),
+            vision_config=IMAGES[images],
+            tie_word_embeddings=changes.get("tie_word_embeddings", False),
+        )
+        config.eos_token_id = config.text_config.eos_token_id
+        return config
+
+    return make
+
+
+#: Rotary positions for texts and images, which are those of a text in a text.
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+#: Queries grow within the tests' prompts.
+MINISTRAL3 = small(
+    "Ministral3",
+    head_dim=16,
+    rope_parameters={**ROPE["yarn"], "original_max_position_embeddings": 16}
+    | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+)
 #: Architecture -> a tiny config of it.
 TINY = {
     "ApertusForCausalLM": small("Apertus"),
@@ -214,13 +259,8 @@ TINY = {
     "HunYuanMoEV1ForCausalLM": small(
         "HunYuanMoEV1", head_dim=16, num_experts=4, moe_topk=[2, 2], **ALPHA
     ),
-    # Queries grow within the tests' prompts.
-    "Ministral3ForCausalLM": small(
-        "Ministral3",
-        head_dim=16,
-        rope_parameters={**ROPE["yarn"], "original_max_position_embeddings": 16}
-        | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
-    ),
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral3ForConditionalGeneration": beside_images("Mistral3", MINISTRAL3, "Pixtral"),
     "MinistralForCausalLM": small("Ministral", head_dim=16, **WINDOWS),
     "AfmoeForCausalLM": small(
         "Afmoe",
@@ -324,7 +364,16 @@ TINY = {
     "PhiForCausalLM": small("Phi"),
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": small("Qwen2Moe", shared_expert_intermediate_size=40, **MIXTURE),
+    "Qwen2VLForConditionalGeneration": beside_images(
+        "Qwen2VL", small("Qwen2VLText", **MROPE), "Qwen2VL"
+    ),
+    "Qwen2_5_VLForConditionalGeneration": beside_images(
+        "Qwen2_5_VL", small("Qwen2_5_VLText", **MROPE), "Qwen2_5_VL"
+    ),
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3VLForConditionalGeneration": beside_images(
+        "Qwen3VL", small("Qwen3VLText", head_dim=16, **MROPE), "Qwen3VL"
+    ),
     "Qwen3MoeForCausalLM": small("Qwen3Moe", head_dim=16, decoder_sparse_step=2, **MIXTURE),
     "SeedOssForCausalLM": small("SeedOss", head_dim=16),
     "SmolLM3ForCausalLM": small("SmolLM3", no_rope_layers=[1, 0], pad_token_id=0),
@@ -337,7 +386,11 @@ TINY = {
 }
 #: Those that consist of the others' parts, but for a few new ones: the tests that go over all
 #: architectures go over these in fewer ways.
-RELATIVES = {name for name, make in TINY.items() if make.__qualname__.startswith("small.")}
+RELATIVES = {
+    name
+    for name, make in TINY.items()
+    if make.__qualname__.startswith(("small.", "beside_images."))
+}
 RELATIVES.add("Gemma3ForConditionalGeneration")
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {
@@ -365,7 +418,9 @@ def reference(
     """transformers' model with random weights that are large enough to make answers differ, and
     random norms and biases, so that none of them can be forgotten unnoticed."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    of_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -200,6 +200,22 @@ class TensorNames:
     head: str = "lm_head"
 
 
+#: Of a text model beside one of images, in older checkpoints and in newer ones.
+BESIDE_IMAGES = (
+    TensorNames(
+        layers="language_model.model.layers",
+        table="language_model.model.embed_tokens",
+        norm="language_model.model.norm",
+        head="language_model.lm_head",
+    ),
+    TensorNames(
+        layers="model.language_model.layers",
+        table="model.language_model.embed_tokens",
+        norm="model.language_model.norm",
+    ),
+)
+
+
 def _layer_list(layers: Any) -> tuple[int, ...]:
     if layers is None:
         return ()
@@ -246,7 +262,8 @@ class Family:
         multipliers: fields of :class:`Multipliers` -> keys of a config.json.
         names: what checkpoints call the parts of the model; the first that is there counts.
         stacked_experts: whether the experts' matrices lie together, in one tensor of a layer.
-        text_config: the key under which the text model's config lies, in one of several models.
+        text_config: the key under which the text model's config lies, in one of several models;
+            where it isn't there, the text model's keys lie among the others.
         rope_aliases: older names of a rope_type.
         rope_keys: its names of keys of rope_parameters -> everybody's.
         original_max_position_embeddings: the trained length for longrope where none is stated.
@@ -289,14 +306,14 @@ class Family:
         """The values with those under this architecture's own keys under everybody's, too; and of
         several models' those of the text model."""
         text = values.get(self.text_config) if self.text_config is not None else None
-        if self.text_config is not None:
-            text = {} if text is None else text
+        if text is not None:
             if not isinstance(text, dict):
                 raise ValueError(f"{self.text_config} must be an object, not {text!r}")
             shared = {key: values[key] for key in _SHARED if values.get(key) is not None}
             values = {**text, "model_type": self.model_type, **shared}
         ours = {ours: values[own] for ours, own in self.aliases.items() if own in values}
-        return Fields({**values, **ours}, {"architectures", *self.aliases.values()})
+        of_others = {"architectures", "vision_config"} if self.text_config else {"architectures"}
+        return Fields({**values, **ours}, {*of_others, *self.aliases.values()})
 
     def read_multipliers(self, values: Mapping[str, Any]) -> Multipliers:
         """What the model multiplies by."""

@@ -19,6 +19,7 @@ HARMLESS = frozenset(
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
         *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         *("num_mtp_layers", "num_nextn_predict_layers", "eod_token_id", "sep_token_id"),
         *("mtp_layer_types", "mtp_mlp_layer_types"),
         *("auto_map", "transformers_version", "_name_or_path"),

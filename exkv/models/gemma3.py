@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from exkv.checkpoint import windows
-from exkv.checkpoint.families import TensorNames
+from exkv.checkpoint.families import BESIDE_IMAGES
 from exkv.checkpoint.value_checks import check_size
 
 from . import gemma2
@@ -52,18 +52,6 @@ WITH_IMAGES = replace(
     model_type="gemma3",
     text_config="text_config",
     refuses={"attn_logit_softcapping": None, "final_logit_softcapping": None},
-    names=(
-        TensorNames(
-            layers="language_model.model.layers",
-            table="language_model.model.embed_tokens",
-            norm="language_model.model.norm",
-            head="language_model.lm_head",
-        ),
-        TensorNames(
-            layers="model.language_model.layers",
-            table="model.language_model.embed_tokens",
-            norm="model.language_model.norm",
-        ),
-    ),
+    names=BESIDE_IMAGES,
     gguf=None,
 )

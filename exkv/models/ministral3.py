@@ -4,12 +4,14 @@ trained length."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from exkv.checkpoint import ModelConfig, QueryScaling, windows
-from exkv.checkpoint.families import Family
+from exkv.checkpoint.families import BESIDE_IMAGES, Family
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, ScaledQueryAttention
 
@@ -29,13 +31,20 @@ _ROPE: dict[str, Any] = {
 }
 
 
-def _query_scaling(values: Mapping[str, Any]) -> QueryScaling | None:
-    """Steps of the trained length; none without ``llama_4_scaling_beta``."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or _ROPE
-    growth, trained = rope.get("llama_4_scaling_beta"), "original_max_position_embeddings"
+_TRAINED = "original_max_position_embeddings"
+
+
+def _query_scaling(
+    values: Mapping[str, Any], *, unstated: Mapping[str, Any] = _ROPE
+) -> QueryScaling | None:
+    """Steps of the trained length; none without ``llama_4_scaling_beta``. ``unstated`` is what
+    holds where nothing is said of rotary positions."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or unstated
+    growth = rope.get("llama_4_scaling_beta")
     if not growth:
         return None
-    return QueryScaling(growth=growth, length=rope.get(trained, values.get(trained)))
+    length: Any = rope[_TRAINED] if _TRAINED in rope else values.get(_TRAINED)
+    return QueryScaling(growth=growth, length=length)
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> Attention:
@@ -77,4 +86,25 @@ FAMILY = Family(
         },
         additions=_of_gguf,
     ),
+)
+#: The text model alone, of one that sees images, too; or a Mistral in its place (Mistral Small 3.1).
+WITH_IMAGES = replace(
+    FAMILY,
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    defaults=FAMILY.defaults
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
+    query_scaling=partial(_query_scaling, unstated={}),
+    rope_theta=1e9,
+    rope_parameters={},
+    text_config="text_config",
+    names=BESIDE_IMAGES,
+    gguf=None,
 )

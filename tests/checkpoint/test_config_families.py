@@ -27,7 +27,6 @@ SAME = (
     "num_key_value_heads",
     "max_position_embeddings",
     "rms_norm_eps",
-    "tie_word_embeddings",
     "bos_token_id",
     "pad_token_id",
 )
@@ -63,10 +62,11 @@ def known(key: str, value: object, theirs: transformers.PreTrainedConfig) -> obj
 def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> None:
     aliases = FAMILIES[config.architecture].aliases
     assert config.model_type == theirs.model_type
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
     theirs = theirs.get_text_config()
     for key in SAME:
-        name = key if hasattr(theirs, key) else aliases.get(key, "num_attention_heads")
-        expected = getattr(theirs, name)
+        name = key if hasattr(theirs, key) else aliases.get(key, key)
+        expected = getattr(theirs, name, None)
         if key == "num_key_value_heads" and expected is None:
             expected = theirs.num_attention_heads
         assert getattr(config, key) == known(key, expected, theirs), key
@@ -74,7 +74,7 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
     assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
     act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
     assert config.hidden_act == ("gelu_pytorch_tanh" if act == "gelu_new" else act)
-    ends = theirs.eos_token_id
+    ends = getattr(theirs, "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     ends = [end for end in ends if known("eos_token_id", end, theirs) is not None]
     assert config.eos_token_id == tuple(ends)

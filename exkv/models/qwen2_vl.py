@@ -1,0 +1,33 @@
+"""Qwen 2 VL and 2.5 VL (Qwen, 2024 and 2025), text only: a Qwen 2 beside a model of images. Their
+rotary positions have three axes, which are one in a text."""
+
+from dataclasses import replace
+
+from exkv.checkpoint.families import BESIDE_IMAGES, TensorNames
+
+from . import qwen2
+
+QWEN2_5 = replace(
+    qwen2.FAMILY,
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    model_type="qwen2_5_vl",
+    defaults=qwen2.FAMILY.defaults
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_window_layers": 80,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    rope_theta=1e6,
+    rope_aliases={"mrope": "default"},
+    text_config="text_config",
+    names=(*BESIDE_IMAGES, TensorNames()),
+    gguf=None,
+)
+QWEN2 = replace(QWEN2_5, architecture="Qwen2VLForConditionalGeneration", model_type="qwen2_vl")
