@@ -189,6 +189,10 @@ def gemma3_with_images(**changes: Any) -> PretrainedConfig:
 
 #: The smallest models of images, under the names of their settings.
 IMAGES = {
+    "Exaone4_5": {
+        **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
+        **{"num_heads": 2, "num_key_value_heads": 2, "fullatt_block_indexes": [0]},
+    },
     "Pixtral": {
         **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -286,6 +290,9 @@ TINY = {
     ),
     "Ernie4_5ForCausalLM": small("Ernie4_5", head_dim=16, use_bias=True, pad_token_id=0),
     "Exaone4ForCausalLM": small("Exaone4", **WINDOWS),
+    "Exaone4_5_ForConditionalGeneration": beside_images(
+        "Exaone4_5_", small("Exaone4", **WINDOWS), "Exaone4_5"
+    ),
     "ExaoneMoeForCausalLM": small(
         "ExaoneMoe", num_shared_experts=2, n_group=2, **MIXTURE, **WINDOWS
     ),

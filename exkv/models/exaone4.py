@@ -1,8 +1,10 @@
 """EXAONE 4 (LG AI Research, 2025): a Qwen 3 with its norms after attention and MLP; where some
 layers have a window, the others have no positions."""
 
+from dataclasses import replace
+
 from exkv.checkpoint import windows
-from exkv.checkpoint.families import Family
+from exkv.checkpoint.families import BESIDE_IMAGES, Family
 from exkv.checkpoint.gguf.names import POST_NORMS, GGUFFamily
 
 from .decoder import Decoder, PostNormLayer, rms_norm
@@ -22,4 +24,13 @@ FAMILY = Family(
     windows=windows.three_of_four,
     rotated=windows.sliding_ones,
     gguf=GGUFFamily(architecture="exaone4", names=POST_NORMS),
+)
+#: The text model alone, of one that sees images, too (EXAONE 4.5).
+WITH_IMAGES = replace(
+    FAMILY,
+    architecture="Exaone4_5_ForConditionalGeneration",
+    model_type="exaone4_5",
+    text_config="text_config",
+    names=BESIDE_IMAGES,
+    gguf=None,
 )

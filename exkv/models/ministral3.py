@@ -87,7 +87,7 @@ FAMILY = Family(
         additions=_of_gguf,
     ),
 )
-#: The text model alone, of one that sees images, too; or a Mistral in its place (Mistral Small 3.1).
+#: The text model alone, of one that sees images, too; in Mistral Small 3.1 and 3.2 it's a Mistral.
 WITH_IMAGES = replace(
     FAMILY,
     architecture="Mistral3ForConditionalGeneration",
