@@ -382,6 +382,11 @@ TINY = {
         "Qwen3VL", small("Qwen3VLText", head_dim=16, **MROPE), "Qwen3VL"
     ),
     "Qwen3MoeForCausalLM": small("Qwen3Moe", head_dim=16, decoder_sparse_step=2, **MIXTURE),
+    "Qwen3VLMoeForConditionalGeneration": beside_images(
+        "Qwen3VLMoe",
+        small("Qwen3VLMoeText", head_dim=16, decoder_sparse_step=2, **MIXTURE, **MROPE),
+        "Qwen3VL",
+    ),
     "SeedOssForCausalLM": small("SeedOss", head_dim=16),
     "SmolLM3ForCausalLM": small("SmolLM3", no_rope_layers=[1, 0], pad_token_id=0),
     "SolarOpenForCausalLM": small("SolarOpen", head_dim=16, intermediate_size=32, **ROUTED),

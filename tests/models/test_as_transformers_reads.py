@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import WINDOW, gemma3, llama, mistral, mixtral, reference, save
-from transformers import AutoModelForCausalLM
+from tiny import TINY, WINDOW, gemma3, llama, mistral, mixtral, reference, save
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from exkv import Cache, Model, ModelConfig
 
@@ -32,7 +32,9 @@ def rewrite(folder: Path, change) -> None:
 
 
 def theirs(folder: Path, dtype=torch.float32) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    images = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=dtype).eval()
 
 
 def ours(folder: Path, **options) -> Model:
@@ -232,3 +234,35 @@ def test_an_unknown_architecture_is_called_that_and_nothing_else(tmp_path, name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"}))
     with pytest.raises(ValueError, match="model_type 'bloom' is not supported; known are"):
         Model(tmp_path)
+
+
+def test_experts_inputs_first_as_qwens_files_have_them(tmp_path):
+    config = TINY["Qwen3VLMoeForConditionalGeneration"](moe_intermediate_size=24)
+    folder = save(reference(config), tmp_path)
+    is_stack = lambda name: ".experts." in name  # noqa: E731
+    rewrite(
+        folder,
+        lambda tensors: {
+            name: tensor.transpose(1, 2).contiguous() if is_stack(name) else tensor
+            for name, tensor in tensors.items()
+        },
+    )
+    assert_same(folder)
+
+
+def test_a_text_model_whose_keys_lie_among_those_of_images(tmp_path, caplog):
+    """As Qwen2.5-VL's files are."""
+    folder = save(reference(TINY["Qwen2_5_VLForConditionalGeneration"]()), tmp_path)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    rope = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}
+    edit(folder, text_config=None, **text | {"rope_scaling": rope, "model_type": "qwen2_5_vl"})
+    rewrite(
+        folder,
+        lambda tensors: {
+            name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): x
+            for name, x in tensors.items()
+        },
+    )
+    model = assert_same(folder)
+    assert model.config.num_attention_heads == text["num_attention_heads"]
+    assert "ignored, since" not in caplog.text

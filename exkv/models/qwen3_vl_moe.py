@@ -1,0 +1,110 @@
+"""Qwen 3 VL 30B-A3B and 235B-A22B (Qwen, 2025), text only: a Qwen3-MoE beside a model of images.
+
+The experts' matrices lie together, gates before ups: inputs first in Qwen's files, outputs first in
+those that transformers 5 saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from exkv.checkpoint import (
+    CheckpointError,
+    ExpertsConfig,
+    ModelConfig,
+    facts_of,
+    open_checkpoint,
+)
+from exkv.layers import Experts, mixture_or_mlp
+from exkv.weights import Slice, Source, sliced_source
+
+from . import qwen2_moe, qwen3_moe, qwen3_vl
+from .decoder import Decoder, matrix_slice, rms_norm
+from .units import UnitSpec
+
+
+def _experts(
+    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, *, inputs_first: bool
+) -> list[Source]:
+    """Experts of the layer that the checkpoint calls ``name``; none in a dense layer."""
+    if not isinstance(layer.get_submodule("mlp"), Experts):
+        return []
+    count, hidden, inner = _sizes(config)
+
+    def slices(matrix: str, rows: slice) -> list[Slice]:
+        def of(expert: int, whole: torch.Tensor) -> torch.Tensor:
+            return whole[expert].T[rows] if inputs_first else whole[expert][rows]
+
+        names = [f"mlp.experts.{expert}.{matrix}" for expert in range(count)]
+        return [matrix_slice(layer, each, partial(of, i)) for i, each in enumerate(names)]
+
+    both, down = (count, 2 * inner, hidden), (count, hidden, inner)
+    if inputs_first:
+        both, down = (count, hidden, 2 * inner), (count, inner, hidden)
+    gates_and_ups = [*slices("w1", slice(inner)), *slices("w3", slice(inner, None))]
+    stored = f"{name}.mlp.experts"
+    return [
+        sliced_source(f"{stored}.gate_up_proj", both, dtype, gates_and_ups),
+        sliced_source(f"{stored}.down_proj", down, dtype, slices("w2", slice(None))),
+    ]
+
+
+def _sizes(config: ModelConfig) -> tuple[int, int, int]:
+    """Experts, and their outer and inner values."""
+    settings = config.settings(ExpertsConfig)
+    inner = settings.moe_intermediate_size or config.intermediate_size
+    return settings.num_local_experts, config.hidden_size, inner
+
+
+def _are_inputs_first(config: ModelConfig) -> bool:
+    """How the checkpoint has experts, by the shape of a tensor; Qwen's way without one."""
+    settings = config.settings(ExpertsConfig)
+    layers = range(config.num_hidden_layers)
+    sparse = next((layer for layer in layers if not settings.is_dense(layer)), None)
+    if config.path is None or sparse is None:
+        return True
+    name = f"{facts_of(config).layers}.{sparse}.mlp.experts.down_proj"
+    try:
+        checkpoint = open_checkpoint(config.path)
+    except (OSError, CheckpointError):
+        return True  # whoever loads it is told
+    with checkpoint:
+        _, hidden, inner = _sizes(config)
+        return name not in checkpoint or checkpoint.info(name).shape[1:] != (hidden, inner)
+
+
+def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    return Decoder(
+        head_norm=rms_norm,
+        mlp_of_layer=partial(mixture_or_mlp, experts=Experts),
+        rename=qwen2_moe.NAMES,
+        made=partial(_experts, inputs_first=_are_inputs_first(config)),
+    )(config, dtype)
+
+
+FAMILY = replace(
+    qwen3_vl.FAMILY,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe",
+    units=_units,
+    defaults=qwen3_moe.FAMILY.defaults
+    | {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,
+    },
+    refuses={"sliding_window": None},
+    specific=ExpertsConfig,
+    ignores=frozenset(("norm_topk_prob", "shared_expert_intermediate_size")),
+    aliases={"num_local_experts": "num_experts"},
+    stacked_experts=True,
+)
