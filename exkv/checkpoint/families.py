@@ -200,7 +200,7 @@ class TensorNames:
     head: str = "lm_head"
 
 
-#: Of a text model beside one of images, in older checkpoints and in newer ones.
+#: Of a text model beside one of images, in older checkpoints and in newer ones, and alone in one.
 BESIDE_IMAGES = (
     TensorNames(
         layers="language_model.model.layers",
@@ -213,6 +213,7 @@ BESIDE_IMAGES = (
         table="model.language_model.embed_tokens",
         norm="model.language_model.norm",
     ),
+    TensorNames(),
 )
 
 

@@ -3,7 +3,8 @@ rotary positions have three axes, which are one in a text."""
 
 from dataclasses import replace
 
-from exkv.checkpoint.families import BESIDE_IMAGES, TensorNames
+from exkv.checkpoint.families import BESIDE_IMAGES
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from . import qwen2
 
@@ -27,7 +28,12 @@ QWEN2_5 = replace(
     rope_theta=1e6,
     rope_aliases={"mrope": "default"},
     text_config="text_config",
-    names=(*BESIDE_IMAGES, TensorNames()),
-    gguf=None,
+    names=BESIDE_IMAGES,
+    gguf=GGUFFamily(architecture="qwen2vl"),
 )
-QWEN2 = replace(QWEN2_5, architecture="Qwen2VLForConditionalGeneration", model_type="qwen2_vl")
+QWEN2 = replace(
+    QWEN2_5,
+    architecture="Qwen2VLForConditionalGeneration",
+    model_type="qwen2_vl",
+    gguf=None,  # llama.cpp has one name for both
+)

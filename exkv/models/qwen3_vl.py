@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import BESIDE_IMAGES
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from . import qwen3
 
@@ -18,5 +19,5 @@ FAMILY = replace(
     rope_aliases={"mrope": "default"},
     text_config="text_config",
     names=BESIDE_IMAGES,
-    gguf=None,
+    gguf=GGUFFamily(architecture="qwen3vl"),
 )

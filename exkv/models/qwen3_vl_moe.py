@@ -19,6 +19,7 @@ from exkv.checkpoint import (
     facts_of,
     open_checkpoint,
 )
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily
 from exkv.layers import Experts, mixture_or_mlp
 from exkv.weights import Slice, Source, sliced_source
 
@@ -107,4 +108,5 @@ FAMILY = replace(
     ignores=frozenset(("norm_topk_prob", "shared_expert_intermediate_size")),
     aliases={"num_local_experts": "num_experts"},
     stacked_experts=True,
+    gguf=GGUFFamily(architecture="qwen3vlmoe", names=EXPERTS),
 )

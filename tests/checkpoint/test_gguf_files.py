@@ -35,6 +35,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
     "PhiForCausalLM": {"num_key_value_heads": 4},
     "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "norm_topk_prob": True},
+    "Qwen3VLMoeForConditionalGeneration": {"decoder_sparse_step": 1},
     "SmolLM3ForCausalLM": {"num_hidden_layers": 4, "no_rope_layers": None},
 }
 CONFIGS = {

@@ -57,7 +57,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen3VLForConditionalGeneration": "qwen3vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "StableLmForCausalLM": "stablelm",
@@ -136,6 +139,8 @@ def write_gguf(
         as_floats: write the floats that packed blocks stand for.
     """
     (name,) = config.architectures
+    if config.get_text_config() is not config:
+        config, tensors = _of_text(config, tensors)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[name])
     _write_metadata(writer, config)
     tokenizer(writer)
@@ -193,6 +198,24 @@ def dequantized(
         packed = data[stored.offset : stored.offset + stored.nbytes].reshape(stored.shape[0], -1)
         plain[name] = gguf.dequantize(packed, gguf.GGMLQuantizationType[stored.type.name])
     return dict(_restored(config.architectures[0], config, tensors, plain))
+
+
+def _of_text(config: Any, tensors: Mapping[str, torch.Tensor]):
+    """The text model's part; that of images gets a file of its own."""
+    text = config.get_text_config()
+    text.architectures = config.architectures
+    text.tie_word_embeddings = config.tie_word_embeddings
+    named: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        own = key.replace("language_model.", "")
+        if key.endswith("experts.gate_up_proj"):  # outputs first
+            for name, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                named[own.replace("gate_up_proj", f"{name}.weight")] = half.contiguous()
+        elif key.endswith("experts.down_proj"):
+            named[f"{own}.weight"] = tensor
+        elif "visual." not in key:
+            named[own] = tensor
+    return text, named
 
 
 def quantize(values: np.ndarray, type: Any) -> np.ndarray:
