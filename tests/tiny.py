@@ -193,6 +193,10 @@ IMAGES = {
         **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
         **{"num_heads": 2, "num_key_value_heads": 2, "fullatt_block_indexes": [0]},
     },
+    "Glm4v": {
+        **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
+        **{"num_heads": 2, "image_size": 28},
+    },
     "Pixtral": {
         **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -229,6 +233,12 @@ def beside_images(
 
 #: Rotary positions for texts and images, which are those of a text in a text.
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+HALF_MROPE = {
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4},
+        **{"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+    }
+}
 #: Queries grow within the tests' prompts.
 MINISTRAL3 = small(
     "Ministral3",
@@ -245,6 +255,12 @@ TINY = {
     "CwmForCausalLM": small("Cwm", head_dim=16, **WINDOWS),
     "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
     "FlexOlmoForCausalLM": small("FlexOlmo", num_experts=4, num_experts_per_tok=2),
+    "Glm4vForConditionalGeneration": beside_images(
+        "Glm4v", small("Glm4vText", **HALF_MROPE), "Glm4v"
+    ),
+    "Glm4vMoeForConditionalGeneration": beside_images(
+        "Glm4vMoe", small("Glm4vMoeText", **ROUTED, **HALF_MROPE), "Glm4v"
+    ),
     "GlmForCausalLM": small("Glm", head_dim=16),
     "GraniteMoeSharedForCausalLM": small(
         "GraniteMoeShared", num_local_experts=4, shared_intermediate_size=40, **FACTORS

@@ -1,9 +1,10 @@
 """GLM 4 (Zhipu AI, 2025: GLM-4-0414): norms before and after attention and MLP, gate and up in one
 matrix, and positions that rotate neighbours in half of each head."""
 
+from dataclasses import replace
 from functools import partial
 
-from exkv.checkpoint.families import Family
+from exkv.checkpoint.families import BESIDE_IMAGES, Family
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, FusedGatedMLP
 
@@ -15,16 +16,17 @@ _NAMES = {
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
 
+DECODER = Decoder(
+    attention=partial(Attention, out_bias=False),
+    mlp=FusedGatedMLP,
+    layer=SandwichLayer,
+    rename=_NAMES,
+)
 
 FAMILY = Family(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
-    units=Decoder(
-        attention=partial(Attention, out_bias=False),
-        mlp=FusedGatedMLP,
-        layer=SandwichLayer,
-        rename=_NAMES,
-    ),
+    units=DECODER,
     defaults={
         "vocab_size": 151552,
         "intermediate_size": 13696,
@@ -49,4 +51,28 @@ FAMILY = Family(
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
+)
+#: The text model alone, of one that sees images, too (GLM-4.1V). Its rotary positions have three
+#: axes, which are one in a text.
+WITH_IMAGES = replace(
+    FAMILY,
+    architecture="Glm4vForConditionalGeneration",
+    model_type="glm4v",
+    units=replace(DECODER, attention=partial(Attention, qkv_bias=True, out_bias=False)),
+    defaults={
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    reads=(),
+    partial_rotary_factor=1.0,
+    rope_aliases={"mrope": "default"},
+    text_config="text_config",
+    names=BESIDE_IMAGES,
+    gguf=None,
 )

@@ -35,7 +35,7 @@ SAME = (
 #: Settings that transformers fills in, of others and the number of layers.
 DERIVED = {"moe_layer_end_index", "mlp_layer_types"}
 #: Whose defaults are no model: heads that don't divide the hidden state.
-UNEVEN = {"Glm4MoeForCausalLM"}
+UNEVEN = {"Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"}
 #: And an unknown number of experts.
 WITHOUT_DEFAULTS = UNEVEN | {"Dots1ForCausalLM"}
 
