@@ -423,7 +423,7 @@ RELATIVES.add("Gemma3ForConditionalGeneration")
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {
     *("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
-    *("Olmo3ForCausalLM", "Qwen2MoeForCausalLM"),
+    *("HyperCLOVAXForCausalLM", "Olmo3ForCausalLM", "Qwen2MoeForCausalLM"),
 }
 #: The others, and these.
 IN_ALL_WAYS = [name for name in FAMILIES if name not in RELATIVES - WITH_NEW_PARTS]

@@ -98,14 +98,9 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether native code computes what is described."""
-    if isinstance(part, Layer) and part.residual != 1 and not _may_scale(part):
+    if isinstance(part, Layer) and part.residual != 1 and part.parallel:
         return False
     return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
-
-
-def _may_scale(layer: Layer) -> bool:
-    """Whether native code can scale the residual: no norms behind it, nothing in parallel."""
-    return layer.after_attention is None and layer.after_mlp is None and not layer.parallel
 
 
 def _is_at_hand(value: Weight | torch.Tensor, dtype: torch.dtype) -> bool:

@@ -262,8 +262,8 @@ class LayerBinding {
     STD_TORCH_CHECK(pairs && a_.interleaved <= a_.head_dim, "bound run: ", name_, "interleaved ",
                     a_.interleaved, " must be an even part of heads of ", a_.head_dim);
     const bool normed = a_.norms[kAfterAttention] || a_.norms[kAfterMlp];
-    STD_TORCH_CHECK(!(a_.parallel || normed) || a_.residual == 1.0, "bound run: ", name_,
-                    "residual ", a_.residual, " must be 1 in a parallel layer, and behind norms");
+    STD_TORCH_CHECK(!a_.parallel || a_.residual == 1.0, "bound run: ", name_, "residual ",
+                    a_.residual, " must be 1 in a parallel layer");
     STD_TORCH_CHECK(!a_.parallel || (a_.norms[kBeforeAttention] && !normed), "bound run: ", name_,
                     "norms must stand before attention and not behind it, in a parallel layer");
     params.rotary = a_.rotary;

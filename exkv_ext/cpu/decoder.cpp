@@ -418,7 +418,8 @@ class Decoder {
     if (added != nullptr && residual.norm->weight != nullptr) {
       NormRows(*residual.norm, added, nullptr, b_.normed, begin, end);
       added = b_.normed;  // which the second norm overwrites once it has read it
-    } else if (added != nullptr && residual.scale != 1.0f) {
+    }
+    if (added != nullptr && residual.scale != 1.0f) {
       const int64_t first = begin * p_.hidden * item_, count = (end - begin) * p_.hidden;
       Scaled(added + first, count, p_.dtype, residual.scale, b_.normed + first);
       added = b_.normed;
