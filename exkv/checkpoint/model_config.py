@@ -482,9 +482,11 @@ def _architecture(values: Mapping[str, Any], where: str) -> str:
         )
     # Of a model without its head, e.g. LlamaModel, transformers makes the one with a head, too.
     name = re.sub("Model$", "ForCausalLM", names[0])
-    if name not in FAMILIES:
+    # Files from before transformers had the class may have capitals in other places.
+    known = [each for each in FAMILIES if each.lower() == name.lower()]
+    if not known:
         raise UnsupportedArchitecture(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
-    return name
+    return known[0]
 
 
 def _unsupported() -> str:

@@ -171,6 +171,32 @@ SHORT_48, LONG_48 = [1.0] * 40 + [1.5] * 8, [1.5] * 24 + [40.0] * 24
 
 #: Model -> its config.json.
 KNOWN = {
+    "Phi-3.5-MoE-instruct": PHI3_MINI
+    | {
+        "architectures": ["PhiMoEForCausalLM"],
+        "model_type": "phimoe",
+        "attention_bias": True,
+        "eos_token_id": 32000,
+        "hidden_size": 4096,
+        "input_jitter_noise": 0.01,
+        "intermediate_size": 6400,
+        "lm_head_bias": True,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rope_scaling": {
+            "long_factor": [*LONG_48, *[40.0] * 16],
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+            "short_factor": [*SHORT_48, *[1.5] * 16],
+            "short_mscale": 1.243163121016122,
+            "type": "longrope",
+        },
+        "router_aux_loss_coef": 0.0,
+        "router_jitter_noise": 0.01,
+        "sliding_window": 131072,
+    },
     "Mistral-7B-v0.1": MISTRAL
     | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
     "Mistral-7B-v0.3": MISTRAL
@@ -325,8 +351,8 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_well_known_models_file_reads_as_transformers_reads_it(name):
     values = KNOWN[name] | {"eos_token_id": 1}
-    theirs = CLASSES[values["architectures"][0]](**json.loads(json.dumps(values)))
-    check_same(ModelConfig.from_dict(values), theirs)
+    config = ModelConfig.from_dict(values)
+    check_same(config, CLASSES[config.architecture](**json.loads(json.dumps(values))))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -352,6 +378,7 @@ PARAMETERS = {
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-8B": 8_190_735_360,
+    "Phi-3.5-MoE-instruct": 41_873_153_344,
     "Phi-3-mini-4k-instruct": 3_821_079_552,
     "Phi-3-mini-128k-instruct": 3_821_079_552,
     "Phi-4-mini-instruct": 3_836_021_760,
