@@ -13,6 +13,7 @@ import torch
 from exkv.checkpoint import ModelConfig, QueryScaling, windows
 from exkv.checkpoint.families import BESIDE_IMAGES, Family
 from exkv.checkpoint.gguf.names import GGUFFamily
+from exkv.checkpoint.value_checks import check_size, is_number
 from exkv.layers import Attention, ScaledQueryAttention
 
 from .decoder import Decoder
@@ -43,7 +44,10 @@ def _query_scaling(
     growth = rope.get("llama_4_scaling_beta")
     if not growth:
         return None
+    if not is_number(growth) or growth < 0:
+        raise ValueError(f"llama_4_scaling_beta must be a positive number, not {growth!r}")
     length: Any = rope[_TRAINED] if _TRAINED in rope else values.get(_TRAINED)
+    check_size(_TRAINED, length)
     return QueryScaling(growth=growth, length=length)
 
 

@@ -628,6 +628,26 @@ REFUSED = {
         {"mlp_layer_types": ["dense", "wide"]},
         ["mlp_layer_types", "wide"],
     ),
+    "two magnitudes of longrope": (
+        "Phimoe",
+        {"rope_scaling": LISTS | {"type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3}},
+        ["short_mscale", "1.2", "long_mscale", "1.3"],
+    ),
+    "queries that shrink": (
+        "Ministral3",
+        {"rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": -0.1}},
+        ["llama_4_scaling_beta", "-0.1"],
+    ),
+    "queries scaled by an unknown length": (
+        "Ministral3",
+        {"rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
+        ["original_max_position_embeddings", "None"],
+    ),
+    "experts taken one by one, three times": (
+        "Phimoe",
+        {"num_experts_per_tok": 3},
+        ["num_experts_per_tok 3", "only 2"],
+    ),
     "two trained lengths": (
         "Phi3",
         {
