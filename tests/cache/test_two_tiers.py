@@ -331,6 +331,7 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.sweep(2)
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

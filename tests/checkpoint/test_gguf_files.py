@@ -71,6 +71,7 @@ def saved(name: str, folder: Path):
     return theirs, load_file(folder / "model.safetensors")
 
 
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_of_floats_answers_as_transformers_model(tmp_path, name):
     theirs, tensors = saved(name, tmp_path / "saved")

@@ -123,6 +123,7 @@ def alone(make, options, jobs, **settings) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MAKES)
 def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(make, draft, name):
     jobs = random_jobs(18, seed=4)

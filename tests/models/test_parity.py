@@ -93,6 +93,7 @@ def greedy(model: Model, cache: Cache, ids: torch.Tensor, steps: int) -> list[in
     return tokens
 
 
+@pytest.mark.sweep(24)
 @torch.no_grad()
 def test_fp32_logits_agree_with_a_cache_in_chunks_and_without_one(pair):
     theirs, ours = pair
@@ -110,6 +111,7 @@ def test_fp32_logits_agree_with_a_cache_in_chunks_and_without_one(pair):
         assert relative_error(ours.forward(part, cache), expected) < 1e-4
 
 
+@pytest.mark.sweep(24)
 def test_64_greedy_tokens_are_transformers_own(pair):
     theirs, ours = pair
     expected = theirs.generate(
@@ -188,6 +190,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits(tmp_path):
     assert relative_error(ours.forward(prompt(), Cache(ours)), theirs(prompt()).logits) < 1e-4
 
 
+@pytest.mark.sweep(24)
 @torch.no_grad()
 def test_rows_of_unlike_length_give_what_each_gives_alone(pair):
     theirs, ours = pair
