@@ -1,11 +1,16 @@
 """The bound run on a GPU: one token a row through all units, captured once and replayed.
 
-The modules themselves are captured, over static buffers: token ids, lengths, rotary factors. Each
-step fills them by one copy from pinned memory; ops read the lengths on the device. Only attention's
-split of the keys is decided on the host, for the longest possible row, so there is a graph for each
-of a few lengths (:func:`bucket`). All graphs of a run share one memory pool, for which plans count
-a segment of small tensors and one of medium ones (``exkv.overhead``); if it would
-be larger, or doesn't fit, units take the readable route.
+The modules themselves are captured, over static buffers: token ids, lengths, rotary factors, and
+the block table of rows in pages. Each step fills them by one copy from pinned memory; ops read the
+lengths and pages on the device. Only attention's split of the keys is decided on the host, for the
+longest possible row, so there is a graph for each of a few lengths (:func:`bucket`).
+
+Rows in pages come and go, so that there are graphs for a few numbers of them (:func:`row_bucket`).
+The rows that fill up a bucket bring no token: nothing of them is stored, and they see no key.
+
+All graphs of a model on a device share one memory pool, and write their results to buffers outside
+it; plans count both (``exkv.overhead``). If logits would be larger, or there is no memory, units
+take the readable route.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.views import ContiguousView, Tensors
 from exkv.errors import Attempt, is_out_of_memory
+from exkv.layers.attention import Attend
 from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
 from exkv.layers.mlp import Experts
 from exkv.ops.attention import AttentionParams
@@ -35,7 +41,7 @@ from .bound_run import BoundRun, Logits
 from .units import PlacedUnit
 
 #: Graphs of one run to keep, the last used ones.
-MOST_GRAPHS = 8
+MOST_GRAPHS = 16
 #: Bytes of a step's logits up to which graphs are made: beyond, steps are long enough to hide
 #: Python's overhead, and the pool would be large.
 MOST_LOGITS = 32 << 20
@@ -61,16 +67,28 @@ def bucket(kv_len: int) -> int:
     return -(-kv_len // step) * step
 
 
+def row_bucket(rows: int, most: int) -> int:
+    """The number of rows in pages that a call of ``rows`` rows is captured for: a power of two, or
+    all ``most`` rows that the cache has and plans count."""
+    return min(1 << (rows - 1).bit_length(), most)
+
+
 # What is bound --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A unit; a decoder layer has its part of the cache, the head a vocabulary."""
+    """A unit; a decoder layer has its part of the cache, the head a vocabulary.
+
+    Attributes:
+        table: rows and pages of the cache's block table, with room for a row's longest bucket;
+            zeros for contiguous rows.
+    """
 
     unit: PlacedUnit
     module: nn.Module
-    store: CapturedAttend | None
+    store: Attend | None
+    table: tuple[int, int]
     vocabulary: int
     most_rows: int
 
@@ -88,16 +106,32 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
         described = try_describe(unit.module)
         if described is None:
             return
-        store = None
+        store: Attend | None = None
+        table = (0, 0)
         if isinstance(described, Layer):
             assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
             place, rows = layer.in_place(dtype), _most_rows(described.mlp)
-            if place is None or place.paged or rows == 0:
+            if place is None or rows == 0:
                 return
-            store = CapturedAttend(layer, place)
+            table = _table_size(layer, place) if place.paged else table
+            # Over pages the readable route asks the host for nothing but the longest row.
+            store = layer if place.paged else CapturedAttend(layer, place)
         size = described.projection.weight.size[0] if isinstance(described, LogitsHead) else 0
-        yield Part(unit=unit, module=unit.module, store=store, vocabulary=size, most_rows=rows)
+        yield Part(
+            unit=unit,
+            module=unit.module,
+            store=store,
+            table=table,
+            vocabulary=size,
+            most_rows=rows,
+        )
+
+
+def _table_size(layer: CacheLayer, place: InPlace) -> tuple[int, int]:
+    """All rows, and pages of the longest one, as long as the bucket of its last step."""
+    page = place.keys[0].shape[1]
+    return layer.spec.batch_size, -(-bucket(layer.spec.capacity) // page)
 
 
 def _most_rows(mlp: GatedBlock | PlainBlock | nn.Module) -> int:
@@ -147,16 +181,13 @@ class CapturedAttend:
 
 
 class Recording(Protocol):
-    """Captured ops, and the tensor that they write to."""
-
-    @property
-    def out(self) -> torch.Tensor: ...
+    """Captured ops."""
 
     def replay(self) -> None: ...
 
 
-#: Records a step of a run.
-Record = Callable[[Callable[[], torch.Tensor], "GraphRun"], Recording]
+#: Records a step of a run, which writes to the run's buffers.
+Record = Callable[[Callable[[], object], "GraphRun"], Recording]
 
 
 class GraphRun:
@@ -178,16 +209,24 @@ class GraphRun:
         self._buffers: dict[int, Buffers] = {}
         self._recordings: OrderedDict[tuple[int, int, bool], Recording] = OrderedDict()
         self._most_rows = min(part.most_rows for part in parts)
+        self._table_rows, self._table_width = max(part.table for part in parts)
         self._refused = False
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
         """Take one token a row, if its logits are small."""
         if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
             return False
-        if len(lengths.new) > self._most_rows:
+        rows = self._captured_rows(lengths)
+        if rows > self._most_rows:
             return False
-        numbers = len(lengths.new) * self._parts[-1].vocabulary
+        numbers = rows * self._parts[-1].vocabulary
         return numbers * self._dtype.itemsize <= MOST_LOGITS
+
+    def _captured_rows(self, lengths: Lengths) -> int:
+        """Rows of the buffers for a call: a few more where rows are in pages and alike."""
+        rows = len(lengths.new)
+        mixed = isinstance(lengths.adapters, tuple)  # each row's matrices are another
+        return row_bucket(rows, self._table_rows) if self._table_rows and not mixed else rows
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
@@ -195,10 +234,11 @@ class GraphRun:
         parts = self._parts
         if not parts:
             return None
-        rows, head = len(lengths.new), parts[-1].is_head and logits != Logits.NONE
+        rows, head = self._captured_rows(lengths), parts[-1].is_head and logits != Logits.NONE
         if rows not in self._buffers:
             with Attempt():
-                self._buffers[rows] = Buffers(x, lengths, rotary, self._dtype, self.device)
+                at = self.device, self._table_width
+                self._buffers[rows] = Buffers(rows, x, lengths, rotary, self._dtype, *at)
         if (buffers := self._buffers.get(rows)) is None:
             self._refused = True
             return None
@@ -206,10 +246,10 @@ class GraphRun:
         key = (rows, bucket(lengths.kv_len), head)
         recording = self._recordings.get(key)
         if recording is None:
-            return self._first(key, buffers)
+            return self._first(key, buffers)[: len(lengths.new)]
         self._recordings.move_to_end(key)
         recording.replay()
-        return recording.out.clone()
+        return buffers.outs[head][: len(lengths.new)].clone()
 
     def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
         """Run a call without a recording, and record it for the next one."""
@@ -228,7 +268,10 @@ class GraphRun:
         while len(self._recordings) >= MOST_GRAPHS:
             self._recordings.popitem(last=False)
         try:
-            self._recordings[key] = self._record(step, self)
+            if head not in buffers.outs:
+                buffers.outs[head] = torch.empty_like(result)
+            out = buffers.outs[head]
+            self._recordings[key] = self._record(lambda: out.copy_(step()), self)
         except RuntimeError as error:
             self._refused = True  # in this epoch: the readable route needs no pool
             if not is_out_of_memory(error):
@@ -247,39 +290,51 @@ class GraphRun:
 
 
 class Buffers:
-    """The inputs of a step for one number of rows: on the device, and in pinned memory, from which
-    one copy fills them.
+    """The inputs of a step for one number of rows, on the device and in pinned memory, from which
+    one copy fills them; and its results.
+
+    Args:
+        rows: of the step; a call may bring fewer, of which the others are padding.
+        x, lengths, rotary: of a call.
+        pages: width of the block table; 0 for contiguous rows.
 
     Attributes:
-        x: token ids int64 (B, 1), or hidden states (B, 1, hidden).
+        x: token ids int64 (rows, 1), or hidden states (rows, 1, hidden).
+        outs: results of recordings, without the head and with it.
     """
 
     def __init__(
         self,
+        rows: int,
         x: torch.Tensor,
         lengths: Lengths,
         rotary: RotaryTables,
         dtype: torch.dtype,
         device: torch.device,
+        pages: int,
     ) -> None:
-        self._dtype, self._tables = dtype, rotary
+        self._dtype, self._tables, self._paged = dtype, rotary, pages > 0
         factors = rotary(lengths, dtype)
         self._names = list(factors)
         shapes = {
-            "x": torch.empty_like(x, device=devices.CPU),
-            "past": torch.empty(x.shape[0], dtype=torch.int32),
+            "x": torch.empty((rows, *x.shape[1:]), dtype=x.dtype),
+            "past": torch.empty(rows, dtype=torch.int32),
+            "new": torch.empty(rows, dtype=torch.int32),
+            "pages": torch.empty((rows, pages), dtype=torch.int32),
             **{
-                f"{name} {i}": torch.empty(factor.shape, dtype=dtype)
+                f"{name} {i}": torch.empty((rows, *factor.shape[1:]), dtype=dtype)
                 for name, pair in factors.items()
                 for i, factor in enumerate(pair)
             },
         }
         nbytes = sum(devices.rounded(tensor.nbytes) for tensor in shapes.values())
-        self._staged = devices.staging_buffer(nbytes, device)
+        self._staged = devices.staging_buffer(nbytes, device).zero_()
         self._here = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._host, self._device = _views(self._staged, shapes), _views(self._here, shapes)
+        self._host["pages"].fill_(-1)  # no page: whoever read it would get NaN
         self._copied: torch.Event | None = None
         self.x = self._device["x"]
+        self.outs: dict[bool, torch.Tensor] = {}
 
     def batch(self, lengths: Lengths) -> Batch:
         """The buffers as a batch of these lengths."""
@@ -292,23 +347,30 @@ class Buffers:
             write_index=None,
             last_index=None,
             tables=self._tables,
+            new_lens=self._device["new"] if self._paged else None,
+            block_table=self._device["pages"] if self._paged else None,
         )
 
     def fill(self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables) -> None:
         """Write a call's input, asynchronously."""
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read the buffer
-        self._host["past"].copy_(torch.tensor(lengths.past, dtype=torch.int32))
+        rows, host = len(lengths.new), self._host
+        for name, numbers in (("past", lengths.past), ("new", lengths.new)):
+            host[name][:rows].copy_(torch.tensor(numbers, dtype=torch.int32))
+            host[name][rows:].zero_()
+        if lengths.pages is not None:
+            host["pages"][:rows, : lengths.pages.shape[1]].copy_(lengths.pages)
         for name, pair in rotary(lengths, self._dtype).items():
             for i, factor in enumerate(pair):
-                self._host[f"{name} {i}"].copy_(factor)
+                host[f"{name} {i}"][:rows].copy_(factor)
         if x.device.type == "cpu":
-            self._host["x"].copy_(x)
+            host["x"][:rows].copy_(x)
         self._here.copy_(self._staged, non_blocking=True)
         if self._staged.is_pinned():
             self._copied = torch.accelerator.current_stream(self._here.device).record_event()
         if x.device.type != "cpu":
-            self.x.copy_(devices.move(x, self.x.device))
+            self.x[:rows].copy_(devices.move(x, self.x.device))
 
 
 def _views(buffer: torch.Tensor, shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -328,7 +390,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
-def capture(step: Callable[[], torch.Tensor], run: GraphRun) -> Recording:
+def capture(step: Callable[[], object], run: GraphRun) -> Recording:
     """Capture the step, whose kernels have all run before, as a CUDA graph.
 
     Raises:
@@ -342,27 +404,24 @@ def capture(step: Callable[[], torch.Tensor], run: GraphRun) -> Recording:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         try:
-            out = _captured(graph, step, run.pool)
+            _captured(graph, step, run.pool)
         except BaseException:
             _abandon(graph, run.device, run.pool)
             raise
     torch.cuda.current_stream(run.device).wait_stream(stream)
-    return _Graph(graph, out)
+    return graph
 
 
-def _captured(
-    graph: torch.cuda.CUDAGraph, step: Callable[[], torch.Tensor], pool: Any
-) -> torch.Tensor:
+def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], object], pool: Any) -> None:
     # Other threads may go on allocating meanwhile.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        out = step()
+        step()
     except BaseException:
         with contextlib.suppress(RuntimeError):  # it says only that something failed before
             graph.capture_end()
         raise
     graph.capture_end()
-    return out
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
@@ -378,15 +437,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> No
     for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
         with contextlib.suppress(RuntimeError):  # the capture failed before it got there
             undo(device.index, pool)
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    out: torch.Tensor
-
-    def replay(self) -> None:
-        self.graph.replay()
 
 
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
