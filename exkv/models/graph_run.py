@@ -208,6 +208,7 @@ class GraphRun:
         self._record = record
         self._buffers: dict[int, Buffers] = {}
         self._recordings: OrderedDict[tuple[int, int, bool], Recording] = OrderedDict()
+        self._vocabulary = parts[-1].vocabulary
         self._most_rows = min(part.most_rows for part in parts)
         self._table_rows, self._table_width = max(part.table for part in parts)
         self._refused = False
@@ -219,8 +220,7 @@ class GraphRun:
         rows = self._captured_rows(lengths)
         if rows > self._most_rows:
             return False
-        numbers = rows * self._parts[-1].vocabulary
-        return numbers * self._dtype.itemsize <= MOST_LOGITS
+        return rows * self._vocabulary * self._dtype.itemsize <= MOST_LOGITS
 
     def _captured_rows(self, lengths: Lengths) -> int:
         """Rows of the buffers for a call: a few more where rows are in pages and alike."""

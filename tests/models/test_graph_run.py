@@ -3,23 +3,28 @@ themselves are tested in tests/gpu/test_graph_run_cuda.py."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import tiny
 import torch
-from cases import kinds_for
+from cases import RoomyPagedCache, kinds_for
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import Readable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from exkv import CACHES, Model
+from exkv import CACHES, Engine, Job, Model, SamplingParams, Tokenizer
 from exkv.batch import Lengths
 from exkv.checkpoint.families import FAMILIES
+from exkv.decode.paged_group import PagedGroup
+from exkv.layers.mlp import Experts
 from exkv.models import graph_run, runs
 from exkv.models.bound_run import Logits
 from exkv.models.graph_run import GraphRun, bucket, stretch
 
+GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
 
 
@@ -31,7 +36,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, step, run) -> None:
         super().__init__()
-        type(self).made += 1
+        Tape.made += 1
         self.replays, self._ops = 0, []
         with self:
             step()
@@ -227,3 +232,141 @@ def test_a_quantized_model_is_bound_with_its_head(folders, bound):
     for at in range(3):
         model.forward(IDS[:1, at : at + 1], cache, last_id_only=True)
     assert [run.count for run in bound] == [len(model.units)]
+
+
+# Pages ----------------------------------------------------------------------------------------
+
+
+def decoded_in_pages(model: Model, rows: int, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of steps of up to ``rows`` rows of unlike length that grow, of which the first leaves
+    its place to the last, and another joins, twice; and at last all that is stored."""
+    cache = RoomyPagedCache(model, 96, 16, pages=128, **options)
+    for layer in cache.layers:
+        for tensor in layer.tensors.values():
+            tensor.fill_(math.nan if tensor.is_floating_point() else 113)  # before it is written
+    joining = cache.sharing_pool(1)
+    draw = torch.Generator().manual_seed(rows)
+    logits = []
+
+    def step(count: int) -> None:
+        ids = torch.randint(3, 320, (count, 1), generator=draw)
+        logits.append(model.forward(ids, cache, last_id_only=True).flatten(0, 1))
+
+    ids = torch.randint(3, 320, (rows, 20), generator=draw)
+    model.forward(ids, cache, new_lens=[20 - 7 * row % 20 for row in range(rows)])
+    for _ in range(7):
+        step(rows)
+    for _ in range(2):
+        if rows > 1:
+            cache.move_row(0, cache, rows - 1)
+            step(rows - 1)
+        else:
+            cache.crop(0)
+        model.forward(ids[:1, :9], joining)
+        cache.move_row(rows - 1, joining, 0)
+        for _ in range(8):
+            step(rows)
+    return torch.cat(logits), [x for layer in cache.layers for x in layer.tensors.values()]
+
+
+def buckets_over_pages(bound, model: Model, rows: int, **options) -> set[int]:
+    """The rows of steps over pages, whose logits and pages have the readable way's bits."""
+    found, kept = decoded_in_pages(model, rows, **options)
+    (run,) = (each for each in bound if each._recordings)
+    buckets = set(run._buffers)
+    assert run.count == len(model.units) and buckets == {key[0] for key in run._recordings}
+    assert sum(each.replays for each in run._recordings.values()) > 12
+    with Readable():
+        expected, stored = decoded_in_pages(model, rows, **options)
+    assert found.isfinite().all() and torch.equal(found, expected)
+    for one, other in zip(kept, stored, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    return buckets
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
+def test_steps_over_pages_have_the_readable_ways_bits(folders, bound, rows):
+    """Whichever pages rows have, as they grow, leave and join; with one set of buffers for each
+    bucket of rows."""
+    buckets = {1: {1}, 2: {1, 2}, 3: {2, 4}, 5: {4, 8}, 16: {16}}[rows]
+    assert buckets_over_pages(bound, loaded(folders["LlamaForCausalLM"]), rows) == buckets
+
+
+def test_steps_over_pages_of_few_bits_and_windows(folders, bound):
+    model = loaded(folders["Gemma2ForCausalLM"])
+    assert buckets_over_pages(bound, model, 3, nbits=4) == {2, 4}
+
+
+def test_experts_are_chosen_anew_in_every_replay(folders, bound, monkeypatch):
+    """Which is one op, that may read the routing on the host on a CPU."""
+    monkeypatch.setattr(Experts, "chooses_on_device", True)
+    model = loaded(folders["MixtralForCausalLM"])
+    assert buckets_over_pages(bound, model, 5) == {4, 8}
+    assert not bound[0].takes(Lengths.uniform(9, 5, 1), Logits.LAST)
+
+
+def test_no_call_has_more_rows_than_its_cache(folders, bound):
+    """For which plans leave room."""
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["paged"](model, 96, 3)
+    model.forward(IDS[0, :3, None], cache, last_id_only=True)
+    (run,) = bound
+    assert list(run._buffers) == [3]
+
+
+def test_forks_in_pages_are_captured(folders, bound):
+    model = loaded(folders["LlamaForCausalLM"])
+
+    def forked() -> torch.Tensor:
+        cache = RoomyPagedCache(model, 96, 1)
+        model.forward(IDS[:1, :21], cache)
+        fork = cache.fork(2)
+        return torch.cat([model.forward(IDS[:, at : at + 1], fork) for at in range(21, 40)], 1)
+
+    found = forked()
+    (run,) = (each for each in bound if each._recordings)
+    assert sum(each.replays for each in run._recordings.values()) > 12
+    with Readable():
+        assert torch.equal(found, forked())
+
+
+def test_an_engines_steps_are_captured(tmp_path, bound, monkeypatch):
+    """However many jobs there are: for as many rows, or a few more."""
+    weights = tiny.reference(tiny.llama(eos_token_id=None, num_hidden_layers=2))
+    folder = tiny.save_tokenizer(tiny.save(weights, tmp_path))
+    model, tokenizer, decoding, replayed = loaded(folder), Tokenizer(folder), [], []
+    monkeypatch.setattr(Tape, "made", 0)
+    prompts = [IDS[0, at : 2 * at + 9].tolist() for at in range(7)]
+    for owner, name, seen in ((PagedGroup, "decode", decoding), (Tape, "replay", replayed)):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name), seen))
+
+    def answers() -> tuple[list[list[int]], list[tuple]]:
+        cache = RoomyPagedCache(model, 256, pages=40)
+        with Engine(model, cache, tokenizer, max_running=5) as engine:
+            jobs = [
+                Job(prompt=prompt, settings=GREEDY, max_new_tokens=12 + 7 * at)
+                for at, prompt in enumerate(prompts)
+            ]
+            handles = [engine.submit(job) for job in jobs]
+            for handle in handles:
+                handle.result()
+            captured = [(run.count, sorted(run._buffers)) for run in bound if run._recordings]
+            return [handle.tokens for handle in handles], captured
+
+    found, captured = answers()
+    assert captured == [(len(model.units), [1, 2, 4, 5])]
+    assert len(decoding) == len(replayed) + Tape.made
+    assert len(replayed) > 2 * Tape.made
+    with Readable():
+        bound.clear()
+        assert answers() == (found, [])
+
+
+def noted(function, calls):
+    """A function that notes its calls."""
+
+    def call(self, *args):
+        calls.append(self)
+        return function(self, *args)
+
+    return call
