@@ -4,6 +4,7 @@ themselves are tested in tests/gpu/test_graph_run_cuda.py."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import tiny
@@ -238,12 +239,9 @@ def test_a_quantized_model_is_bound_with_its_head(folders, bound):
 
 
 def decoded_in_pages(model: Model, rows: int, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of steps of up to ``rows`` rows of unlike length that grow, of which the first leaves
-    its place to the last, and another joins, twice; and at last all that is stored."""
+    """Logits of steps of up to ``rows`` rows of unlike length that grow, of which the last leaves,
+    and then the first, and others join; and at last all that is stored."""
     cache = RoomyPagedCache(model, 96, 16, pages=128, **options)
-    for layer in cache.layers:
-        for tensor in layer.tensors.values():
-            tensor.fill_(math.nan if tensor.is_floating_point() else 113)  # before it is written
     joining = cache.sharing_pool(1)
     draw = torch.Generator().manual_seed(rows)
     logits = []
@@ -252,21 +250,40 @@ def decoded_in_pages(model: Model, rows: int, **options) -> tuple[torch.Tensor, 
         ids = torch.randint(3, 320, (count, 1), generator=draw)
         logits.append(model.forward(ids, cache, last_id_only=True).flatten(0, 1))
 
+    spoil_free_pages(cache)
     ids = torch.randint(3, 320, (rows, 20), generator=draw)
     model.forward(ids, cache, new_lens=[20 - 7 * row % 20 for row in range(rows)])
-    for _ in range(7):
-        step(rows)
-    for _ in range(2):
-        if rows > 1:
-            cache.move_row(0, cache, rows - 1)
-            step(rows - 1)
-        else:
-            cache.crop(0)
-        model.forward(ids[:1, :9], joining)
-        cache.move_row(rows - 1, joining, 0)
+    for first_leaves in (False, True):
         for _ in range(8):
             step(rows)
+        if first_leaves and rows > 1:
+            cache.move_row(0, cache, rows - 1)
+        else:
+            cache.crop([*cache.seq_lens[: rows - 1], *[0] * (17 - rows)])
+        spoil_free_pages(cache)
+        if rows > 1:
+            step(rows - 1)
+        assert are_spoiled(free_pages(cache))
+        model.forward(ids[:1, :9], joining)
+        cache.move_row(rows - 1, joining, 0)
+    step(rows)
     return torch.cat(logits), [x for layer in cache.layers for x in layer.tensors.values()]
+
+
+def free_pages(cache) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Each tensor of a cache, and the pages that no row holds."""
+    free = [page for page, holders in enumerate(cache.pages.pool.holders) if not holders]
+    return ((tensor, free) for layer in cache.layers for tensor in layer.tensors.values())
+
+
+def spoil_free_pages(cache) -> None:
+    """Write there what shows in logits if it is read, and is missed if it is written to."""
+    for tensor, free in free_pages(cache):
+        tensor[free] = math.nan if tensor.is_floating_point() else 113
+
+
+def are_spoiled(pages) -> bool:
+    return all((x[free].isnan() | (x[free] == 113)).all() for x, free in pages)
 
 
 def buckets_over_pages(bound, model: Model, rows: int, **options) -> set[int]:
