@@ -24,8 +24,9 @@ _CONTEXT = 512 << 20
 _WORKSPACE, _SMALLER_WORKSPACE = 8 * (4096 << 10), 2 * (4096 << 10) + 8 * (16 << 10)
 #: Compute capabilities (major) that get the larger one.
 _LARGER = (9, 10, 12)
-#: Captured decode steps share a pool: a segment for small and one for medium tensors.
-_GRAPHS = (2 << 20) + (20 << 20)
+#: The captured decode steps of a cache share a pool: two segments of small tensors, since those of
+#: 16 rows of an MLP may be 1 MiB each, and one of medium ones. Results have one of either.
+_GRAPHS = 2 * (2 << 20) + (20 << 20) + (2 << 20) + (20 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Overhead:
     Attributes:
         context: of the driver's context.
         libraries: of cuBLAS's workspaces that nobody has allocated yet.
-        graphs: of the memory pool of a model's captured decode steps.
+        graphs: of the memory pool of a model's captured decode steps, and of their results.
     """
 
     context: int = 0

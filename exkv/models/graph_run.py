@@ -8,9 +8,9 @@ longest possible row, so there is a graph for each of a few lengths (:func:`buck
 Rows in pages come and go, so that there are graphs for a few numbers of them (:func:`row_bucket`).
 The rows that fill up a bucket bring no token: nothing of them is stored, and they see no key.
 
-All graphs of a model on a device share one memory pool, and write their results to buffers outside
-it; plans count both (``exkv.overhead``). If logits would be larger, or there is no memory, units
-take the readable route.
+All graphs of a run share one memory pool, whose tensors live as long as a step, and write results
+to one tensor for each number of rows: plans count segments for either (``exkv.overhead``). If
+logits would be larger, or there is no memory, units take the readable route.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.views import ContiguousView, Tensors
+from exkv.caching_allocator import LARGE
 from exkv.errors import Attempt, is_out_of_memory
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
@@ -42,9 +43,9 @@ from .units import PlacedUnit
 
 #: Graphs of one run to keep, the last used ones.
 MOST_GRAPHS = 16
-#: Bytes of a step's logits up to which graphs are made: beyond, steps are long enough to hide
-#: Python's overhead, and the pool would be large.
-MOST_LOGITS = 32 << 20
+#: Bytes of a step's logits up to which graphs are made: those of 16, 8, 4, 2 rows and one fit a
+#: segment of medium tensors together. Beyond, steps are long enough to hide Python's overhead.
+MOST_LOGITS = LARGE - 1
 #: For MLPs without a bound.
 ANY_ROWS = 1 << 30
 #: Least distance of two buckets, in tokens.

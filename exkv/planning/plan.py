@@ -155,7 +155,7 @@ class Budget:
         reserve: to be left free, as the user asked.
         context: taken by the driver, as far as that is known and not in ``in_use_by_others``.
         libraries: workspaces of cuBLAS, as far as they are not in ``in_use``.
-        graphs: the memory pool of captured decode steps.
+        graphs: the memory pool of captured decode steps, and their results.
         margin: to be left free for what no arithmetic sees.
         segmented: whether memory comes in segments, as torch's caching allocator gives it.
         cap: the most that may be used for this model, or None for no other limit.

@@ -15,7 +15,7 @@ from exkv.models.graph_run import GraphRun
 pytestmark = pytest.mark.cuda
 
 #: Kinds of cache that a graph reads and writes.
-KINDS = ("fp16", "dynamic", "hybrid", "8bit", "4bit", "2bit", "sliding_window")
+KINDS = ("fp16", "dynamic", "hybrid", "8bit", "4bit", "2bit", "sliding_window", "paged")
 #: Architectures whose steps ask the host something: which experts are chosen, beside one that all
 #: tokens take or with biases; attention with sinks.
 ASKING = {"Qwen2MoeForCausalLM", "GptOssForCausalLM"}
