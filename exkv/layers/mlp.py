@@ -13,7 +13,7 @@ from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
 from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
 from exkv.weights.format import mixed_experts
 
-from .descriptions import GatedBlock, PlainBlock, describe, describes
+from .descriptions import GatedBlock, PlainBlock, describe, describes, try_describe
 from .linear import ExactLinear, Linear, PlainModule, parameters_of, weight
 from .low_rank import side_by_side
 from .routing import Router
@@ -167,6 +167,11 @@ class SharedExperts(Experts):
         self.shared_expert_gate = (
             Linear(config.hidden_size, 1, bias=False, dtype=dtype) if gated else None
         )
+
+    @property
+    def chooses_on_device(self) -> bool:
+        beside = filter(None, (self.shared_expert, self.shared_expert_gate))
+        return super().chooses_on_device and None not in map(try_describe, beside)
 
     def forward(self, x: Tensor) -> Tensor:
         shared = self.shared_expert(x)

@@ -20,7 +20,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from exkv.caching_allocator import LARGE
 from exkv.errors import Attempt, is_out_of_memory
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
-from exkv.layers.mlp import Experts
+from exkv.layers.mlp import Experts, SharedExperts
 from exkv.ops.attention import AttentionParams
 from exkv.ops.experts import MOST_CHOOSING
 
@@ -139,7 +139,8 @@ def _most_rows(mlp: GatedBlock | PlainBlock | nn.Module) -> int:
     """Rows of a step up to which an MLP doesn't synchronize with the host."""
     if isinstance(mlp, GatedBlock | PlainBlock):
         return ANY_ROWS
-    return MOST_CHOOSING if type(mlp) is Experts and mlp.chooses_on_device else 0
+    known = type(mlp) in (Experts, SharedExperts)
+    return MOST_CHOOSING if known and cast(Experts, mlp).chooses_on_device else 0
 
 
 class CapturedAttend:

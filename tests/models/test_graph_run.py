@@ -314,12 +314,23 @@ def test_steps_over_pages_of_few_bits_and_windows(folders, bound):
     assert buckets_over_pages(bound, model, 3, nbits=4) == {2, 4}
 
 
-def test_experts_are_chosen_anew_in_every_replay(folders, bound, monkeypatch):
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
+def test_experts_are_chosen_anew_in_every_replay(folders, bound, monkeypatch, name):
     """Which is one op, that may read the routing on the host on a CPU."""
     monkeypatch.setattr(Experts, "chooses_on_device", True)
-    model = loaded(folders["MixtralForCausalLM"])
+    model = loaded(folders[name])
     assert buckets_over_pages(bound, model, 5) == {4, 8}
     assert not bound[0].takes(Lengths.uniform(9, 5, 1), Logits.LAST)
+
+
+def test_a_shared_expert_is_captured_unless_it_has_a_hook(folders, monkeypatch):
+    monkeypatch.setattr(Experts, "chooses_on_device", True)
+    mlp = loaded(folders["Qwen2MoeForCausalLM"]).units[1].module.mlp
+    for part in (mlp.shared_expert, mlp.shared_expert.up_proj, mlp.shared_expert_gate):
+        assert mlp.chooses_on_device
+        handle = part.register_forward_hook(lambda *args: None)
+        assert not mlp.chooses_on_device
+        handle.remove()
 
 
 def test_no_call_has_more_rows_than_its_cache(folders, bound):
