@@ -260,3 +260,28 @@ def test_no_copy_of_the_pool_is_made(monkeypatch):
     many = arguments(("int4", "float"), pages=400, entries=160, kv_len=5120)
     grown = peak(monkeypatch, many, shorten=False) - peak(monkeypatch, few, shorten=False)
     assert grown <= 3 * 120 * 8 * 6  # tables of a few kinds
+
+
+def test_rows_that_bring_no_token_are_neither_stored_nor_read(ops):
+    """Those that fill up a captured step's bucket: no page of theirs is looked at."""
+    draw = torch.Generator().manual_seed(1)
+    drawn = lambda *shape: torch.randn(*shape, KV_HEADS, HEAD_DIM, generator=draw)  # noqa: E731
+    pool, new, q = [drawn(9, 16), drawn(9, 16)], (drawn(4, 1), drawn(4, 1)), drawn(4, 1)
+    table = torch.full((4, 4), -1, dtype=torch.int32)
+    table[0, :3], table[1, :1] = torch.tensor([3, 1, 7]), 5
+    found = []
+    for rows, kv_len, news in ((2, 41, None), (4, 64, [1, 1, 0, 0])):
+        k, v = (x.clone() for x in pool)
+        pasts = torch.tensor([40, 3, 0, 0][:rows], dtype=torch.int32)
+        brought = None if news is None else torch.tensor(news, dtype=torch.int32)
+        stores = [k], "float", [v], "float"
+        given = (x[:rows] for x in new)
+        ops.append_kv(*given, None, None, *stores, pasts, brought, table[:rows], 0, False)
+        counts = pasts + (1 if brought is None else brought)
+        keys = pasts, torch.zeros_like(pasts), counts, kv_len
+        how = HEAD_DIM**-0.5, 0, 0.0, table[:rows]
+        found.append((k, v, *ops.attention_part(q[:rows], *stores, *keys, *how)))
+    (k, v, out, lse), padded = found
+    assert torch.equal(k, padded[0]) and torch.equal(v, padded[1])
+    torch.testing.assert_close((out, lse), (padded[2][:2], padded[3][:2]))
+    assert not padded[2][2:].any() and (padded[3][2:] == -torch.inf).all()
