@@ -168,7 +168,7 @@ def test_every_module_has_a_device_and_tied_weights_count_once(config):
 @pytest.mark.older
 def test_what_does_not_fit_says_where_and_what_cannot_be_is_refused():
     with pytest.raises(PlacementError, match=r"no room for model\.layers"):
-        plan_device_map(CONFIG, max_seq_len=LENGTH, devices="820M,820M", reserve="31M")
+        plan_device_map(CONFIG, max_seq_len=LENGTH, devices="844M,844M", reserve="31M")
     with pytest.raises(ValueError, match="no model that generates text from a ViTConfig"):
         plan_device_map(ViTConfig(), max_seq_len=64)
     if not SINCE_5:  # the experts of a token are looked up in Python there
