@@ -31,6 +31,8 @@ from .rendezvous import (
     roll_call,
     serve_store,
     set_group,
+    while_alive,
+    wire_store,
 )
 from .status import announce
 from .values import loads
@@ -263,8 +265,10 @@ class Cluster:
 
     def _group(self) -> Wire:
         set_group(self._store, self._epoch, self.names)
-        prefix = distributed.PrefixStore(f"wire/{self._epoch}", self._store)
-        return Wire(prefix, 0, len(self.names), self._address, self._timeout)
+        prefix = wire_store(self._store, self._epoch)
+        at = 0, len(self.names), self._address, self._timeout
+        ended = self.launcher.has_ended
+        return while_alive(self._store, self.names[1:], ended, lambda: Wire(prefix, *at))
 
     # Commands -----------------------------------------------------------------------------
 

@@ -18,7 +18,16 @@ from exkv.errors import is_out_of_memory
 
 from .errors import ClusterError, LeftOut, WireError
 from .launchers import SECRET
-from .rendezvous import beat, connect_store, join, parse_address, rank_in, report
+from .rendezvous import (
+    beat,
+    connect_store,
+    join,
+    members,
+    parse_address,
+    report,
+    while_alive,
+    wire_store,
+)
 from .replica import COMMANDS, Replica
 from .status import announce
 from .values import dumps
@@ -89,9 +98,11 @@ class Follower:
         self._timeout = float(store.get("timeout"))
 
     def _join_group(self) -> Wire:
-        rank, size = rank_in(self._store, self._epoch, self._name, self._timeout + _REGROUP)
-        prefix = distributed.PrefixStore(f"wire/{self._epoch}", self._store)
-        return Wire(prefix, rank, size, self._address, self._timeout)
+        names = members(self._store, self._epoch, self._name, self._timeout + _REGROUP)
+        prefix = wire_store(self._store, self._epoch)
+        at = names.index(self._name), len(names), self._address, self._timeout
+        others = [name for name in names[1:] if name != self._name]
+        return while_alive(self._store, others, lambda name: False, lambda: Wire(prefix, *at))
 
     def run(self, folder: Path | None = None, *, stream: bool = False) -> None:
         """Be a host until the driver ends it; releases all memory. ``folder`` and ``stream`` are as

@@ -15,8 +15,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -24,9 +26,11 @@ from torch import distributed
 import exkv_ext
 from exkv.version import __version__
 
-from .errors import ClusterError, LeftOut
+from .errors import ClusterError, LeftOut, WireError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Seconds between two heartbeats, and without one until a host counts as dead.
 BEAT, _PATIENCE = 0.5, 6.0
@@ -325,6 +329,21 @@ def beat(connect: Callable[[], distributed.Store], name: str) -> None:
     threading.Thread(target=run, name="exkv-beat", daemon=True).start()
 
 
+class Beats:
+    """Hosts' heartbeats, as they are looked at."""
+
+    def __init__(self, store: distributed.Store) -> None:
+        self._store = store
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def silent(self, name: str) -> bool:
+        """Whether no new heartbeat came for :data:`_PATIENCE` seconds."""
+        count, now = self._store.add(f"beat/{name}", 0), time.monotonic()
+        if self._last.get(name, (-1, 0.0))[0] != count:
+            self._last[name] = count, now
+        return now - self._last[name][1] > _PATIENCE
+
+
 # Groups -----------------------------------------------------------------------------------------
 
 
@@ -341,8 +360,8 @@ def group_now(store: distributed.Store) -> list[str]:
     return [str(name) for name in json.loads(store.get(f"group/{int(store.get('epoch'))}"))]
 
 
-def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> tuple[int, int]:
-    """This host's rank in a group, and the group's size.
+def members(store: distributed.Store, epoch: int, name: str, timeout: float) -> list[str]:
+    """The members of the group that this host is in, by rank.
 
     Raises:
         LeftOut: the group presumed it dead.
@@ -355,7 +374,47 @@ def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> 
         raise ClusterError("the driver is gone") from None
     if name not in names:
         raise LeftOut(f"host {name!r} sent no heartbeat for too long, and was dropped")
-    return names.index(name), len(names)
+    return [str(member) for member in names]
+
+
+def while_alive(
+    store: distributed.Store,
+    names: Sequence[str],
+    ended: Callable[[str], bool],
+    make: Callable[[], T],
+) -> T:
+    """What ``make`` returns or raises, unless one of these hosts dies meanwhile: who connects to a
+    host that has died waits for minutes.
+
+    Raises:
+        WireError: a host has ended, or sends no heartbeat; ``make`` goes on in a thread of its own,
+            and what it makes is dropped.
+        ClusterError: the driver is gone.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="exkv-connect", daemon=True).start()
+    beats = Beats(store)
+    while not wait([made], timeout=0.05).done:
+        try:
+            silent = [name for name in names if ended(name) or beats.silent(name)]
+        except RuntimeError:
+            raise ClusterError("the driver is gone") from None
+        if silent:
+            raise WireError(f"{', '.join(silent)} died while the hosts connected")
+    return made.result()
+
+
+def wire_store(store: Any, epoch: int) -> distributed.Store:
+    """The store for a group's wire, by a connection of its own: who waits there for a host that has
+    died keeps nobody else from the store."""
+    return distributed.PrefixStore(f"wire/{epoch}", store.clone())
 
 
 def report(store: distributed.Store, epoch: int, name: str, failed: str | None) -> None:
@@ -394,16 +453,11 @@ def await_values(
     """Wait for hosts' values under ``what/NAME`` in the store -> values by name. Hosts are left out
     if ``ended`` says that they ended, if they send no heartbeat for :data:`_PATIENCE` seconds, or
     after ``limit`` seconds."""
-    beats: dict[str, tuple[int, float]] = {}
+    beats = Beats(store)
     missing, started = set(names), time.monotonic()
     while missing and time.monotonic() - started < limit:
         missing = {name for name in missing if not store.check([f"{what}/{name}"])}
-        for name in missing:
-            count = store.add(f"beat/{name}", 0)
-            if beats.get(name, (-1, 0.0))[0] != count:
-                beats[name] = count, time.monotonic()
-        now = time.monotonic()
-        if all(now - beats[name][1] > _PATIENCE or ended(name) for name in missing):
+        if all([beats.silent(name) or ended(name) for name in missing]):
             break
         time.sleep(0.01)
     return {name: store.get(f"{what}/{name}") for name in names if name not in missing}

@@ -16,7 +16,8 @@ from simproc import run_sim
 
 from exkv import Cache8bit, sim
 from exkv.cache import Dynamic, Storage
-from exkv.cluster import Cluster, ClusterError
+from exkv.cluster import Cluster, ClusterError, rendezvous
+from exkv.cluster.errors import WireError
 from exkv.cluster.rendezvous import (
     Admission,
     asking,
@@ -26,8 +27,11 @@ from exkv.cluster.rendezvous import (
     own_build,
     parse_address,
     serve_store,
+    while_alive,
+    wire_store,
 )
 from exkv.cluster.values import dumps, loads
+from exkv.cluster.wire import Wire
 from exkv.planning import Budget, Plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -226,3 +230,23 @@ def test_simulated_hosts_need_a_driver_that_can_plan_for_them(monkeypatch):
     cluster._simulated = True
     with pytest.raises(ValueError, match="EXKV_SIM_DEVICES=16M"):
         cluster.offers([])
+
+
+@pytest.mark.parametrize("notices", ["the driver", "a host"])
+def test_nobody_waits_for_a_host_that_dies_while_all_connect(listening, monkeypatch, notices):
+    """The wire's own limit is longer than the test may take."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.3)
+    store, _ = listening
+    died = (lambda name: True) if notices == "the driver" else (lambda name: False)
+    own = wire_store(store, 1)
+    with pytest.raises(WireError, match="b died while the hosts connected"):
+        while_alive(store, ["b"], died, lambda: Wire(own, 0, 2, "127.0.0.1", 600.0))
+    assert store.add("beat/b", 1) == 1  # and the store answers
+
+
+def test_what_fails_while_hosts_connect_is_raised_as_it_is(listening):
+    def fails():
+        raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="of its own"):
+        while_alive(listening[0], [], lambda name: False, fails)
