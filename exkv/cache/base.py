@@ -836,10 +836,8 @@ class KVCache(Rows):
             self.pages.pool.forget_tiers()
         try:
             for index, layer_specs in enumerate(specs):
-                done: list[dict[str, Tensor]] = []
-                for cache, spec in zip(family, layer_specs, strict=True):
-                    cache.layers[index].convert(spec, done, cache.seq_lens)
-            _pack([layer for cache in family for layer in cache.layers if layer.scattered])
+                _convert_layer(family, index, layer_specs)
+            _pack(family, lambda layer: layer.scattered)
         finally:
             for cache in family:
                 self.model.cache_changed(cache)
@@ -847,10 +845,10 @@ class KVCache(Rows):
     def defragment(self) -> None:
         """Release idle memory, and allocate storages that grew anew, packed: growth leaves holes in
         segments in which other tensors lie."""
-        grown = [layer for layer in self.layers if layer.grew]
-        _pack(grown)
-        if any(layer.offloaded for layer in grown):
-            self.model.cache_changed(self)
+        family = self.family()
+        if _pack(family, lambda layer: layer.grew):
+            for cache in family:
+                self.model.cache_changed(cache)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -898,17 +896,49 @@ class KVCache(Rows):
         return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"
 
 
-def _pack(layers: Sequence[CacheLayer]) -> None:
-    """Allocate the storages of layers anew, one after the other, once no segment holds a part of
-    them. Contents go by way of the host."""
-    copies: list[HostCopy] = []
+def _convert_layer(family: Sequence[KVCache], index: int, specs: Sequence[LayerSpec]) -> None:
+    """Convert one layer of caches that share storage, to a spec each.
+
+    Raises:
+        torch.OutOfMemoryError: its device is full. If some of the layer's tensors were converted
+            already, the others were, too, and all of them are in host memory.
+    """
+    done: list[dict[str, Tensor]] = []
     try:
-        copies += map(CacheLayer.lift, layers)
+        for cache, spec in zip(family, specs, strict=True):
+            cache.layers[index].convert(spec, done, cache.seq_lens)
+    except torch.OutOfMemoryError:
+        if done:
+            for cache, spec in zip(family, specs, strict=True):
+                cache.layers[index].convert_on_host(spec, done, cache.seq_lens)
+        raise
+
+
+def _pack(family: Sequence[KVCache], which: Callable[[CacheLayer], bool]) -> bool:
+    """Allocate the storages of some layers anew, one after the other, once no segment holds a part
+    of them. Contents go by way of the host, and stay there if a device has no room any more:
+    whether one has none."""
+    layers = [
+        (index, layer)
+        for cache in family
+        for index, layer in enumerate(cache.layers)
+        if which(layer)
+    ]
+    copies: list[HostCopy] = []
+    full = set()
+    try:
+        copies += (layer.lift() for _, layer in layers)
         if layers:
             devices.release_idle_memory()
     finally:
-        for layer, copy in zip(layers, copies, strict=False):
-            layer.put_back(copy)
+        for (index, layer), copy in zip(layers, copies, strict=False):
+            if not layer.put_back(copy):
+                full.add(index)
+        for index in full:
+            held = [cache.layers[index].tensors for cache in family]
+            for cache in family:
+                cache.layers[index].convert_on_host(cache.layers[index].spec, held, cache.seq_lens)
+    return bool(full)
 
 
 def check_kind(cache: object) -> None:

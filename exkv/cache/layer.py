@@ -441,9 +441,8 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; the layer's contents are unchanged.
         """
         self.prefetched = None
-        shared = None if self.shared is None else self.shared.tensors
-        for tensors in (shared, self.tensors):
-            if tensors and not any(tensors is other for other in done):
+        for tensors in self._stored():
+            if not any(tensors is other for other in done):
                 self._convert(tensors, spec, lens)
                 done.append(tensors)
         if not self.host_bytes_needed():
@@ -453,6 +452,20 @@ class CacheLayer:
             self.offloaded = not self._on_device(self.device)
         if self.host_pages is not None:
             self.host_pages.store_as(spec)
+
+    def convert_on_host(
+        self, spec: LayerSpec, done: list[dict[str, Tensor]], lens: Sequence[int]
+    ) -> None:
+        """Likewise to host memory, where there is room; what is ``done`` moves there, too."""
+        for tensors in self._stored():
+            if any(tensors is other for other in done):
+                tensors.update({name: each.to(devices.CPU) for name, each in tensors.items()})
+        self.convert(replace(spec, residence=OnHost()), done, lens)
+
+    def _stored(self) -> list[dict[str, Tensor]]:
+        """The dictionaries that have its tensors: those shared with other layers, and its own."""
+        shared = {} if self.shared is None else self.shared.tensors
+        return [tensors for tensors in (shared, self.tensors) if tensors]
 
     def _convert(self, tensors: dict[str, Tensor], spec: LayerSpec, lens: Sequence[int]) -> None:
         """Convert a dictionary of tensors in place, since forks share it."""
@@ -502,14 +515,13 @@ class CacheLayer:
         self.tensors.clear()
         return copy
 
-    def put_back(self, copy: HostCopy) -> None:
-        """Allocate the storage anew for what was lifted; it stays on the host where a device has no
-        room any more."""
+    def put_back(self, copy: HostCopy) -> bool:
+        """Allocate the storage anew for what was lifted. False where the device has no room any
+        more: then the tensors are on the host, and :meth:`convert_on_host` has to follow."""
         room = self.room if self.pages is None else next(iter(copy.tensors.values())).shape[1]
         back = restored(copy, self.spec, self.spec, room, self._placed)
         self.tensors.update(copy.tensors if back is None else back)
-        if back is None:
-            self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
+        return back is not None
 
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
         """Copy these rows of another layer, up to ``tokens`` tokens. Row by row: gathering them

@@ -6,6 +6,7 @@ memory by the rules of torch's caching allocator, cut to what the plan reserves.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections import Counter
@@ -255,6 +256,41 @@ def test_packed_caches_and_their_forks_hold_what_they_held(folders, kind):
     )
     exact = run_sim(answers_after_conversion, "90M", args=[folders["tied"], kind])
     assert packed and found == exact[1] and not exact[0]
+
+
+def answers_after_a_failed_conversion(folder, kind, points):
+    """Logits of a cache and a fork of it, where the n-th allocation of a conversion fails."""
+    found = {}
+    for point in points:
+        model = Model(folder, max_input_len=16)
+        cache = CACHES[kind](model, 1024)
+        model.load(devices=["sim:0"])
+        model.forward(torch.arange(3, 14)[None], cache)
+        fork = cache.fork(2)
+        eight_bits = CACHES["8bit"](model, 64).layers[0].spec.storage
+        sim.fail_allocation(point)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            cache.convert(storage=eight_bits)
+        sim.fail_allocation(None)
+        tokens = [
+            model.forward(torch.tensor([[7]] * c.batch_size), c)[:, -1].argmax(-1).tolist()
+            for c in (cache, fork)
+        ]
+        found[point] = tokens, any(layer.offloaded for layer in cache.layers)
+        model.unload()
+        del cache, fork, model
+    return list(found.values())
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("kind", ["fp16", "paged", "dynamic"])
+def test_a_cache_and_its_fork_hold_what_they_held_if_a_conversion_fails(folders, kind):
+    """Wherever it fails: between two layers, between the caches, or when they are packed."""
+    points = [None, *range(1, 40, sweep.cases(5, 1))]
+    args = [folders["tied"], kind, points]
+    found = run_sim(answers_after_a_failed_conversion, "90M", args=args, env=SEGMENTS)
+    assert all(tokens == found[0][0] for tokens, _ in found)
+    assert any(on_host for _, on_host in found)
 
 
 def cut_cards(first, end):
