@@ -31,12 +31,10 @@ from .rendezvous import (
     roll_call,
     serve_store,
     set_group,
-    while_alive,
-    wire_store,
 )
 from .status import announce
 from .values import loads
-from .wire import Wire, address_towards
+from .wire import Wire, address_towards, form_group
 
 #: Groups to try after one failure before it becomes a ClusterError.
 _MOST_GROUPS = 5
@@ -265,10 +263,8 @@ class Cluster:
 
     def _group(self) -> Wire:
         set_group(self._store, self._epoch, self.names)
-        prefix = wire_store(self._store, self._epoch)
-        at = 0, len(self.names), self._address, self._timeout
-        ended = self.launcher.has_ended
-        return while_alive(self._store, self.names[1:], ended, lambda: Wire(prefix, *at))
+        where = self._address, self._timeout, self.launcher.has_ended
+        return form_group(self._store, self._epoch, self.names, "driver", *where)
 
     # Commands -----------------------------------------------------------------------------
 

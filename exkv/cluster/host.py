@@ -25,13 +25,11 @@ from .rendezvous import (
     members,
     parse_address,
     report,
-    while_alive,
-    wire_store,
 )
 from .replica import COMMANDS, Replica
 from .status import announce
 from .values import dumps
-from .wire import Wire, address_towards
+from .wire import Wire, address_towards, form_group
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +97,7 @@ class Follower:
 
     def _join_group(self) -> Wire:
         names = members(self._store, self._epoch, self._name, self._timeout + _REGROUP)
-        prefix = wire_store(self._store, self._epoch)
-        at = names.index(self._name), len(names), self._address, self._timeout
-        others = [name for name in names[1:] if name != self._name]
-        return while_alive(self._store, others, lambda name: False, lambda: Wire(prefix, *at))
+        return form_group(self._store, self._epoch, names, self._name, self._address, self._timeout)
 
     def run(self, folder: Path | None = None, *, stream: bool = False) -> None:
         """Be a host until the driver ends it; releases all memory. ``folder`` and ``stream`` are as

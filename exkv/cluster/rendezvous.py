@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -329,7 +329,7 @@ def beat(connect: Callable[[], distributed.Store], name: str) -> None:
     threading.Thread(target=run, name="exkv-beat", daemon=True).start()
 
 
-class Beats:
+class Heartbeats:
     """Hosts' heartbeats, as they are looked at."""
 
     def __init__(self, store: distributed.Store) -> None:
@@ -400,7 +400,7 @@ def while_alive(
             made.set_exception(error)
 
     threading.Thread(target=run, name="exkv-connect", daemon=True).start()
-    beats = Beats(store)
+    beats = Heartbeats(store)
     while not wait([made], timeout=0.05).done:
         try:
             silent = [name for name in names if ended(name) or beats.silent(name)]
@@ -409,12 +409,6 @@ def while_alive(
         if silent:
             raise WireError(f"{', '.join(silent)} died while the hosts connected")
     return made.result()
-
-
-def wire_store(store: Any, epoch: int) -> distributed.Store:
-    """The store for a group's wire, by a connection of its own: who waits there for a host that has
-    died keeps nobody else from the store."""
-    return distributed.PrefixStore(f"wire/{epoch}", store.clone())
 
 
 def report(store: distributed.Store, epoch: int, name: str, failed: str | None) -> None:
@@ -453,7 +447,7 @@ def await_values(
     """Wait for hosts' values under ``what/NAME`` in the store -> values by name. Hosts are left out
     if ``ended`` says that they ended, if they send no heartbeat for :data:`_PATIENCE` seconds, or
     after ``limit`` seconds."""
-    beats = Beats(store)
+    beats = Heartbeats(store)
     missing, started = set(names), time.monotonic()
     while missing and time.monotonic() - started < limit:
         missing = {name for name in missing if not store.check([f"{what}/{name}"])}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, distributed
 
 from .errors import WireError
 from .gpu_wire import CUDA, GpuWire, kind_of_host
+from .rendezvous import while_alive
 from .sends import Sends
 from .values import dumps, loads
 
@@ -227,6 +228,28 @@ class Wire:
         self._expected.clear()
         self._gpus.close()
         self._group = None
+
+
+def form_group(
+    store: Any,
+    epoch: int,
+    names: Sequence[str],
+    name: str,
+    address: str,
+    timeout: float,
+    ended: Callable[[str], bool] = lambda name: False,
+) -> Wire:
+    """Connect host ``name`` to the members of a group, which are listed by rank.
+
+    Raises:
+        WireError: not all members connected in that time, or one died meanwhile.
+        ClusterError: the driver is gone.
+    """
+    # A connection of its own: gloo waiting there for a dead host must not block other requests.
+    own = distributed.PrefixStore(f"wire/{epoch}", store.clone())
+    others = [other for other in names[1:] if other != name]
+    at = names.index(name), len(names), address, timeout
+    return while_alive(store, others, ended, lambda: Wire(own, *at))
 
 
 def pieces(x: Tensor) -> Sequence[Tensor]:

@@ -28,10 +28,9 @@ from exkv.cluster.rendezvous import (
     parse_address,
     serve_store,
     while_alive,
-    wire_store,
 )
 from exkv.cluster.values import dumps, loads
-from exkv.cluster.wire import Wire
+from exkv.cluster.wire import form_group
 from exkv.planning import Budget, Plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -238,9 +237,8 @@ def test_nobody_waits_for_a_host_that_dies_while_all_connect(listening, monkeypa
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.3)
     store, _ = listening
     died = (lambda name: True) if notices == "the driver" else (lambda name: False)
-    own = wire_store(store, 1)
     with pytest.raises(WireError, match="b died while the hosts connected"):
-        while_alive(store, ["b"], died, lambda: Wire(own, 0, 2, "127.0.0.1", 600.0))
+        form_group(store, 1, ["driver", "b"], "driver", "127.0.0.1", 600.0, died)
     assert store.add("beat/b", 1) == 1  # and the store answers
 
 
