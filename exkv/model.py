@@ -299,7 +299,7 @@ class Model(Transformer):
             PlacementError: no room; every device is as it was found.
         """
         check_kind(cache)
-        cache.serve(self)
+        cache.bind(self)
         if cluster is not None:
             cluster.spread(self)
         yield from self.load_by(
@@ -494,7 +494,7 @@ class Model(Transformer):
         if cache is not None:
             check_kind(cache)
             if input_ids.dim() == 2:
-                cache.serve(self, len(input_ids))
+                cache.bind(self, len(input_ids))
         if not (attention_mask is position_ids is cache_position is None):
             rows, new = input_ids.shape
             past = [0] * rows if cache is None else cache.seq_lens[:rows]

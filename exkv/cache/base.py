@@ -121,9 +121,9 @@ class KVCache(Rows):
     #: Set for a model that is distributed over several hosts.
     mirror: Mirror | None = None
     elsewhere: Elsewhere | None = None
-    #: Before the cache knows its model: the config that this must have, None for any; and arguments
-    #: of ``layer_specs``.
-    _waiting: tuple[ModelConfig | None, dict[str, Any]] | None = None
+    #: Of a cache without a model yet: the config that the model must have, None for any; and the
+    #: arguments of ``layer_specs``.
+    _unbound: tuple[ModelConfig | None, dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -148,41 +148,41 @@ class KVCache(Rows):
         if batch_size is not None:
             options["batch_size"] = batch_size
         Rows.__init__(self, Prefix(rows=(), lens=(0,)))
-        self._waiting = config, options
+        self._unbound = config, options
         if model is not None:
-            self.serve(model)
+            self.bind(model)
 
-    def serve(self, model: CacheOwner, rows: int = 1) -> None:
-        """Check that the cache is this model's. One that waits for its model becomes this one's,
-        with as many rows, unless it was made for another number.
+    def bind(self, model: CacheOwner, rows: int = 1) -> None:
+        """Check that the cache is this model's. An unbound cache is bound to it, with ``rows`` rows
+        unless it was built with a ``batch_size``.
 
         Raises:
             ValueError: it is another model's, or was made with an invalid number.
-            PlacementError: a device has no room; it waits on.
+            PlacementError: a device has no room; the cache stays unbound.
         """
-        waiting = self._waiting
-        fits = self.model is model if waiting is None else waiting[0] in (None, model.config)
+        unbound = self._unbound
+        fits = self.model is model if unbound is None else unbound[0] in (None, model.config)
         if not fits:
             raise ValueError("the cache was built for another model")
-        if waiting is None:
+        if unbound is None:
             return
-        specs = self.layer_specs(model, **{"batch_size": rows, **waiting[1]})
-        self._waiting = None
+        specs = self.layer_specs(model, **{"batch_size": rows, **unbound[1]})
+        self._unbound = None
         try:
             self._begin(model, specs)
         except BaseException:
-            self._waiting = waiting
+            self._unbound = unbound
             raise
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             kind = type(self).__name__
-            if self._waiting is None or name.startswith("__"):
+            if self._unbound is None or name.startswith("__"):
                 raise AttributeError(f"{kind!r} object has no attribute {name!r}")
             raise AttributeError(
-                f"this {kind} serves no model yet, and has no storage: pass it to generate() or to "
-                f"a call of the model first, or build it as {kind}(model)"
+                f"this {kind} is bound to no model yet, and has no storage: pass it to generate() "
+                f"or to a call of the model first, or build it as {kind}(model)"
             )
 
     @classmethod
@@ -837,7 +837,7 @@ class KVCache(Rows):
         try:
             for index, layer_specs in enumerate(specs):
                 _convert_layer(family, index, layer_specs)
-            _pack(family, lambda layer: layer.scattered)
+            _defragment(family, lambda layer: layer.fragmented)
         finally:
             for cache in family:
                 self.model.cache_changed(cache)
@@ -846,7 +846,7 @@ class KVCache(Rows):
         """Release idle memory, and allocate storages that grew anew, packed: growth leaves holes in
         segments in which other tensors lie."""
         family = self.family()
-        if _pack(family, lambda layer: layer.grew):
+        if _defragment(family, lambda layer: layer.grew):
             for cache in family:
                 self.model.cache_changed(cache)
 
@@ -890,7 +890,7 @@ class KVCache(Rows):
 
     def __repr__(self) -> str:
         kind = type(self).__name__
-        if self._waiting is not None:
+        if self._unbound is not None:
             return f"{kind}(of no model yet)"
         rows = self.batch_size
         return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"
@@ -914,7 +914,7 @@ def _convert_layer(family: Sequence[KVCache], index: int, specs: Sequence[LayerS
         raise
 
 
-def _pack(family: Sequence[KVCache], which: Callable[[CacheLayer], bool]) -> bool:
+def _defragment(family: Sequence[KVCache], which: Callable[[CacheLayer], bool]) -> bool:
     """Allocate the storages of some layers anew, one after the other, once no segment holds a part
     of them. Contents go by way of the host, and stay there if a device has no room any more:
     whether one has none."""

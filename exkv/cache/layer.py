@@ -504,7 +504,7 @@ class CacheLayer:
         return lies and devices.allocator_rules(self._placed.type) is not None
 
     @property
-    def scattered(self) -> bool:
+    def fragmented(self) -> bool:
         """Whether the storage was converted from one that shared segments with others."""
         return self.packable and 0 < self.converted_from < LARGE
 

@@ -287,7 +287,7 @@ def check_cache(model: Transformer, cache: KVCache, request: Request) -> None:
         raise ValueError("use_cache is False, and a cache is given as well: leave out one of them")
     each = request.sequences_each
     rows = len(prompts.lengths) * each
-    cache.serve(model, rows)
+    cache.bind(model, rows)
     if rows > cache.batch_size:
         raise ValueError(
             f"{len(prompts.lengths)} prompts of {each} sequences each need {rows} rows, and the "

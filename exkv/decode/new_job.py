@@ -25,7 +25,7 @@ def check_parts(model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> Non
     for (name, value), kind in zip(given.items(), (Transformer, KVCache, Tokenizer), strict=True):
         if not isinstance(value, kind):
             raise TypeError(f"{name} is a {type(value).__name__}; it must be exkv's")
-    cache.serve(model)
+    cache.bind(model)
 
 
 def new_handle(

@@ -36,7 +36,7 @@ class Runner(Leased):
         fork_len: int | None = None,
         adapter: str | None = None,
     ) -> None:
-        cache.serve(model)
+        cache.bind(model)
         self.model = model
         self.cache = cache
         self.rescue = rescue or Rescue(OnOom(on_oom="raise"))

@@ -710,7 +710,7 @@ class Transformer:
     def _check_room(
         self, cache: KVCache, rows: int, new: tuple[int, ...], chosen: Chosen
     ) -> Lengths:
-        cache.serve(self, rows)
+        cache.bind(self, rows)
         if rows > cache.batch_size:
             raise ValueError(f"{rows} rows, but the cache was built for {cache.batch_size}")
         if not self._is_ready(cache):

@@ -253,7 +253,7 @@ def test_a_cache_that_waits_for_its_model_says_so(folder):
     for made in (DynamicCache(), DynamicCache(block=64)):
         assert made.get_seq_length() == 0 and repr(made) == "DynamicCache(of no model yet)"
         for use in ("nbytes", "reset", "clone"):
-            with pytest.raises(AttributeError, match=r"serves no model yet.*DynamicCache\(model"):
+            with pytest.raises(AttributeError, match=r"bound to no model.*DynamicCache\(model"):
                 getattr(made, use)()
     with pytest.raises(TypeError, match="DynamicCache has no 'nbits'"):
         DynamicCache(nbits=4)

@@ -244,7 +244,7 @@ def answers_after_conversion(folder, kind):
     model.forward(torch.arange(3, 14)[None], cache)
     fork = cache.fork(2)
     cache.convert(storage=CACHES["8bit"](model, 64).layers[0].spec.storage)
-    packed = all(layer.scattered for layer in cache.layers)
+    packed = all(layer.fragmented for layer in cache.layers)
     found = [model.forward(torch.tensor([[7]] * c.batch_size), c).tolist() for c in (cache, fork)]
     return packed, found
 
@@ -314,8 +314,8 @@ def cut_cards(first, end):
     return loaded, wrong
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "large_segment_size_mb:40"])
+@pytest.mark.sweep(3)
 def test_layers_and_caches_of_unlike_sizes_hold_on_cards_cut_to_what_they_reserve(settings):
     """Two sizes that share segments of 20 MiB, unit by unit, fill them less than each alone."""
     env = {**SEGMENTS, "EXKV_SIM_DRY": "1", "PYTORCH_CUDA_ALLOC_CONF": settings}

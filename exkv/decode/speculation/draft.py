@@ -39,7 +39,7 @@ class Draft(Leased):
                 f"a draft is an exkv model with a cache of its own, not {model!r:.60} with "
                 f"{cache!r:.60}"
             )
-        cache.serve(model)
+        cache.bind(model)
         check_count("tokens", tokens, 1, 1024, "an int from 1 to 1024")
         if not 0 <= confidence <= 1:
             raise ValueError(f"confidence is {confidence!r}; it must be from 0 to 1")
