@@ -316,14 +316,17 @@ class KVCache(Rows):
         """
         return self._leases.use(user)
 
-    def revoke(self, by: str) -> None:
+    def revoke(self, by: str, *, wait: bool = False) -> None:
         """Revoke the current lease before the storage is freed: its holder's next call raises
         CacheUseError.
 
+        Args:
+            wait: until a call that another thread is in has ended; for good where it never does.
+
         Raises:
-            CacheUseError: another thread is in the middle of a call.
+            CacheUseError: another thread is in the middle of a call, without ``wait``.
         """
-        self._leases.revoke(by)
+        self._leases.revoke(by, wait=wait)
 
     # Storage ------------------------------------------------------------------------------
 

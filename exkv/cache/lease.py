@@ -113,7 +113,7 @@ class Leases:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a call ends
         self._lease: Lease | None = None
         self._acting: tuple[int, Lease] | None = None  # thread id, its lease
 
@@ -147,7 +147,9 @@ class Leases:
             self._acting = threading.get_ident(), lease
 
     def leave(self) -> None:
-        self._acting = None
+        with self._lock:
+            self._acting = None
+            self._lock.notify_all()
 
     @contextmanager
     def use(self, user: str) -> Iterator[None]:
@@ -171,18 +173,22 @@ class Leases:
         if self._elsewhere():
             raise self._refusal(user)
 
-    def revoke(self, by: str) -> None:
+    def revoke(self, by: str, *, wait: bool = False) -> None:
         """Revoke the current lease.
 
+        Args:
+            wait: until another thread's call has ended; no later one begins meanwhile.
+
         Raises:
-            CacheUseError: another thread is in the middle of a call.
+            CacheUseError: another thread is in the middle of a call, without ``wait``.
         """
         with self._lock:
-            if self._elsewhere():
+            if self._elsewhere() and not wait:
                 raise self._refusal(by)
             if self._lease is not None:
                 self._lease.revoked_by = by
                 self._lease = None
+            self._lock.wait_for(lambda: not self._elsewhere())
 
     def _elsewhere(self) -> bool:
         acting = self._acting

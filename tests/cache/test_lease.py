@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -132,6 +133,29 @@ def test_of_two_threads_one_runs_and_the_other_is_told(model, monkeypatch):
     go_on.set()
     thread.join()
     assert cache.seq_lens == [5] and model.loaded
+
+
+def test_a_cache_can_be_taken_back_once_the_call_that_uses_it_has_ended(model):
+    cache = Cache(model, 32)
+    within, seen, lease = threading.Event(), [], cache.lease("me")
+
+    def calls():
+        with lease:
+            within.set()
+            while lease.revoked_by is None:  # it is told at once, and waited for
+                time.sleep(0.001)
+            time.sleep(0.05)
+            seen.append("done")
+
+    thread = threading.Thread(target=calls, daemon=True)
+    thread.start()
+    assert within.wait(30)
+    cache.revoke("you", wait=True)
+    assert seen == ["done"]
+    thread.join()
+    with pytest.raises(CacheUseError, match="you freed"), lease:
+        pass
+    cache.free()
 
 
 def test_a_lease_is_good_for_calls_within_calls_and_ends_once(model):

@@ -480,6 +480,28 @@ def test_a_second_generator_takes_over_an_idle_cache(parts, texts):
 # In an event loop -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("delay", [0, 0.002, 0.005, 0.01, 0.02])
+def test_a_model_is_unloaded_after_the_step_that_another_thread_makes(delay):
+    """As TabbyAPI does when a stream was dropped: cancel, unload, close."""
+    config = ExLlamaV2Config(DEMO)
+    model = ExLlamaV2(config)
+    cache = ExLlamaV2Cache(model, max_seq_len=512, lazy=True)
+    model.load_autosplit(cache)
+    tokenizer = ExLlamaV2Tokenizer(config)
+
+    async def dropped():
+        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        ids = tokenizer.encode(PROMPTS[0])
+        one = ExLlamaV2DynamicJobAsync(made, ids, 200, gen_settings=GREEDY)
+        await asyncio.sleep(delay)
+        await one.cancel()
+        model.unload()
+        await asyncio.wait_for(made.close(), 20)
+
+    asyncio.run(dropped())
+    assert not model.loaded
+
+
 @pytest.mark.parametrize("steps", [0, 1, 5])
 def test_a_job_that_another_task_cancels_ends_its_loop(parts, texts, steps):
     model, tokenizer = parts

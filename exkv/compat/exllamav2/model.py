@@ -153,7 +153,13 @@ class ExLlamaV2(Adapter):
             self.exkv.embed_cpu = True
 
     def unload(self) -> None:
-        """Free all memory, that of the caches too. The model can be loaded again."""
+        """Free all memory, that of the caches too. The model can be loaded again.
+
+        An asynchronous generator makes its steps in another thread, where ExLlamaV2's makes them
+        between two awaits: one that runs is waited for, and is its last.
+        """
+        for cache in self.exkv.caches:
+            cache.revoke("model.unload", wait=True)
         self.exkv.unload()
         self._only_placed = False
 
