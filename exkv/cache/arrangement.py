@@ -1,5 +1,5 @@
-"""Arrangements: which tensors a layer stores, and where a token lies in each. One store, or the
-tiers of ``tiers.py``.
+"""Arrangements: which tensors a layer stores, and where a token lies in each. One store, the tiers
+of ``tiers.py``, or a state (``state.py``).
 
 Everything that slices a layer's tensors (row moves, files, copies to a device, conversions) asks
 the arrangement which entries hold which positions: not every tensor has one entry a token.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from exkv.batch import Batch, Lengths
+from exkv.checkpoint import StateTensor
 from exkv.ops.attention import AttentionParams
 
 from .retention import Retention
@@ -55,6 +56,10 @@ class Arrangement(Protocol):
 
     def lost(self, length: int, kept: int) -> bool:
         """As :meth:`Retention.lost`."""
+
+
+class KVArrangement(Arrangement, Protocol):
+    """Of keys and values."""
 
     def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         """Encode k, v (B, T, H_kv, D) as far as possible without knowing what is stored."""
@@ -129,3 +134,31 @@ class OneStore:
     ) -> None:
         place = self.retention.place(span.positions())
         put_at(stored, self.storage.encode(k, v, dtype), place, span.are_stored())
+
+
+@dataclass(frozen=True, slots=True)
+class OneState:
+    """The arrangement of a state: one entry a row."""
+
+    tensors: tuple[StateTensor, ...]
+    group: ClassVar[int] = 1
+    alone: ClassVar[int] = 0
+
+    def __str__(self) -> str:
+        return "a state of " + ", ".join(map(str, self.tensors))
+
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
+        rows = shape[0]
+        return {each.name: ((rows, 1, *each.shape), each.dtype or dtype) for each in self.tensors}
+
+    def slots(self, name: str, first: int, last: int) -> slice:
+        return slice(0, min(last, 1))
+
+    def stays(self, longest: int) -> bool:
+        return False
+
+    def in_place(self, common: int, written: int, new: int) -> int:
+        return new if common == written == new else 0
+
+    def lost(self, length: int, kept: int) -> bool:
+        return kept < length

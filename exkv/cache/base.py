@@ -40,6 +40,7 @@ from .paging.swap import SwappedPages
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
+from .state import StateLayer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -251,7 +252,7 @@ class KVCache(Rows):
         )
         properties = cls.known_options(properties)
         return [
-            cls.compose(spec, config, layer, **properties)
+            replace(cls.compose(spec, config, layer, **properties), state=config.state(layer))
             for layer in range(config.num_hidden_layers)
         ]
 
@@ -365,7 +366,7 @@ class KVCache(Rows):
         """Take pages from this pool from now on; all rows are empty."""
         self.pages = None if pool is None else PageTable(pool, self.batch_size)
         for layer in self.layers:
-            layer.pages = self.pages
+            layer.pages = None if layer.spec.state else self.pages
         if self.pages is not None:
             weakref.finalize(self, self.pages.release).atexit = False
 
@@ -448,14 +449,18 @@ class KVCache(Rows):
             layer.move_page(page, tier, to, to_tier)
 
     @mirrored
-    def swap_out(self, pages: Sequence[int]) -> SwappedPages:
-        """Copy pages of the pool to host memory, to swap them out."""
-        return SwappedPages.of([layer.tensors for layer in self.layers], pages)
+    def swap_out(self, pages: Sequence[int], row: int) -> SwappedPages:
+        """Copy a row to host memory, to swap it out: its pages of the pool, and its states."""
+        states = [layer.state(row) for layer in self.layers]
+        return SwappedPages.of([layer.pooled for layer in self.layers], pages, states)
 
     @mirrored
-    def swap_in(self, away: SwappedPages, pages: Sequence[int], first: int = 0) -> None:
-        """Copy swapped-out pages, from page ``first`` on, back into ``pages`` of the pool."""
-        away.copy_to([layer.tensors for layer in self.layers], pages, first)
+    def swap_in(self, away: SwappedPages, pages: Sequence[int], first: int, row: int) -> None:
+        """Copy a swapped-out row back: its pages from page ``first`` on into ``pages`` of the pool,
+        and its states."""
+        away.copy_to([layer.pooled for layer in self.layers], pages, first)
+        for layer, state in zip(self.layers, away.states, strict=True):
+            layer.set_state(row, state)
 
     def placed(self, lengths: Lengths) -> Lengths:
         """The lengths of a call that fits, with the block table of its rows."""
@@ -553,32 +558,40 @@ class KVCache(Rows):
             if not 0 <= row < self.batch_size:
                 raise ValueError(f"there is no row {row}: the cache has {self.batch_size} rows")
         common = [self.common(to, row) for to, row in enumerate(source)]
-        if self.pages is None:
-            self._move_rows(source, common)
-        else:
+        if self.pages is not None:
             self.pages.reorder(source)
+        for layers in self._with_and_without_states():
+            self._move_rows(layers, source, common)
         self.rename(source, common)
 
-    def _move_rows(self, source: Sequence[int], common: Sequence[int]) -> None:
-        """Copy what row ``source[i]`` stores to row ``i``."""
-        first = [self._in_place(to, row, common[to]) for to, row in enumerate(source)]
+    def _with_and_without_states(self) -> list[list[CacheLayer]]:
+        """The layers outside of pages that are moved alike."""
+        states = [layer for layer in self.layers if layer.spec.state]
+        others = [layer for layer in self.layers if not layer.spec.state and layer.pages is None]
+        return [each for each in (states, others) if each]
+
+    def _move_rows(
+        self, layers: Sequence[CacheLayer], source: Sequence[int], common: Sequence[int]
+    ) -> None:
+        """Copy what row ``source[i]`` stores in some layers to row ``i``."""
+        first = [self._in_place(layers, to, row, common[to]) for to, row in enumerate(source)]
         last = [len(self.sequences[row]) - self.prefix_lens[row] for row in source]
         moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
         for to, _ in moves:
             self._copy_on_write(to, 0)
         if moves:
             positions = slice(min(first[to] for to, _ in moves), max(last[to] for to, _ in moves))
-            for layer in self.layers:
+            for layer in layers:
                 layer.move_rows(moves, positions, self.model.max_input_len)
 
-    def _in_place(self, to: int, row: int, common: int) -> int:
+    def _in_place(self, layers: Sequence[CacheLayer], to: int, row: int, common: int) -> int:
         """Length of the prefix that both rows store alike, so that it needs no copying."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
         if self.prefix_of(to) != self.prefix_of(row):
             return 0
         written, new = max(self.written[to], self.written[row]), len(self.sequences[row])
-        kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in self.layers)
+        kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in layers)
         return max(kept - self.prefix_lens[row], 0)
 
     @mirrored
@@ -673,6 +686,8 @@ class KVCache(Rows):
         assert self.pages is not None and fork.pages is not None
         for to, row in enumerate(source):
             fork.pages.hold(to, self.pages.rows[row])
+            if self.model.config.has_states:
+                fork.take_state(to, self, row)
         self._name_rows(fork, source)
         return fork
 
@@ -730,10 +745,20 @@ class KVCache(Rows):
         the source becomes empty."""
         assert self.pages is not None and other.pages is not None
         self._cut(row, 0)
+        if self.model.config.has_states:
+            self.take_state(row, other, source)
         variant, made_with = other.rotary_variants[source], other.made_with[source]
         self.set_row(row, other.sequences[source], other.pages.rows[source])
         self.rotary_variants[row], self.made_with[row] = variant, made_with
+        if source in other.stale:
+            self.stale.add(row)
         other._cut(source, 0)
+
+    @mirrored
+    def take_state(self, row: int, other: KVCache, source: int) -> None:
+        """Copy what row ``source`` of another cache keeps outside of pages to row ``row``."""
+        for layer, there in zip(self.layers, other.layers, strict=True):
+            layer.set_state(row, there.state(source))
 
     def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
         """Record what the rows of a copy hold: those of these rows."""
@@ -769,8 +794,8 @@ class KVCache(Rows):
 
     def lender(self) -> KVCache | None:
         """The cache whose pages this one borrows, while it lives."""
-        of = self.layers[0].lender
-        return next((cache for cache in self.family() if cache.layers[0] is of), None)
+        of = {layer.lender for layer in self.layers} - {None}
+        return next((cache for cache in self.family() if of & set(cache.layers)), None)
 
     def share_layer(self, index: int) -> None:
         """Share the owner's tensors again after a layer of both was reallocated; no-op unless this
@@ -971,8 +996,8 @@ def _note_once(kind: type[KVCache], name: str) -> None:
 
 
 def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
-    """Unallocated layers, each linked to the next."""
-    layers = [CacheLayer(spec) for spec in specs]
-    for layer, after in pairwise(layers):
+    """Unallocated layers, each with keys and values linked to the next of them."""
+    layers = [StateLayer(spec) if spec.state else CacheLayer(spec) for spec in specs]
+    for layer, after in pairwise(layer for layer in layers if not layer.spec.state):
         layer.after = after
     return layers

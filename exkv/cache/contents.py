@@ -53,5 +53,5 @@ def _spans(spec: LayerSpec, row: Tensors, length: int) -> Iterator[tuple[Tensor,
     copied = {name: tensor.unsqueeze(0) for name, tensor in row.items()}
     for span in token_spans(sinks=kept.sinks, window=kept.size, lens=[length], step=_STEP):
         real = span.are_stored()[0]
-        k, v = spec.arrangement.read(copied, span, spec.dtype, spec.head_dim)
+        k, v = spec.kv.read(copied, span, spec.dtype, spec.head_dim)
         yield k[0, real], v[0, real]

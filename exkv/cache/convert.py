@@ -67,6 +67,6 @@ def _restore(
         return tensors
     kept = old.kept
     for span in token_spans(sinks=kept.sinks, window=kept.size, lens=copy.lens, step=_STEP):
-        k, v = old.arrangement.read(copy.tensors, span, old.dtype, old.head_dim)
-        new.arrangement.put(tensors, span, k, v, new.dtype)
+        k, v = old.kv.read(copy.tensors, span, old.dtype, old.head_dim)
+        new.kv.put(tensors, span, k, v, new.dtype)
     return tensors

@@ -378,7 +378,8 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
 
 def _encoding_of(layer: CacheLayer) -> str:
     """What determines the meaning of the tensors; residence and growth don't."""
-    return f"{layer.spec.storage} {layer.spec.retention}"
+    spec = layer.spec
+    return str(spec.arrangement) if spec.state else f"{spec.storage} {spec.retention}"
 
 
 def _read_rows(text: str, limit: int) -> list[list[int]]:

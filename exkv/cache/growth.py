@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from .checks import whole_type
 
 if TYPE_CHECKING:
-    from .arrangement import Arrangement
+    from .arrangement import KVArrangement
     from .retention import Retention
 
 
@@ -30,7 +30,7 @@ class Growth(Protocol):
     def kept(self, retention: Retention) -> Retention:
         """The effective retention: ``retention``, or one that keeps more."""
 
-    def arranged(self, arrangement: Arrangement) -> Arrangement:
+    def arranged(self, arrangement: KVArrangement) -> KVArrangement:
         """The effective arrangement: ``arrangement``, or another one, e.g. in pages
         (``paging.growth``)."""
 
@@ -48,7 +48,7 @@ class Static:
     def kept(self, retention: Retention) -> Retention:
         return retention
 
-    def arranged(self, arrangement: Arrangement) -> Arrangement:
+    def arranged(self, arrangement: KVArrangement) -> KVArrangement:
         return arrangement
 
 

@@ -10,7 +10,7 @@ lies.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.caching_allocator import LARGE
+from exkv.checkpoint import StateTensor
 from exkv.epochs import WatchedDict, advance
 from exkv.errors import Attempt
 from exkv.ops.attention import AttentionParams
@@ -170,13 +171,13 @@ class CacheLayer:
         call."""
         spec = self.spec
         own = batch if self.shared is None else self.shared.rest(batch)
-        new = spec.arrangement.encode(k, v, spec.dtype)
+        new = spec.kv.encode(k, v, spec.dtype)
         stored = self.fetch(own.lengths)
         if self.offloaded and own.block_table is not None:  # only the rows' pages were fetched
             table = own.block_table
             pages = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
             own = replace(own, block_table=pages.view_as(table))
-        new, view = spec.arrangement.store(stored, new, own, params)
+        new, view = spec.kv.store(stored, new, own, params)
         self._write_back(new, own.lengths)
         if self.shared is not None:
             view = self.shared.before(view, batch, params, fetched=self.offloaded)
@@ -206,6 +207,12 @@ class CacheLayer:
             paged=paged,
             window=retention.size if paged else 0,
         )
+
+    def states(
+        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
+    ) -> Mapping[str, Tensor]:
+        """See ``StateLayer``."""
+        raise TypeError("this layer has keys and values, and no state")
 
     @property
     def _placed(self) -> torch.device:
@@ -254,7 +261,7 @@ class CacheLayer:
         arrived = list(self._written_back)
         self._written_back.clear()
         for each in arrived:
-            self.spec.arrangement.write(self._tensors, each.arrive(), each.lengths)
+            self.spec.kv.write(self._tensors, each.arrive(), each.lengths)
 
     # Memory -------------------------------------------------------------------------------
 
@@ -405,16 +412,28 @@ class CacheLayer:
             index = self.pages.index(row, tokens).to(tensor.device)
             _flat(tensor)[index] = values[row, :tokens].to(tensor.device)
 
+    @property
+    def pooled(self) -> dict[str, Tensor]:
+        """The tensors of a paged cache that consist of pages."""
+        return self.tensors
+
     def copy_page(self, to: int, page: int) -> None:
         """Copy page ``page`` to page ``to``."""
-        for tensor in self.tensors.values():
+        for tensor in self.pooled.values():
             tensor[to].copy_(tensor[page])
 
     def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
         """Copy ``page`` of one tier to page ``to`` of another."""
-        if self.tensors:  # the layer is in this process
+        if self.pooled:  # the layer is in this process
             assert self.host_pages is not None, "only layers with tiers move pages"
             self.host_pages.move(self.tensors, page, tier, to, to_tier)
+
+    def state(self, row: int) -> dict[str, Tensor]:
+        """What a row keeps outside of pages: views, by tensor name."""
+        return {}
+
+    def set_state(self, row: int, state: Tensors) -> None:
+        """Copy another row's :meth:`state` to this row."""
 
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
         """Copy the stored tokens at these positions from row to row, for all ``(to, row)`` at once

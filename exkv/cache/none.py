@@ -1,11 +1,15 @@
-"""Attention without a cache: the chunk attends to itself, and nothing is stored."""
+"""A call without a cache: the chunk attends to itself, states begin at zero, and nothing is
+stored."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from exkv.batch import Batch
+from exkv.checkpoint import StateTensor
 from exkv.ops.attention import AttentionParams
 from exkv.ops.attention_parts import merge_parts, sink_part
 
@@ -23,3 +27,12 @@ class NoCacheLayer:
         keys = torch.zeros_like(past), torch.full_like(past, lengths.kv_len), lengths.kv_len
         part = torch.ops.exkv.attention_part(q, [k], "float", [v], "float", past, *keys, *how)
         return merge_parts([part, sink_part(q, params.sinks)], q.dtype)
+
+    def states(
+        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
+    ) -> Mapping[str, Tensor]:
+        rows, device = len(batch.lengths.past), batch.past_lens.device
+        return {
+            each.name: torch.zeros((rows, *each.shape), dtype=each.dtype or dtype, device=device)
+            for each in tensors
+        }

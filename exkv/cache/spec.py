@@ -9,14 +9,17 @@ from typing import Protocol
 import torch
 
 from exkv import devices
+from exkv.checkpoint import StateTensor
 
-from .arrangement import Arrangement, OneStore
+from .arrangement import Arrangement, KVArrangement, OneState, OneStore
 from .growth import Growth, Static
 from .residence import OnDevice, Residence
 from .retention import KeepAll, Retention, Sinks
 from .storage import Storage
 from .tiers import SinksFirst, TwoTiers
 
+#: The properties of a layer with a state, which is kept as it is computed.
+_OF_STATES = {"storage": Storage(), "retention": KeepAll(), "residence": OnDevice()}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The four properties: a method that identifies each, and an example.
 PROPERTIES = {
@@ -54,6 +57,8 @@ class LayerSpec:
 
     Attributes:
         prefix: shared prefixes of a fork; S counts the tokens after them.
+        state: tensors of a row that the layer has in place of keys and values; () for none. It has
+            one storage, retention and residence, whichever are given.
 
     Raises:
         ValueError: a dtype other than float32, float16 and bfloat16, or pages with a property that
@@ -71,8 +76,11 @@ class LayerSpec:
     residence: Residence = OnDevice()
     growth: Growth = Static()
     prefix: Prefix | None = None
+    state: tuple[StateTensor, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, only in _OF_STATES.items() if self.state else ():
+            object.__setattr__(self, name, only)
         if self.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
@@ -85,6 +93,11 @@ class LayerSpec:
     @property
     def arrangement(self) -> Arrangement:
         """Which tensors there are, and where each token is stored."""
+        return OneState(self.state) if self.state else self.kv
+
+    @property
+    def kv(self) -> KVArrangement:
+        """The same of keys and values."""
         if not self.storage.recent:
             return self.growth.arranged(OneStore(self.storage, self.retention))
         if isinstance(self.retention, Sinks):
@@ -98,8 +111,8 @@ class LayerSpec:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a row at full growth."""
-        return self.kept.capacity(self.max_seq_len)
+        """Tokens of a row at full growth; 1 for a state."""
+        return 1 if self.state else self.kept.capacity(self.max_seq_len)
 
     @property
     def kept(self) -> Retention:

@@ -12,9 +12,11 @@ from .facts import Facts, facts_of
 from .families import (
     ClampedExpertsConfig,
     ExpertsConfig,
+    LinearAttentionConfig,
     Multipliers,
     QueryScaling,
     RoutedExpertsConfig,
+    StateTensor,
 )
 from .gguf.contents import GGUFContents, find_gguf
 from .gguf.tensors import GGUFCheckpoint
@@ -33,12 +35,14 @@ __all__ = [
     "Facts",
     "GGUFCheckpoint",
     "GGUFContents",
+    "LinearAttentionConfig",
     "ModelConfig",
     "Multipliers",
     "QueryScaling",
     "RopeParameters",
     "RopeScaling",
     "RoutedExpertsConfig",
+    "StateTensor",
     "TensorInfo",
     "facts_of",
     "find_gguf",

@@ -16,7 +16,7 @@ import torch
 
 from .fields import Fields
 from .gguf.names import GGUFFamily
-from .value_checks import check_bool, check_size, is_int, set_floats
+from .value_checks import check_at_most, check_bool, check_size, is_int, set_floats
 from .windows import WindowOfLayers, nowhere
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Windows = Callable[[Mapping[str, Any]], WindowOfLayers]
 #: From the same, and the types of the layers: which of them have rotary positions; () for all.
 Rotated = Callable[[Mapping[str, Any], tuple[str, ...]], tuple[bool, ...]]
+
+#: More than any layer's state has: heads, or features of one.
+WIDEST_STATE = 1 << 16
 
 #: transformers' defaults for a Llama.
 LLAMA = {
@@ -189,6 +192,66 @@ class QueryScaling:
         check_size("length", self.length)
 
 
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor that each row of a cache has in a layer with a state; of the cache's dtype for
+    None."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        kind = "" if self.dtype is None else f" {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}{kind} {list(self.shape)}"
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: classes inherit it beside ExpertsConfig
+class LinearAttentionConfig(Specific):
+    """Layers of linear attention: ``linear_num_key_heads`` heads of queries and keys with
+    ``linear_key_head_dim`` features, ``linear_num_value_heads`` of values with
+    ``linear_value_head_dim``, behind a convolution over ``linear_conv_kernel_dim`` tokens."""
+
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+    def __post_init__(self) -> None:
+        Specific.__post_init__(self)
+        for each in dataclasses.fields(LinearAttentionConfig):
+            check_size(each.name, getattr(self, each.name))
+            check_at_most(each.name, getattr(self, each.name), WIDEST_STATE)
+        if self.linear_conv_kernel_dim < 2:
+            raise ValueError("linear_conv_kernel_dim 1: a convolution is over at least 2 tokens")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of "
+                f"linear_num_key_heads {self.linear_num_key_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Features of all heads' keys."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Features of all heads' values."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """The last inputs of the convolution, and the sum of values by keys."""
+        inputs = 2 * self.key_size + self.value_size
+        heads = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
+        return (
+            StateTensor("conv", (self.linear_conv_kernel_dim - 1, inputs)),
+            StateTensor("recurrent", heads, torch.float32),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """What a checkpoint calls the layers (before their number), the embedding table, the last norm
@@ -269,6 +332,7 @@ class Family:
         rope_keys: its names of keys of rope_parameters -> everybody's.
         original_max_position_embeddings: the trained length for longrope where none is stated.
         gguf: how GGUF files have it; None where they have it under another's name, or not at all.
+        states: what those layers keep a row that have no keys and values.
     """
 
     architecture: str
@@ -299,6 +363,7 @@ class Family:
     rope_keys: Mapping[str, str] = field(default_factory=dict)
     original_max_position_embeddings: int | None = None
     gguf: GGUFFamily | None = None
+    states: Callable[[ModelConfig], tuple[StateTensor, ...]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "defaults", LLAMA | self.defaults)

@@ -23,7 +23,7 @@ import torch
 
 from exkv.errors import UnsupportedArchitecture
 
-from .families import FAMILIES, Family, Multipliers, QueryScaling, Specific
+from .families import FAMILIES, Family, Multipliers, QueryScaling, Specific, StateTensor
 from .fields import Fields, refuse_unsupported, warn_of_unread
 from .files import quoted, read_json_object, shortened
 from .gguf.contents import SUFFIX, GGUFContents, find_gguf
@@ -39,7 +39,7 @@ from .value_checks import (
     refuses_assignment,
     set_floats,
 )
-from .windows import SLIDING_ATTENTION, check_layer_types
+from .windows import SLIDING_ATTENTION, STATES, check_layer_types
 
 __all__ = [
     "DTYPES",
@@ -90,7 +90,8 @@ class ModelConfig:
     guess from.  `eos_token_id` is always a tuple, empty if the model has no end.  `pad_token_id`
     outside of the vocabulary (older conversions write -1) becomes None: nothing is padded here.
     `layer_types` is empty where every layer attends to everything; else it names each layer's
-    kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
+    kind, and those that slide see the last `sliding_window` tokens; some have a `state` in place of
+    keys and values.  `local_rope` are rotary
     positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
     part of a head that is rotated, pairs of neighbours where `rope_interleaved`; `rotated` tells
     for each layer whether it has rotary positions at all, and is empty where every layer has.
@@ -226,6 +227,19 @@ class ModelConfig:
         """Whether the layer sees a window of tokens only."""
         return bool(self.layer_types) and self.layer_types[layer] == SLIDING_ATTENTION
 
+    def state(self, layer: int) -> tuple[StateTensor, ...]:
+        """What the layer keeps of a row in place of keys and values; () where it attends."""
+        if not self.layer_types or self.layer_types[layer] not in STATES:
+            return ()
+        states = FAMILIES[self.architecture].states
+        assert states is not None  # see _check_windows
+        return states(self)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer has a state in place of keys and values."""
+        return not set(STATES).isdisjoint(self.layer_types)
+
     def rotates(self, layer: int) -> bool:
         """Whether the layer has rotary positions."""
         return not self.rotated or self.rotated[layer]
@@ -340,7 +354,10 @@ class ModelConfig:
         if self.sliding_window is not None:
             check_size("sliding_window", self.sliding_window)
         if self.layer_types != ():
-            types = check_layer_types(self.layer_types, self.num_hidden_layers, self.sliding_window)
+            family = FAMILIES.get(self.architecture)
+            states = STATES if family is not None and family.states is not None else ()
+            how = self.num_hidden_layers, self.sliding_window, states
+            types = check_layer_types(self.layer_types, *how)
             object.__setattr__(self, "layer_types", types)
         if len(self.rotated) not in (0, self.num_hidden_layers):
             raise ValueError(

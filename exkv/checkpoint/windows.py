@@ -1,4 +1,5 @@
-"""Which layers have a sliding window, as architectures say it in config.json.
+"""Which layers have a sliding window, or a state in place of attention, as architectures say it in
+config.json.
 
 A rule takes a config.json's values with defaults filled in. A rule of one architecture alone
 stands in its file, ``exkv/models/<name>.py``.
@@ -7,7 +8,7 @@ stands in its file, ``exkv/models/<name>.py``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .value_checks import check_bool, check_layers, check_size, is_int
@@ -15,21 +16,25 @@ from .value_checks import check_bool, check_layers, check_size, is_int
 logger = logging.getLogger(__name__)
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+#: Layers with a state: of linear attention, and convolutions.
+STATES = ("linear_attention", "conv")
 
 #: The window in tokens, and the type of every layer; None and () where all attend to everything.
 WindowOfLayers = tuple[int | None, tuple[str, ...]]
 
 
-def check_layer_types(types: Any, layers: int, window: int | None) -> tuple[str, ...]:
+def check_layer_types(
+    types: Any, layers: int, window: int | None, states: Sequence[str] = ()
+) -> tuple[str, ...]:
     """The types of the layers as a tuple; ValueError unless each has one, and sliding ones a
-    window."""
+    window. ``states`` are those that the architecture has beside attention."""
+    known = (FULL_ATTENTION, SLIDING_ATTENTION, *states)
     if not isinstance(types, list | tuple):
         raise ValueError(f"layer_types must be a list, not {types!r}")
     for index, kind in enumerate(types):
-        if kind not in (FULL_ATTENTION, SLIDING_ATTENTION):
+        if kind not in known:
             raise ValueError(
-                f"layer_types[{index}] is {kind!r}; exkv knows {FULL_ATTENTION}, "
-                f"{SLIDING_ATTENTION}"
+                f"layer_types[{index}] is {kind!r}; exkv knows {', '.join(known)} there"
             )
     if len(types) != layers:
         raise ValueError(
@@ -70,6 +75,19 @@ def by_layer(
         types = [SLIDING_ATTENTION if slides(layer) else FULL_ATTENTION for layer in layers]
     types = check_layer_types(types, len(layers), window)
     return (window, types) if SLIDING_ATTENTION in types else (None, ())
+
+
+def with_states(values: Mapping[str, Any]) -> WindowOfLayers:
+    """Qwen3-Next: linear attention, but in every ``full_attention_interval``-th layer, unless
+    ``layer_types`` say otherwise."""
+    check_layers(values["num_hidden_layers"])
+    layers, types = values["num_hidden_layers"], values.get("layer_types")
+    period = values["full_attention_interval"]
+    check_size("full_attention_interval", period)
+    if types is None:
+        linear, *_ = STATES
+        types = [linear if (layer + 1) % period else FULL_ATTENTION for layer in range(layers)]
+    return None, check_layer_types(types, layers, None, STATES[:1])
 
 
 def first_layers(values: Mapping[str, Any]) -> int:

@@ -26,7 +26,14 @@ from exkv.cache import (
 )
 from exkv.cache.paging.growth import HostTier, Paged
 from exkv.cache.spec import Prefix
-from exkv.checkpoint import ModelConfig, Multipliers, QueryScaling, RopeParameters, RopeScaling
+from exkv.checkpoint import (
+    ModelConfig,
+    Multipliers,
+    QueryScaling,
+    RopeParameters,
+    RopeScaling,
+    StateTensor,
+)
 from exkv.checkpoint.families import FAMILIES
 from exkv.checkpoint.safetensors import DTYPES
 from exkv.planning import Budget, Ledger, Link, Plan
@@ -48,6 +55,7 @@ _KINDS: dict[str, type[Any]] = {
         *(Storage, Window),
         *(Budget, Choice, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
         *(ModelConfig, Multipliers, QueryScaling, RopeParameters, RopeScaling),
+        StateTensor,
         *(family.specific for family in FAMILIES.values() if family.specific is not None),
     )
 }

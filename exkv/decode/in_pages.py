@@ -16,6 +16,7 @@ it has alone.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from exkv.cache import KVCache
 from exkv.cache.paging.pool import KnownPage, PageTable
+from exkv.cache.paging.swap import SwappedPages
 from exkv.devices import CPU
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
@@ -34,6 +36,33 @@ from .guidance import logits_of_jobs
 from .paged_group import PagedGroup
 from .pressure import Pressure
 from .rows import Row, Rows, SwappedRow
+
+
+class Snapshots:
+    """The states of a model behind pages of the prefix cache: copies in host memory, of which the
+    least recently used makes room for a new one.
+
+    A prompt leaves one behind its last full page, where the next turn of its chat goes on, and one
+    behind the last page that it shares with an earlier prompt.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[KnownPage, SwappedPages] = OrderedDict()
+
+    def __contains__(self, page: KnownPage) -> bool:
+        return page in self._kept
+
+    def find(self, page: KnownPage) -> SwappedPages:
+        """The states behind a page that has some."""
+        self._kept.move_to_end(page)
+        return self._kept[page]
+
+    def add(self, page: KnownPage, states: SwappedPages) -> None:
+        self._kept[page] = states
+        self._kept.move_to_end(page)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
 
 
 class InPages(Rows[PagedGroup]):
@@ -79,6 +108,7 @@ class InPages(Rows[PagedGroup]):
         self._prompts = [cache.sharing_pool(1, call_len=call_len) for _ in range(2)]
         #: With longrope, keys depend on the final length of their text.
         self._finds = not model.rotary.varies
+        self._states = Snapshots(most) if model.config.has_states else None
 
     @property
     def groups(self) -> list[PagedGroup]:
@@ -174,6 +204,8 @@ class InPages(Rows[PagedGroup]):
 
     def _begin(self, handle: Row, cache: KVCache, row: int) -> None:
         found, size = self._found(handle), self._table.pool.size
+        if self._states is not None:
+            handle.shared_len = len(self._found(handle, with_states=False)) * size
         stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
         table = cache.pages
         assert table is not None
@@ -184,21 +216,24 @@ class InPages(Rows[PagedGroup]):
         table.reserve([*starts, first], [*ends, last], cache)
         handle.last_page = found[-1] if found else None
         handle.exact &= all(known.exact for known in found)
+        if self._states is not None and found:
+            cache.swap_in(self._states.find(found[-1]), (), 0, row)
         if handle.away is None:
             if not handle.tokens:
                 handle.cached_tokens = len(stored)
                 self.found_tokens += len(stored)
             return
         filled = table.rows[row][len(found) : table.pages_for(len(stored))]
-        cache.swap_in(handle.away.pages, filled, len(found))
+        cache.swap_in(handle.away.pages, filled, len(found), row)
         full = min(len(stored), len(handle.prompt)) // size
         for at in range(len(found), full if self._finds else 0):
             self._remember(handle, cache, row, at)
         handle.away = None
 
-    def _found(self, handle: Row) -> list[KnownPage]:
+    def _found(self, handle: Row, *, with_states: bool = True) -> list[KnownPage]:
         """The prompt's pages in the prefix cache, without its last token's, whose logits are
-        needed, and within what a preempted job had stored."""
+        needed, and within what a preempted job had stored; up to one whose states are known, where
+        a model has states."""
         pool, found = self._table.pool, list[KnownPage]()
         last = len(handle.prompt) - 1 if self._finds and not handle.is_scored else 0
         if handle.away is not None:
@@ -209,6 +244,8 @@ class InPages(Rows[PagedGroup]):
             if before is None or not (before.exact or handle.job.approximate_reuse):
                 break
             found.append(before)
+        while with_states and self._states is not None and found and found[-1] not in self._states:
+            found.pop()
         return found
 
     def _page_of(self, handle: Row, text: Sequence[int], at: int) -> tuple[Hashable, ...]:
@@ -227,7 +264,7 @@ class InPages(Rows[PagedGroup]):
             return
         for part in row.parts:
             group = self._group_of(part)
-            if part.job.approximate_reuse and self._finds:
+            if part.job.approximate_reuse and self._finds and self._states is None:
                 self._remember_text(part, group)
             group.drop(part)
 
@@ -257,7 +294,7 @@ class InPages(Rows[PagedGroup]):
         assert cache.pages is not None
         tokens = list(cache.sequences[row])
         pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
-        return SwappedRow(tokens=tokens, pages=cache.swap_out(pages))
+        return SwappedRow(tokens=tokens, pages=cache.swap_out(pages, row))
 
     # Lost contents ----------------------------------------------------------------------------
 
@@ -347,7 +384,9 @@ class InPages(Rows[PagedGroup]):
                 if through:
                     handle.logits = self._kept(handle, partial(logits.__getitem__, slice(-1, None)))
         if end % size == 0 and end <= prompt and self._finds:
-            self._remember(handle, cache, 0, end // size - 1)
+            known = self._remember(handle, cache, 0, end // size - 1)
+            if self._states is not None and end in (handle.shared_len, (prompt - 1) // size * size):
+                self._states.add(known, cache.swap_out((), 0))
 
     def _score(self, handle: Row, done: int, logits: Tensor) -> None:
         """Log-probabilities of a prompt's tokens by the logits (tokens, V) of those from ``done``
@@ -366,7 +405,7 @@ class InPages(Rows[PagedGroup]):
         logits = begun()[:, 0].to(CPU)
         return lambda: logits
 
-    def _remember(self, handle: Row, cache: KVCache, row: int, at: int) -> None:
+    def _remember(self, handle: Row, cache: KVCache, row: int, at: int) -> KnownPage:
         """Add page ``at`` of its text to the prefix cache, or take the equal one that is there."""
         table = cache.pages
         assert table is not None
@@ -377,6 +416,7 @@ class InPages(Rows[PagedGroup]):
         if known.tier == 0 and known.page != page:
             table.replace(row, at, known.page)
         handle.last_page = known
+        return known
 
     def room(self, group: PagedGroup, wanted: Sequence[int]) -> list[int]:
         needed = sum(each.pages_needed() for each in self.groups)

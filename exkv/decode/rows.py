@@ -42,6 +42,7 @@ class Row:
         idle: whether it has ended, and waits for the others of its batch.
         exact: whether the prompt's stored keys and values are what running it stores.
         last_page: before the prompt's next full page.
+        shared_len: tokens of the prompt's pages that an earlier prompt has, too.
         away: what it had stored when it was preempted.
         logits: gives those of its prompt (1, V), until its other part has its own.
         prompt_logprobs: of the prompt's tokens from the second on, if the job asks.
@@ -67,6 +68,7 @@ class Row:
         self.idle = False
         self.exact = True
         self.last_page: KnownPage | None = None
+        self.shared_len = 0
         self.away: SwappedRow | None = None
         self.logits: Callable[[], Tensor] | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -17,6 +17,7 @@ from . import (  # noqa: F401  (importing them defines the ops)
     kv_quant,
     linear,
     norm,
+    recurrent,
     rope,
     sample,
     weight_groups,

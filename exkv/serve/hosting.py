@@ -320,23 +320,30 @@ class Prepared:
         return {"asked": asked, **values, "away_bytes_at_most": self._away_bytes()}
 
     def _away_bytes(self) -> int:
-        """Upper bound on host memory for preempted jobs, if all have one priority."""
+        """Upper bound on host memory for preempted jobs, if all have one priority, and for states
+        behind pages of the prefix cache."""
         options, tokens = self.options, self.cache.max_seq_len
         pages, at_once = -(-tokens // options.page), options.max_running - 1
-        full = sum(layer.full_bytes() for layer in self.cache.layers)
-        if options.away_tokens is not None:
-            return min(at_once * pages, options.away_tokens // options.page) * full // pages
-        return at_once * full
+        full, states = (
+            sum(layer.full_bytes() for layer in self.cache.layers if bool(layer.spec.state) == kind)
+            for kind in (False, True)
+        )
+        beside = (at_once + options.max_running) * states
+        if options.away_tokens is None:
+            return at_once * full + beside
+        most = min(at_once * pages, options.away_tokens // options.page)
+        return most * full // pages + beside
 
     def _scenario(self, leaving: Sequence[Model] = (), *, engine: bool = True) -> Scenario:
         """The models with their caches, and those of the engine: of the same pages, for rows that
-        decode and a prompt. With a draft, logits are wanted behind each of its guesses."""
+        decode and two prompts. With a draft, logits are wanted behind each of its guesses."""
         options = self.options
         proposed = _DRAFTED if options.draft is not None else 0
         calls: list[list[KVCache]] = [[] for _ in self.models]
         if engine:
             rows = self.cache.sharing_pool(options.max_running, call_len=1 + proposed)
-            calls[0] = [rows, self.cache.sharing_pool(1, call_len=self._chunk)]
+            prompts = (self.cache.sharing_pool(1, call_len=self._chunk) for _ in range(2))
+            calls[0] = [rows, *prompts]
         if engine and len(self.models) > 1:
             calls[1] = [self._rows_of_draft()]
         workloads = []

@@ -25,6 +25,7 @@
 #include "attention_part_binding.h"
 #include "decode_attention_binding.h"
 #include "decoder_binding.h"
+#include "delta_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
@@ -448,6 +449,16 @@ std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tenso
   return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
 }
 
+Tensor GatedDeltaCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
+                     const Tensor& beta, Tensor state, std::optional<Tensor> new_lens) {
+  return GatedDelta(q, k, v, decay, beta, state, new_lens, [](const DeltaParams& p) {
+    torch::stable::parallel_for(0, p.rows, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> space(static_cast<size_t>(2 * p.key_dim));
+      RowsOfIsa().delta(p, space.data(), begin, end);
+    });
+  });
+}
+
 void AppendKvCpu(const AppendArguments& a) {
   AppendKv(a, [](const AppendParams& p) {
     CheckPlaces(p);
@@ -713,6 +724,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
+  m.impl("gated_delta", TORCH_BOX(&exkv::GatedDeltaCpu));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCpu>));
   m.impl("decode_attention", TORCH_BOX(&exkv::DecodeAttentionCpu));
 #if defined(__x86_64__)

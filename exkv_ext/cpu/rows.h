@@ -1,6 +1,6 @@
-// Norms, gates and rotary positions on the CPU, whose work is a row at a time: one table of kernels
-// for each instruction set. The arithmetic is in norm.inc, gate.inc and rope.inc, which each
-// instruction set's file compiles once.
+// Norms, gates, rotary positions and the gated delta rule on the CPU, whose work is a row at a time:
+// one table of kernels for each instruction set. The arithmetic is in norm.inc, gate.inc, rope.inc
+// and delta.inc, which each instruction set's file compiles once.
 #pragma once
 
 #include "../params/attention_params.h"
@@ -56,6 +56,26 @@ struct RopeParams {
   RopeHeads heads[2];
 };
 
+// A row is a head of a sequence.
+struct DeltaParams {
+  FloatType dtype;
+  int64_t rows;       // B * H
+  int64_t heads;      // H
+  int64_t groups;     // heads of values to a head of keys
+  int64_t length;     // T
+  int64_t key_dim;    // D_k
+  int64_t value_dim;  // D_v
+  TokenView q;        // (B, T, H / groups, D_k)
+  TokenView k;
+  TokenView v;              // (B, T, H, D_v)
+  const float* decay;       // (B, T, H), logarithms
+  const float* beta;        // (B, T, H)
+  const int32_t* new_lens;  // (B,), real tokens; null for all
+  float* state;             // (B, H, D_k, D_v)
+  int64_t state_row;        // floats from a sequence's state to the next
+  void* out;                // (B, T, H, D_v)
+};
+
 // The kernels work on rows [begin, end).
 struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
@@ -63,6 +83,8 @@ struct RowKernels {
   void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
   void (*add)(const GateParams& params, int64_t begin, int64_t end);
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
+  // `space` is for 2 * key_dim floats.
+  void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);
 };
 
 extern const RowKernels kRowsPortable;

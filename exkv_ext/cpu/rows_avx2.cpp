@@ -18,9 +18,10 @@
 // Written with its pieces:
 #include "gate.inc"
 #include "rope.inc"
+#include "delta.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope};
+const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta};
 }  // namespace exkv
 #endif

@@ -12,7 +12,8 @@
 // Written with its pieces:
 #include "gate.inc"
 #include "rope.inc"
+#include "delta.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope};
+const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta};
 }  // namespace exkv

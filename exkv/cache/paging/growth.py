@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exkv.batch import Batch, Lengths
-from exkv.cache.arrangement import Arrangement, OneStore
+from exkv.cache.arrangement import KVArrangement, OneStore
 from exkv.cache.checks import whole_type
 from exkv.cache.growth import Static
 from exkv.cache.retention import KeepAll, Retention, Window
@@ -77,7 +77,7 @@ class Paged(Static):
     def kept(self, retention: Retention) -> Retention:
         return KeepAll()
 
-    def arranged(self, arrangement: Arrangement) -> Arrangement:
+    def arranged(self, arrangement: KVArrangement) -> KVArrangement:
         one = arrangement if type(arrangement) is OneStore else None
         if one is None or not one.storage.in_place or type(one.retention) not in (KeepAll, Window):
             raise ValueError(

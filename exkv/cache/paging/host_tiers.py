@@ -86,7 +86,9 @@ class HostPages:
 
 
 def _tiers(spec: LayerSpec) -> tuple[HostTier, ...]:
-    return spec.growth.tiers if isinstance(spec.growth, Paged) else ()
+    if spec.state or not isinstance(spec.growth, Paged):
+        return ()
+    return spec.growth.tiers
 
 
 def _layout(spec: LayerSpec, tier: HostTier) -> Layout:

@@ -1,4 +1,4 @@
-"""Swapped-out pages: copies in host memory of pages of a pool."""
+"""Swapped-out rows: copies in host memory of pages of a pool, and of states."""
 
 from __future__ import annotations
 
@@ -8,22 +8,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exkv.devices import CPU
+
 
 @dataclass(frozen=True, eq=False)
 class SwappedPages:
-    """Copied pages of each layer in this process, by tensor name."""
+    """Copied pages of each layer in this process, by tensor name, and what the row keeps outside of
+    pages."""
 
     layers: tuple[dict[str, Tensor], ...]
+    states: tuple[dict[str, Tensor], ...]
 
     @classmethod
-    def of(cls, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int]) -> SwappedPages:
-        """Copy these pages of the layers' pools to host memory."""
-        return cls(tuple({name: _copied(x, pages) for name, x in each.items()} for each in layers))
+    def of(
+        cls,
+        layers: Sequence[Mapping[str, Tensor]],
+        pages: Sequence[int],
+        states: Sequence[Mapping[str, Tensor]],
+    ) -> SwappedPages:
+        """Copy these pages of the layers' pools, and states, to host memory."""
+        return cls(
+            tuple({name: _copied(x, pages) for name, x in each.items()} for each in layers),
+            tuple({name: x.to(CPU, copy=True) for name, x in each.items()} for each in states),
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+        copied = (*self.layers, *self.states)
+        return sum(tensor.nbytes for layer in copied for tensor in layer.values())
 
     def copy_to(
         self, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int], first: int

@@ -1,0 +1,76 @@
+// Between torch and the kernel of the gated delta rule: checks the tensors, makes the output, fills
+// the params.
+#pragma once
+
+#include <optional>
+
+#include "rope_binding.h"
+
+namespace exkv {
+
+// q, k (B, T, H_k, D_k), v (B, T, H, D_v); decay and beta float32 (B, T, H); state float32
+// (B, H, D_k, D_v), changed in place; new_lens int32 (B,) -> (B, T, H, D_v).
+template <typename Launch>
+Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
+                  const Tensor& beta, const Tensor& state, const std::optional<Tensor>& new_lens,
+                  const Launch& launch) {
+  const char* op = "gated_delta";
+  DeltaParams params{};
+  params.dtype = CheckRows(op, "q", q);
+  STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, op, ": q and v must be (B, T, heads, D); they are ",
+                  ShapeText(q), " and ", ShapeText(v));
+  CheckSameShape(op, "q", q, "k", k);
+  CheckAlike(op, "q", q, "k", k);
+  CheckAlike(op, "q", q, "v", v);
+  const int64_t rows = q.size(0), length = q.size(1), heads = v.size(2);
+  STD_TORCH_CHECK(v.size(0) == rows && v.size(1) == length && q.size(2) > 0 &&
+                      heads % q.size(2) == 0,
+                  op, ": v ", ShapeText(v), " must have q's rows and tokens, and a multiple of its ",
+                  "heads; q is ", ShapeText(q));
+  const auto check = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> shape) {
+    CheckSameDevice(op, "q", q, name, x);
+    bool same = x.dim() == static_cast<int64_t>(shape.size());
+    int64_t i = 0;
+    for (int64_t size : shape) same = same && x.size(i++) == size;
+    STD_TORCH_CHECK(same && x.scalar_type() == ScalarType::Float, op, ": ", name,
+                    " must be float32 with q's rows and v's heads; it is ",
+                    torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+  };
+  check("decay", decay, {rows, length, heads});
+  check("beta", beta, {rows, length, heads});
+  check("state", state, {rows, heads, q.size(3), v.size(3)});
+  const int64_t inner = v.size(3), matrix = q.size(3) * inner;
+  STD_TORCH_CHECK(state.numel() == 0 || (state.stride(3) == 1 && state.stride(2) == inner &&
+                                         state.stride(1) == matrix),
+                  op, ": the rows of state must be contiguous");
+  if (new_lens) {
+    CheckSameDevice(op, "q", q, "new_lens", *new_lens);
+    STD_TORCH_CHECK(new_lens->dim() == 1 && new_lens->size(0) == rows &&
+                        new_lens->scalar_type() == ScalarType::Int,
+                    op, ": new_lens must be int32 (", rows, ",); it is ", ShapeText(*new_lens));
+  }
+  Tensor out = NewEmpty(v, v.sizes());
+  if (v.numel() == 0) return out;
+  const Tensor queries = InLine(q), keys = InLine(k), values = InLine(v);
+  const Tensor decays = Contiguous(decay), betas = Contiguous(beta);
+  const std::optional<Tensor> lens = new_lens ? std::optional(Contiguous(*new_lens)) : std::nullopt;
+  params.rows = rows * heads;
+  params.heads = heads;
+  params.groups = heads / q.size(2);
+  params.length = length;
+  params.key_dim = q.size(3);
+  params.value_dim = inner;
+  params.q = ViewOf(queries);
+  params.k = ViewOf(keys);
+  params.v = ViewOf(values);
+  params.decay = static_cast<const float*>(decays.const_data_ptr());
+  params.beta = static_cast<const float*>(betas.const_data_ptr());
+  params.new_lens = lens ? static_cast<const int32_t*>(lens->const_data_ptr()) : nullptr;
+  params.state = static_cast<float*>(state.mutable_data_ptr());
+  params.state_row = state.stride(0);
+  params.out = out.mutable_data_ptr();
+  launch(params);
+  return out;
+}
+
+}  // namespace exkv

@@ -1,0 +1,132 @@
+"""Convolutions and the gated delta rule, kernels and references, against transformers' loop over
+tokens and torch's convolution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from native import needs_kernels
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+import exkv  # noqa: F401 # defines the ops
+from exkv.ops import REFERENCES
+
+WAYS = [
+    pytest.param(torch.ops.exkv.gated_delta, id="kernel", marks=needs_kernels),
+    pytest.param(REFERENCES["gated_delta"], id="reference"),
+]
+#: Keys' heads and size, values' heads and size: also such as fill no vector of any processor.
+SIZES = [(2, 128, 4, 128), (1, 16, 3, 40), (2, 6, 2, 5)]
+
+
+def inputs(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, rows: int = 2):
+    """q, k, v, decay, beta, and a state."""
+    generator = torch.Generator().manual_seed(tokens)
+    key_heads, key_dim, heads, dim = sizes
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    both = random(rows, tokens, 2 * key_heads, key_dim).to(dtype)
+    q, k = both.chunk(2, dim=2)  # as views, whose tokens lie apart
+    v = random(rows, tokens, heads, dim).to(dtype)
+    decay, beta = -random(rows, tokens, heads).abs(), random(rows, tokens, heads).sigmoid()
+    return q, k, v, decay, beta, random(rows, heads, key_dim, dim)
+
+
+def theirs(q, k, v, decay, beta, state):
+    wide = (x.float() for x in (q, k, v))
+    return torch_recurrent_gated_delta_rule(
+        *wide,
+        g=decay,
+        beta=beta,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+@pytest.mark.parametrize("op", WAYS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 64, 150])
+def test_outputs_and_states_are_those_of_a_loop_over_tokens(op, sizes, tokens):
+    *given, state = inputs(tokens, sizes)
+    expected, after = theirs(*given, state)
+    out = op(*given, state, None)
+    torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(state, after, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
+    *given, state = inputs(5, SIZES[0], dtype)
+    expected, after = theirs(*given, state)
+    out = op(*given, state, None)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected.to(dtype))
+    torch.testing.assert_close(state, after, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", WAYS)
+def test_padding_leaves_a_rows_state_as_it_is(op):
+    *given, state = inputs(70, SIZES[1], rows=3)
+    lens = torch.tensor([70, 11, 0], dtype=torch.int32)
+    before, padded = state.clone(), state.clone()
+    out = op(*given, padded, lens)
+    assert torch.equal(padded[2], before[2])
+    for row, tokens in ((0, 70), (1, 11)):
+        alone = [x[row : row + 1, :tokens] for x in given]
+        expected, after = theirs(*alone, before[row : row + 1])
+        torch.testing.assert_close(out[row, :tokens], expected[0], rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(padded[row], after[0], rtol=2e-4, atol=2e-5)
+
+
+@needs_kernels
+def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token():
+    *given, state = inputs(9, SIZES[0], torch.bfloat16, rows=4)
+    before = state.clone()
+    together = torch.ops.exkv.gated_delta(*given, state, None)
+    own = before[2:3].clone()
+    steps = [
+        torch.ops.exkv.gated_delta(*(x[2:3, at : at + 1] for x in given), own, None)
+        for at in range(9)
+    ]
+    assert torch.equal(torch.cat(steps, dim=1), together[2:3])
+    assert torch.equal(own, state[2:3])
+
+
+@needs_kernels
+def test_tensors_that_contradict_each_other_are_named():
+    q, k, v, decay, beta, state = inputs(2, SIZES[0])
+    run = torch.ops.exkv.gated_delta
+    with pytest.raises(RuntimeError, match="state must be float32 with q's rows"):
+        run(q, k, v, decay, beta, state[..., :-1], None)
+    with pytest.raises(RuntimeError, match="a multiple of its heads"):
+        run(q, k, v[:, :, :3], decay[..., :3], beta[..., :3], state[:, :3], None)
+    with pytest.raises(RuntimeError, match="beta must be float32"):
+        run(q, k, v, decay, beta.half(), state, None)
+    with pytest.raises(RuntimeError, match="new_lens must be int32"):
+        run(q, k, v, decay, beta, state, torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_convolutions_are_torchs_over_all_tokens(tokens, with_bias):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn((2, 8 + tokens, 6), generator=generator)
+    weight = torch.randn((6, 1, 4), generator=generator)
+    bias = torch.randn(6, generator=generator) if with_bias else None
+    expected = F.conv1d(x.mT, weight, bias, padding=3, groups=6)[..., :-3].mT
+    state = x.new_zeros((2, 3, 6))
+    lens = torch.tensor([8, 2], dtype=torch.int32)
+    first = torch.ops.exkv.causal_conv(x[:, :8], weight, bias, state, lens)
+    torch.testing.assert_close(first[0], expected[0, :8])
+    torch.testing.assert_close(first[1, :2], expected[1, :2])
+    torch.testing.assert_close(
+        state, torch.stack((x[0, 5:8], torch.cat((x.new_zeros(1, 6), x[1, :2]))))
+    )
+    rest = torch.ops.exkv.causal_conv(x[:1, 8:], weight, bias, state[:1], None)
+    torch.testing.assert_close(rest[0], expected[0, 8:])
+    torch.testing.assert_close(state[0], x[0, -3:])
