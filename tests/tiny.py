@@ -138,6 +138,16 @@ SMALL = {
     "num_attention_heads": 4,
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: The last layer of two attends, the first has a state.
+LINEAR = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MIXTURE_OF_STATES = {**LINEAR, **MIXTURE, "shared_expert_intermediate_size": 40}
 #: Hunyuan's positions: a base that is stretched by a fixed factor.
 ALPHA = {
     "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
@@ -209,6 +219,10 @@ IMAGES = {
     "Qwen3VL": {
         **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
         **{"num_heads": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    "Qwen3_5": {
+        **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
+        **{"num_heads": 2, "num_position_embeddings": 16},
     },
 }
 
@@ -333,6 +347,10 @@ TINY = {
     "GraniteForCausalLM": small("Granite", **FACTORS),
     "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
     "Jais2ForCausalLM": small("Jais2"),
+    "Lfm2ForCausalLM": small("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
+    "Lfm2MoeForCausalLM": small(
+        "Lfm2Moe", num_dense_layers=1, layer_types=["full_attention", "conv"], **MIXTURE
+    ),
     "LlamaForCausalLM": llama,
     "MellumForCausalLM": small(
         "Mellum",
@@ -398,6 +416,19 @@ TINY = {
         "Qwen3VL", small("Qwen3VLText", head_dim=16, **MROPE), "Qwen3VL"
     ),
     "Qwen3MoeForCausalLM": small("Qwen3Moe", head_dim=16, decoder_sparse_step=2, **MIXTURE),
+    "Qwen3NextForCausalLM": small("Qwen3Next", **MIXTURE_OF_STATES),
+    "Qwen3_5ForCausalLM": small("Qwen3_5Text", **LINEAR, **HALF_MROPE),
+    "Qwen3_5ForConditionalGeneration": beside_images(
+        "Qwen3_5", small("Qwen3_5Text", **LINEAR, **HALF_MROPE), "Qwen3_5"
+    ),
+    "Qwen3_5MoeForCausalLM": small(
+        "Qwen3_5MoeText", intermediate_size=32, **MIXTURE_OF_STATES, **HALF_MROPE
+    ),
+    "Qwen3_5MoeForConditionalGeneration": beside_images(
+        "Qwen3_5Moe",
+        small("Qwen3_5MoeText", intermediate_size=32, **MIXTURE_OF_STATES, **HALF_MROPE),
+        "Qwen3_5",
+    ),
     "Qwen3VLMoeForConditionalGeneration": beside_images(
         "Qwen3VLMoe",
         small("Qwen3VLMoeText", head_dim=16, decoder_sparse_step=2, **MIXTURE, **MROPE),

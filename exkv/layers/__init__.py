@@ -20,6 +20,7 @@ from .mlp import (
     routed_experts,
 )
 from .norm import LayerNorm, RMSNorm
+from .recurrent import FusedGatedDelta, ShortConv, SplitGatedDelta
 from .rope import RotaryTables
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "FusedAttention",
+    "FusedGatedDelta",
     "FusedGatedMLP",
     "GatedMLP",
     "LayerNorm",
@@ -39,7 +41,9 @@ __all__ = [
     "RotaryTables",
     "ScaledQueryAttention",
     "SharedExperts",
+    "ShortConv",
     "SinkAttention",
+    "SplitGatedDelta",
     "WideNormAttention",
     "mixture_or_mlp",
     "routed_experts",

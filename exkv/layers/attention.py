@@ -103,10 +103,16 @@ class Attention(PlainModule):
 
     def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) -> q (B, T, H, D) and k (B, T, H_kv, D), normed and rotated; and v."""
-        heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
+        return self.rotated(q, k, v, batch)
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of what :meth:`project` gives."""
+        heads = (*q.shape[:2], -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            each = [(*x.shape[:2], -1, width) for width in self.norm_widths]
+            each = [(*q.shape[:2], -1, width) for width in self.norm_widths]
             q, k = self.q_norm(q.view(each[0])), self.k_norm(k.view(each[1]))
         q, k, v = q.view(heads), k.view(heads), v.view(heads)
         if self.interleaved:

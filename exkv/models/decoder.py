@@ -70,7 +70,7 @@ class ResidualLayer(PlainModule):
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        attention: Attention,
+        attention: nn.Module,
         mlp: MLP,
         norm: MakeNorm | None = None,
     ) -> None:
@@ -234,7 +234,8 @@ class Decoder:
     ``Family.units`` is.
 
     Attributes:
-        attention: makes a layer's attention, of (config, dtype, layer=index).
+        attention: makes a layer's attention, or what a layer with a state has in its place, of
+            (config, dtype, layer=index).
         mlp: makes its MLP, of (config, dtype).
         mlp_of_layer: the same of (config, dtype, index), where layers differ in it.
         layer: makes the layer, of (config, dtype, attention, mlp, norm).
@@ -248,7 +249,7 @@ class Decoder:
             asked where a checkpoint has all of them apart.
     """
 
-    attention: Callable[..., Attention] = Attention
+    attention: Callable[..., nn.Module] = Attention
     mlp: Callable[[ModelConfig, torch.dtype], MLP] = GatedMLP
     mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP] | None = None
     layer: Callable[..., nn.Module] = DecoderLayer

@@ -6,8 +6,10 @@ those that transformers 5 saves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ from exkv.weights import Slice, Source, sliced_source
 from . import qwen2_moe, qwen3_moe, qwen3_vl
 from .decoder import Decoder, matrix_slice, rms_norm
 from .units import UnitSpec
+
+Made: TypeAlias = Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]]
 
 
 def _experts(
@@ -61,21 +65,30 @@ def _sizes(config: ModelConfig) -> tuple[int, int, int]:
     return settings.num_local_experts, config.hidden_size, inner
 
 
-def _are_inputs_first(config: ModelConfig) -> bool:
-    """How the checkpoint has experts, by the shape of a tensor; Qwen's way without one."""
+def stacked_experts(config: ModelConfig) -> Made | None:
+    """``Decoder.made`` of experts whose matrices lie together, in the order of the checkpoint; None
+    where they don't, or where there is no checkpoint."""
+    shape = _shape_of_stacked(config)
+    if shape is None:
+        return None
+    _, hidden, inner = _sizes(config)
+    return partial(_experts, inputs_first=shape[1:] != (hidden, inner))
+
+
+def _shape_of_stacked(config: ModelConfig) -> tuple[int, ...] | None:
+    """The shape of the checkpoint's tensor of a layer's matrices ``down``."""
     settings = config.settings(ExpertsConfig)
     layers = range(config.num_hidden_layers)
     sparse = next((layer for layer in layers if not settings.is_dense(layer)), None)
     if config.path is None or sparse is None:
-        return True
+        return None
     name = f"{facts_of(config).layers}.{sparse}.mlp.experts.down_proj"
     try:
         checkpoint = open_checkpoint(config.path)
     except (OSError, CheckpointError):
-        return True  # whoever loads it is told
+        return None  # whoever loads it is told
     with checkpoint:
-        _, hidden, inner = _sizes(config)
-        return name not in checkpoint or checkpoint.info(name).shape[1:] != (hidden, inner)
+        return tuple(checkpoint.info(name).shape) if name in checkpoint else None
 
 
 def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
@@ -83,7 +96,7 @@ def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         head_norm=rms_norm,
         mlp_of_layer=partial(mixture_or_mlp, experts=Experts),
         rename=qwen2_moe.NAMES,
-        made=partial(_experts, inputs_first=_are_inputs_first(config)),
+        made=stacked_experts(config) or partial(_experts, inputs_first=True),
     )(config, dtype)
 
 

@@ -72,7 +72,7 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         assert getattr(config, key) == known(key, expected, theirs), key
     heads = theirs.hidden_size // theirs.num_attention_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
-    act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    act = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
     assert config.hidden_act == ("gelu_pytorch_tanh" if act == "gelu_new" else act)
     ends = getattr(theirs, "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -1,0 +1,153 @@
+"""Layers with a state in place of keys and values: linear attention by the gated delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exkv.batch import Batch
+from exkv.checkpoint import LinearAttentionConfig, ModelConfig, StateTensor
+from exkv.ops.activations import ACTIVATIONS
+
+from .linear import Linear, PlainModule, weight
+from .norm import RMSNorm
+
+
+class KeepsState(Protocol):
+    """What such a layer needs of a cache layer."""
+
+    def states(
+        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
+    ) -> Mapping[str, Tensor]:
+        """The states of the call's rows by name, (B, ...), to be changed in place; zeros for rows
+        without tokens."""
+
+
+class CausalConv(PlainModule):
+    """A convolution of each channel over its last tokens; x (B, T, channels) -> the same shape."""
+
+    def __init__(self, channels: int, size: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight(channels, 1, size, dtype=dtype)
+        self.register_parameter("bias", weight(channels, dtype=dtype) if bias else None)
+
+    def forward(self, x: Tensor, state: Tensor, batch: Batch) -> Tensor:
+        """``state`` (B, size - 1, channels) becomes the last inputs."""
+        own = self._parameters
+        return torch.ops.exkv.causal_conv(x, own["weight"], own["bias"], state, batch.new_lens)
+
+
+class GatedDelta(PlainModule):
+    """Linear attention by the gated delta rule, see :func:`exkv.ops.recurrent.gated_delta`, with a
+    norm and a gate behind it. Subclasses have the projections, as checkpoints do."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        settings = config.settings(LinearAttentionConfig)
+        self.settings, self.act = settings, config.hidden_act
+        heads = settings.linear_num_value_heads
+        channels = 2 * settings.key_size + settings.value_size
+        self.make_projections(config.hidden_size, dtype)
+        self.conv1d = CausalConv(channels, settings.linear_conv_kernel_dim, bias=False, dtype=dtype)
+        self.A_log = weight(heads, dtype=dtype)
+        self.dt_bias = weight(heads, dtype=dtype)
+        self.norm = RMSNorm(settings.linear_value_head_dim, config.rms_norm_eps, dtype=dtype)
+        self.out_proj = Linear(settings.value_size, config.hidden_size, bias=False, dtype=dtype)
+
+    def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
+        """Create the parameters that :meth:`project` uses."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x (B, T, hidden) -> queries, keys and values side by side (B, T, 2 * H_k * D_k + H_v *
+        D_v), the gate (B, T, H_v * D_v), and what beta and the decay are made of (B, T, H_v)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
+        """x (B, T, hidden), normed -> (B, T, hidden)."""
+        settings = self.settings
+        state = cache.states(batch, settings.state, x.dtype)
+        mixed, gate, beta, step = self.project(x)
+        mixed = ACTIVATIONS[self.act].apply(self.conv1d(mixed, state["conv"], batch))
+        q, k, v = mixed.split((settings.key_size, settings.key_size, settings.value_size), dim=-1)
+        keys = (settings.linear_num_key_heads, settings.linear_key_head_dim)
+        values = (settings.linear_num_value_heads, settings.linear_value_head_dim)
+        out = torch.ops.exkv.gated_delta(
+            *(q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)),
+            *(self.decay(step), beta.sigmoid().float(), state["recurrent"], batch.new_lens),
+        )
+        del mixed, q, k, v  # free them before the gate
+        normed = self.norm(out).float().mul_(F.silu(gate.unflatten(-1, values).float()))
+        return self.out_proj(normed.to(x.dtype).flatten(2))
+
+    def decay(self, step: Tensor) -> Tensor:
+        """The logarithm of what is kept of the state at each token, float32 (B, T, H_v)."""
+        steps = F.softplus(step.float() + self.dt_bias)
+        return steps.mul_(-self.A_log.float().exp())
+
+
+class FusedGatedDelta(GatedDelta):
+    """With queries, keys, values and gates in one matrix, and beta and the decay in another, each
+    head's beside each other (Qwen3-Next)."""
+
+    def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
+        both = 2 * self.settings.key_size + 2 * self.settings.value_size
+        self.in_proj_qkvz = Linear(hidden, both, bias=False, dtype=dtype)
+        heads = 2 * self.settings.linear_num_value_heads
+        self.in_proj_ba = Linear(hidden, heads, bias=False, dtype=dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        heads, size = self.settings.linear_num_key_heads, self.settings.linear_key_head_dim
+        values = self.settings.value_size // heads
+        fused = self.in_proj_qkvz(x).unflatten(-1, (heads, -1))
+        q, k, v, gate = (
+            part.flatten(2) for part in fused.split((size, size, values, values), dim=-1)
+        )
+        beta, step = (
+            part.flatten(2) for part in self.in_proj_ba(x).unflatten(-1, (heads, -1)).chunk(2, -1)
+        )
+        return torch.cat((q, k, v), dim=-1), gate, beta, step
+
+
+class SplitGatedDelta(GatedDelta):
+    """With a matrix for queries, keys and values, and one each for the rest (Qwen 3.5)."""
+
+    def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
+        sizes = self.settings
+        self.in_proj_qkv = Linear(
+            hidden, 2 * sizes.key_size + sizes.value_size, bias=False, dtype=dtype
+        )
+        self.in_proj_z = Linear(hidden, sizes.value_size, bias=False, dtype=dtype)
+        self.in_proj_b = Linear(hidden, sizes.linear_num_value_heads, bias=False, dtype=dtype)
+        self.in_proj_a = Linear(hidden, sizes.linear_num_value_heads, bias=False, dtype=dtype)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+
+
+class ShortConv(PlainModule):
+    """A convolution over the last few tokens, between a gate on its input and one on its output
+    (Liquid AI, 2025: LFM2)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, size: int, *, bias: bool) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.kept = short_conv_state(config, size)
+        self.in_proj = Linear(hidden, 3 * hidden, bias=bias, dtype=dtype)
+        self.conv = CausalConv(hidden, size, bias=bias, dtype=dtype)
+        self.out_proj = Linear(hidden, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
+        """x (B, T, hidden), normed -> (B, T, hidden)."""
+        state = cache.states(batch, self.kept, x.dtype)
+        before, behind, inputs = self.in_proj(x).chunk(3, dim=-1)
+        return self.out_proj(self.conv(before * inputs, state["conv"], batch).mul_(behind))
+
+
+def short_conv_state(config: ModelConfig, size: int) -> tuple[StateTensor, ...]:
+    """What a :class:`ShortConv` over ``size`` tokens keeps: its last inputs."""
+    return (StateTensor("conv", (size - 1, config.hidden_size)),)
