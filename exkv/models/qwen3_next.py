@@ -103,6 +103,7 @@ FAMILY = Family(
     },
     windows=windows.with_states,
     reads=("attention_bias",),
+    refuses={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
     partial_rotary_factor=0.25,
     specific=LinearExpertsConfig,
     aliases={"num_local_experts": "num_experts"},
