@@ -183,8 +183,14 @@ def attention(
     return _over_tensors(q, key, value, bias, params, s_aux, causal), None
 
 
-@functools.lru_cache(256)
 def _params(scale: float, window: int, softcap: float) -> AttentionParams:
+    if torch.compiler.is_compiling():  # which warns of memos
+        return AttentionParams(scale=scale, window=window, softcap=softcap)
+    return _known_params(scale, window, softcap)
+
+
+@functools.lru_cache(256)
+def _known_params(scale: float, window: int, softcap: float) -> AttentionParams:
     return AttentionParams(scale=scale, window=window, softcap=softcap)
 
 

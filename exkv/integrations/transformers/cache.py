@@ -22,7 +22,7 @@ from exkv.layers.rope import RotaryTables
 from . import file as cache_file
 from . import snapshots
 from .attention import NAME
-from .hybrid import HFHybridLayer
+from .family import layer_class
 from .layer import UNLIMITED, Batches, HFLayer, after_crop
 from .versions import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -98,7 +98,7 @@ class HFCache(DynamicCache):
             layers=[
                 _layer(
                     *(layer_type, kwargs, spec, batches),
-                    *(_window(layer_type, kwargs, kind), dtype, static),
+                    *(_window(layer_type, kwargs, kind), dtype, kind, static),
                 )
                 for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
             ],
@@ -268,8 +268,8 @@ class HFCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 layer.reorder_cache(cast(torch.LongTensor, rows))
-            elif isinstance(layer, HFLayer):
-                layer.batch_select_indices(rows)
+            else:
+                layer.batch_select_indices(rows)  # type: ignore[union-attr]  # all have it
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, next to each other."""
@@ -285,6 +285,8 @@ class HFCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, HFLayer):
                 return layer.batch_size
+            if (keys := getattr(layer, "keys", None)) is not None:
+                return len(keys)
             states = getattr(layer, "conv_states", {})
             if (state := states.get(0)) is not None:
                 return len(state)
@@ -319,10 +321,9 @@ class HFCache(DynamicCache):
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
         """Keys and values of every layer as a tuple of pairs, copied."""
         pairs = []
-        for layer in self.attention_layers:
-            keys, values = layer.keys, layer.values
+        for index, (keys, values) in enumerate(map(self.__getitem__, range(len(self)))):
             if keys is not None and values is not None:
-                length = layer.get_seq_length()  # of a static cache, less than it hands out
+                length = self.get_seq_length(index)  # of a static cache, less than it hands out
                 pairs.append((keys[:, :, :length].clone(), values[:, :, :length].clone()))
         return tuple(pairs)
 
@@ -353,7 +354,7 @@ class HFCache(DynamicCache):
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         layer = self.layers[layer_idx]
-        return (layer.keys, layer.values) if isinstance(layer, HFLayer) else (None, None)
+        return getattr(layer, "keys", None), getattr(layer, "values", None)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         """(keys, values, window) of every layer, as stock caches have them; no windows in 4.57."""
@@ -435,10 +436,10 @@ def _without_pages(spec: LayerSpec) -> LayerSpec:
 
 
 def _window(layer_type: str, arguments: Mapping[str, Any], kind: str) -> int:
-    """The layer's sliding window; 0 for none. Chunks are one in static caches, as in stock ones;
-    elsewhere they are in the mask alone."""
+    """The layer's sliding window; 0 for none. Chunks are one in static caches and in those of the
+    model's own windows, as in stock ones; elsewhere they are in the mask alone."""
     slides = ["sliding_attention", "hybrid_sliding"]
-    if kind in STATIC:
+    if kind in (*STATIC, "hybrid"):
         slides.append("chunked_attention")
     return arguments["sliding_window"] if layer_type in slides else 0
 
@@ -450,17 +451,20 @@ def _layer(
     batches: Batches,
     window: int,
     dtype: torch.dtype | None,
-    static: bool,
+    kind: str,
+    padded: bool,
 ) -> Any:
     """Make exkv's layer for keys and values, or transformers' own for a state of fixed size."""
     if spec is None:
         return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
-    if layer_type in _HYBRID:
-        states = arguments["number_of_states"]
-        return HFHybridLayer(
-            spec, states, window=window, dtype=dtype, batches=batches, static=static
-        )
-    return HFLayer(spec, window=window, dtype=dtype, batches=batches, static=static)
+    made = layer_class(
+        slides=bool(window) and spec.retention == Window(window),
+        static=kind in STATIC,
+        lossless=spec.storage.lossless,
+        hybrid=layer_type in _HYBRID,
+    )
+    states = (arguments["number_of_states"],) if layer_type in _HYBRID else ()
+    return made(spec, *states, window=window, dtype=dtype, batches=batches, static=padded)
 
 
 def _check_layer_types(layer_types: Sequence[str]) -> None:

@@ -67,7 +67,7 @@ def _states(layer: Any) -> dict[str, torch.Tensor]:
 
 def _about(layer: Any) -> dict[str, Any]:
     """What says how to read a layer's tensors."""
-    about: dict[str, Any] = {"type": type(layer).__name__}
+    about: dict[str, Any] = {"type": getattr(layer, "file_type", type(layer).__name__)}
     if isinstance(layer, HFLayer):
         about["kept"] = f"{layer.template.storage} {layer.template.retention}"
         if layer.store is not None:

@@ -13,44 +13,39 @@ import torch
 from exkv.cache import LayerSpec
 
 from .layer import HFLayer
-from .versions import (
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from .versions import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 
-class HFHybridLayer(HFLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # bases
-    """Both at once; what changes rows or tokens changes both.
-
-    (transformers' two bases type ``device`` and ``dtype`` unlike each other.)
+class HFHybridLayer(HFLayer, LinearAttentionLayer):
+    """Both at once; what changes rows or tokens changes both. ``family.py`` makes subclasses.
 
     Args:
         number_of_states: convolution and recurrent states of the layer.
         others: as of :class:`HFLayer`.
     """
 
-    is_compileable = False
+    file_type = "HFHybridLayer"
+    device: Any = None  # the states'
 
     def __init__(self, template: LayerSpec, number_of_states: int, **others: Any) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=number_of_states)
-        HFLayer.__init__(self, template, **others)
+        super().__init__(template, **others)
 
     def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
         """Of keys and values by position, or of states by name, as transformers asks for it."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
         else:
-            HFLayer.lazy_initialization(self, *keys_and_values)
+            super().lazy_initialization(*keys_and_values)
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute there
         states = LinearAttentionCacheLayerMixin.is_croppable.fget(self)  # type: ignore[attr-defined]
-        return states and HFLayer.is_croppable.fget(self)  # type: ignore[attr-defined]
+        return states and super().is_croppable
 
     def activate_past_recording(self) -> None:
         LinearAttentionLayer.activate_past_recording(self)
-        HFLayer.activate_past_recording(self)
+        super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
         """As of both; a recurrent state can't go back.
@@ -59,24 +54,18 @@ class HFHybridLayer(HFLayer, LinearAttentionAndFullAttentionLayer):  # type: ign
             RuntimeError: there is one.
         """
         LinearAttentionLayer.crop(self, tokens_to_remove)
-        HFLayer.crop(self, tokens_to_remove)
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
-        HFLayer.reset(self)
+        super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, cast(torch.LongTensor, beam_idx))
-        HFLayer.reorder_cache(self, beam_idx)
-
-    def offload(self) -> None:
-        HFLayer.offload(self)
-
-    def prefetch(self) -> None:
-        HFLayer.prefetch(self)
+        super().reorder_cache(beam_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFHybridLayer:
-        other = HFLayer.__deepcopy__(self, memo)
+        other = super().__deepcopy__(memo)
         assert isinstance(other, HFHybridLayer)
         for name, value in vars(LinearAttentionLayer(self.number_of_states)).items():
             if isinstance(value, dict):

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -213,6 +213,8 @@ class HFLayer(CacheLayerMixin):
     """
 
     is_compileable = False
+    #: What files call a layer of this class.
+    file_type: ClassVar[str] = "HFLayer"
 
     def __init__(
         self,
@@ -298,6 +300,11 @@ class HFLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         return self._placed.spec.batch_size if self.store is not None else 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model's layer is; None before the first tokens."""
+        return None if self.store is None else self.store.device
 
     @property
     def _placed(self) -> CacheLayer:

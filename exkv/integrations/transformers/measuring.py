@@ -27,6 +27,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import Cache
 
 from exkv.caching_allocator import Rules
 from exkv.devices import allocator_rules, rounded
@@ -38,6 +39,7 @@ from .attention import NAME, planned_padding
 from .cache import HFCache
 from .layer import UNLIMITED, HFLayer
 from .lazy import LazyTensor
+from .static import HFStaticLayer
 from .versions import LinearAttentionCacheLayerMixin, cache_argument, no_init_weights
 
 #: Float32 copies of the last logits that ``generate`` makes to choose a token.
@@ -416,7 +418,8 @@ def _layer_bytes(layer: Any) -> int:
     if not isinstance(layer, HFLayer) or layer.store is None:
         return states
     if _is_limited(layer):
-        return states + layer.store.bytes_needed("meta")
+        counter = rounded(layer.cumulative_length.nbytes) if isinstance(layer, HFStaticLayer) else 0
+        return states + counter + layer.store.bytes_needed("meta")
     return states + layer.nbytes()  # an encoder's: it holds all that it ever will
 
 
@@ -503,10 +506,11 @@ def _following(
         if case not in known:
             begun = len(run.trace)
             out, taken = run.measured(lambda: forward(*args, **kwargs))
-            shapes = tree_map_only(torch.Tensor, _Shape.of, out)
+            shapes = tree_map_only(torch.Tensor, _Shape.of, out, is_leaf=_is_cache)
             known[case] = _Passage(taken, shapes, run.trace[begun:])
         else:
-            out = tree_map_only(_Shape, _Shape.made, known[case].returned)
+            out = known[case].returned
+            out = tree_map_only(_Shape, _Shape.made, out, is_leaf=_is_cache)
         unit.workspace = max(unit.workspace, max(before, at_begin + known[case].taken) - base)
         within = reserved(at_begin - base, case)
         unit.reserved = max(unit.reserved, within, reserved(before - base))
@@ -540,8 +544,13 @@ def _kind(module: nn.Module, layers: Sequence[Any]) -> Any:
 
 def _signature(values: Any) -> Any:
     """A key that is equal for arguments of the same shapes."""
-    leaves, structure = tree_flatten(values)
+    leaves, structure = tree_flatten(values, is_leaf=_is_cache)
     return tuple(map(_of_value, leaves)), str(structure)
+
+
+def _is_cache(value: Any) -> bool:
+    """Caches pass as they are, also once ``torch.export`` was taught to take them apart."""
+    return isinstance(value, Cache)
 
 
 def _of_value(value: Any) -> Any:

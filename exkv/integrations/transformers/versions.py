@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
-from transformers.cache_utils import CacheLayerMixin
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+    masking_utils,
+)
+from transformers.cache_utils import DynamicLayer
 
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 #: Whether this is 5.x.
@@ -25,7 +31,7 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 if TYPE_CHECKING or SINCE_5:
     from transformers.cache_utils import (
         DYNAMIC_LAYER_TYPE_MAPPING,
-        LinearAttentionAndFullAttentionLayer,
+        STATIC_LAYER_TYPE_MAPPING,
         LinearAttentionCacheLayerMixin,
         LinearAttentionLayer,
         get_layer_types_and_kwargs,
@@ -36,14 +42,12 @@ else:
     from transformers.modeling_utils import no_init_weights
 
     DYNAMIC_LAYER_TYPE_MAPPING: dict[str, Any] = {}
+    STATIC_LAYER_TYPE_MAPPING: dict[str, Any] = {}
 
     class LinearAttentionCacheLayerMixin:
         """No layer's."""
 
     class LinearAttentionLayer(LinearAttentionCacheLayerMixin):
-        """No layer's."""
-
-    class LinearAttentionAndFullAttentionLayer(LinearAttentionLayer, CacheLayerMixin):
         """No layer's."""
 
     def get_layer_types_and_kwargs(
@@ -120,10 +124,20 @@ def with_cache_renamed(model: PreTrainedModel, call: Mapping[str, Any]) -> dict[
     return {**rest, **{cache_argument(model): call[name] for name in given}}
 
 
+#: Layers of quantized caches of any backend; a class of its own since 5.24.
+BaseQuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer", DynamicLayer)
+#: (whether static, whether a window) -> layer with states beside keys and values; none in 4.57.
+STOCK_HYBRIDS: dict[tuple[bool, bool], Any] = {
+    (bool(static), slides): mapping.get("hybrid_sliding" if slides else "hybrid")
+    for static, mapping in enumerate((DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING))
+    for slides in (False, True)
+}
+
 __all__ = [
     "DYNAMIC_LAYER_TYPE_MAPPING",
     "SINCE_5",
-    "LinearAttentionAndFullAttentionLayer",
+    "STOCK_HYBRIDS",
+    "BaseQuantizedLayer",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
     "cache_argument",
