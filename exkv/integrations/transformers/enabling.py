@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import transformers
 from transformers import (
     EncoderDecoderCache,
@@ -122,6 +123,8 @@ def _with_cache(
     cache: Any = HFCache(model.config, **settings)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, HFCache(model.config, **encoders))
+    elif settings["kind"] in STATIC and _compiles_prefill(model, kwargs):
+        _allocate(cache, model, kwargs)
     return {**rest, cache_argument(model): cache}
 
 
@@ -129,17 +132,45 @@ def _length(model: PreTrainedModel, call: Mapping[str, Any]) -> int | None:
     """Tokens for which a stock static cache would be made: those of the longest text but its last,
     or ``max_cache_len``; of a decoder's text where there is an encoder. None where the call says no
     length."""
-    config = call.get("generation_config") or model.generation_config
     wanted, length, new = (
-        call.get(name) or getattr(config, name, None)
-        for name in ("max_cache_len", "max_length", "max_new_tokens")
+        _setting(model, call, name) for name in ("max_cache_len", "max_length", "max_new_tokens")
     )
-    has_encoder = model.config.is_encoder_decoder
-    names = ("decoder_input_ids",) if has_encoder else ("inputs", "input_ids", "inputs_embeds")
-    prompt = next((call[name] for name in names if call.get(name) is not None), None)
+    prompt, has_encoder = _prompt(model, call), model.config.is_encoder_decoder
     if new and (prompt is not None or has_encoder):
         length = new + (1 if prompt is None else prompt.shape[1])
     return max(length - 1, wanted or 0) if length else wanted
+
+
+def _setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
+    """An argument of a call, or what it is by the call's or the model's generation config."""
+    config = call.get("generation_config") or model.generation_config
+    return call.get(name) or getattr(config, name, None)
+
+
+def _prompt(model: PreTrainedModel, call: Mapping[str, Any]) -> torch.Tensor | None:
+    """Of the decoder: (B, T, ...)."""
+    has_encoder = model.config.is_encoder_decoder
+    names = ("decoder_input_ids",) if has_encoder else ("inputs", "input_ids", "inputs_embeds")
+    return next((call[name] for name in names if call.get(name) is not None), None)
+
+
+def _compiles_prefill(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
+    """Whether the prompt runs in a graph, which should not allocate: in chunks, for which
+    transformers compiles the model, or in one that the user compiled."""
+    compiled = hasattr(model.forward, "_torchdynamo_orig_callable") or model._compiled_call_impl
+    return bool(compiled or _setting(model, call, "prefill_chunk_size"))
+
+
+def _allocate(cache: HFCache, model: PreTrainedModel, call: Mapping[str, Any]) -> None:
+    """Allocate a cache ahead of the call, where transformers would; on one device."""
+    shape = getattr(model, "_get_static_cache_init_shape", lambda: None)()  # since 5.23
+    prompt = _prompt(model, call)
+    if shape is None or prompt is None:
+        return
+    beams, sequences = (_setting(model, call, x) for x in ("num_beams", "num_return_sequences"))
+    rows = len(prompt) * max(beams or 1, sequences or 1)
+    heads, width = shape
+    cache.early_initialization(rows, heads, width, model.dtype, model.device)
 
 
 def _names(every: bool) -> set[str]:
