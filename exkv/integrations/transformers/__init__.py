@@ -21,10 +21,19 @@ if _version < (4, 57) or (5,) <= _version < (5, 20):
 from .attention import register
 from .cache import HFCache
 from .enabling import disable, enable
+from .exporting import register_export_support
 from .layer import HFLayer
 from .placing import plan_device_map
 from .resilient import resilient_generate
 
 register()
 
-__all__ = ["HFCache", "HFLayer", "disable", "enable", "plan_device_map", "resilient_generate"]
+__all__ = [
+    "HFCache",
+    "HFLayer",
+    "disable",
+    "enable",
+    "plan_device_map",
+    "register_export_support",
+    "resilient_generate",
+]

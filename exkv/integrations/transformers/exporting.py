@@ -1,0 +1,86 @@
+"""``torch.export`` with an :class:`HFCache` among a model's inputs.
+
+An exported program has tensors for inputs, so it gets the keys and values that the cache hands out,
+and its graph is the one that transformers' own layers make. Those are the layers of the caches that
+it returns, too: exkv's storage lies behind native ops, and is no input of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from .cache import HFCache
+from .lazy import LazyTensor
+
+#: Of each layer, its window or None, and whether it has tokens: lists, as saved programs have them.
+_Layout = list[list[Any]]
+
+
+def register_export_support() -> None:
+    """Let ``torch.export`` flatten caches that aren't of a static kind. As transformers'
+    ``register_dynamic_cache_export_support`` it is for good, for torch can't forget it."""
+    if HFCache in _pytree.SUPPORTED_NODES:
+        return
+    _pytree.register_pytree_node(
+        HFCache,
+        _flatten,
+        _unflatten,
+        serialized_type_name=f"{HFCache.__module__}.{HFCache.__name__}",
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
+
+
+def _flatten(cache: HFCache) -> tuple[list[torch.Tensor], _Layout]:
+    """Keys and values of the layers that have any, (B, H_kv, N, D), and a layout.
+
+    Raises:
+        ValueError: a layer with other states, or one that has forgotten tokens.
+    """
+    tensors: list[torch.Tensor] = []
+    layout: _Layout = []
+    for index, layer in enumerate(cache.layers):
+        _check(index, layer)
+        pair = [x for x in cache[index] if x is not None]
+        tensors += [x.made() if isinstance(x, LazyTensor) else x for x in pair]
+        layout.append([getattr(layer, "sliding_window", None), bool(pair)])
+    return tensors, layout
+
+
+def _check(index: int, layer: Any) -> None:
+    if not isinstance(layer, CacheLayerMixin) or hasattr(layer, "conv_states"):
+        raise ValueError(
+            f"layer {index} of this cache is a {type(layer).__name__}, whose states are no keys "
+            "and values: export this model with transformers' DynamicCache"
+        )
+    if isinstance(layer, DynamicLayer) and layer.keys is not None:
+        came, stored = layer.get_seq_length(), layer.keys.shape[2]
+        if came > stored:
+            raise ValueError(
+                f"layer {index} of this cache has {stored} of {came} tokens, and an exported "
+                "program can't know how many it has forgotten: export with a cache that keeps all"
+            )
+
+
+def _flatten_with_keys(cache: HFCache) -> tuple[list[tuple[Any, torch.Tensor]], _Layout]:
+    tensors, layout = _flatten(cache)
+    return [(_pytree.SequenceKey(index), x) for index, x in enumerate(tensors)], layout
+
+
+def _unflatten(tensors: Iterable[torch.Tensor], layout: _Layout) -> HFCache:
+    """A cache of transformers' layers."""
+    rest = iter(tensors)
+    layers: list[Any] = []
+    for window, has_tokens in layout:
+        layer = DynamicSlidingWindowLayer(window) if window else DynamicLayer()
+        if has_tokens:
+            layer.update(next(rest), next(rest))
+        layers.append(layer)
+    cache = HFCache.__new__(HFCache)
+    Cache.__init__(cache, layers=layers)
+    cache.kind, cache._snapshots = "dynamic", {}
+    return cache
