@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 from hf_families import given
-from tiny import TINY, reference
+from tiny import TINY, llama, reference
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 from transformers.cache_utils import Cache
@@ -72,6 +72,29 @@ def test_steps_of_a_static_cache_are_whole_graphs_and_as_few_as_with_a_stock_one
             found = run(IDS[:, :1], **given(model, ours))
             wanted = model(IDS[:, :1], **given(model, eager))
             torch.testing.assert_close(found.logits, wanted.logits)
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+@pytest.mark.parametrize("window", [None, 4, 7, 40])
+def test_buffers_in_graphs_are_those_of_stock_static_caches(window, allocated):
+    """Of calls of any length, in graphs and outside of them by turns."""
+    config = llama(num_hidden_layers=1, **({"sliding_window": window} if window else {}))
+    config.layer_types = ["sliding_attention" if window else "full_attention"]
+    ours, theirs = HFCache(config, "static", max_seq_len=24), StaticCache(config, 24)
+    if allocated:
+        ours.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    update = compiled(lambda keys, values: ours.update(keys, values, 0))
+    for step, tokens in enumerate((2, 1, 3, 1, 1, 1, 9, 1, 2)):
+        new = torch.randn((2, 2, 2, tokens, 16), generator=torch.Generator().manual_seed(step))
+        expected = theirs.update(*new, 0)
+        found = ours.update(*new, 0) if step == 4 else update(*new)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        if step % 3 == 2:
+            assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
+            assert ours.get_seq_length() == int(theirs.get_seq_length())
+    ours.reset()
+    theirs.reset()
+    assert torch.equal(ours.layers[0].keys, theirs.layers[0].keys)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
