@@ -116,6 +116,8 @@ def test_a_prompt_in_a_graph_allocates_the_cache_there(padding):
     copied = copy.deepcopy(cache)
     copied.batch_select_indices(torch.tensor([1]))
     assert torch.equal(copied.layers[0].keys, cache.layers[0].keys[1:])
+    copied.crop(-3)
+    assert int(cache.layers[0].cumulative_length) == cache.get_seq_length() == 8 + NEW - 1
     cache.reset()
     assert cache.get_seq_length() == 0 and not cache.layers[0].keys.any()
     assert torch.equal(model.generate(IDS, **call, cache=cache), expected)
