@@ -32,8 +32,8 @@ def compiled(function):
 
 
 def model_of(name):
-    """One layer, with a window of 12 if it slides, which the text outgrows."""
-    window = {"sliding_window": 12} if name == "MistralForCausalLM" else {}
+    """One layer, with a window of 9 if it slides, which the second step outgrows."""
+    window = {"sliding_window": 9} if name == "MistralForCausalLM" else {}
     return reference(TINY[name](eos_token_id=None, num_hidden_layers=1, **window))
 
 
