@@ -216,6 +216,12 @@ std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
                  [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 
+Tensor LinearHeadsCpu(const Tensor& x, const Tensor& weight) {
+  const LinearKernels& kernels = LinearOfIsa();
+  return LinearHeads(x, weight, kernels.max_rows,
+                     [&](const auto& heads) { RunLinear(kernels, heads); });
+}
+
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
 
 const GroupsKernels& GroupsOfIsa() {
@@ -708,6 +714,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartCpu>));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
   m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
+  m.impl("linear_heads", TORCH_BOX(&exkv::LinearHeadsCpu));
   m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));

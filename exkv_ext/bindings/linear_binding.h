@@ -121,4 +121,52 @@ std::vector<Tensor> Linears(const Tensor& x, const std::vector<Tensor>& weights,
   return outs;
 }
 
+// The reference is an op of its own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline Tensor HeadsReference(const Tensor& x, const Tensor& weight) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 2> stack{from(x), from(weight)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::linear_heads_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// x (H, N, in), weight (H, out, in) -> (H, N, out): each head by its own matrix.
+template <typename Launch>
+Tensor LinearHeads(const Tensor& x, const Tensor& weight, MostRows most_rows,
+                   const Launch& launch) {
+  const bool fit = x.dim() == 3 && weight.dim() == 3 && x.size(0) == weight.size(0) &&
+                   x.size(2) == weight.size(2);
+  STD_TORCH_CHECK(fit, "linear_heads: x must be (heads, N, in) and weight (heads, out, in); x is ",
+                  ShapeText(x), " and weight ", ShapeText(weight));
+  CheckSameDevice("linear_heads", "x", x, "weight", weight);
+  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "linear_heads: x is ",
+                  torch::headeronly::toString(x.scalar_type()), " and weight ",
+                  torch::headeronly::toString(weight.scalar_type()), "; convert one of them");
+  const std::optional<FloatType> dtype = KernelFloatType(x.scalar_type());
+  const bool contiguous = x.is_contiguous() && weight.is_contiguous();
+  if (!dtype || !contiguous || x.size(1) > most_rows(*dtype)) return HeadsReference(x, weight);
+  Tensor out = NewEmpty(x, {x.size(0), x.size(1), weight.size(1)});
+  if (out.numel() == 0) return out;
+  LinearParams head{};
+  head.dtype = *dtype;
+  head.rows = x.size(1);
+  head.inputs = x.size(2);
+  head.outputs = weight.size(1);
+  const int64_t bytes = static_cast<int64_t>(x.element_size());
+  const auto* inputs = static_cast<const char*>(x.const_data_ptr());
+  const auto* weights = static_cast<const char*>(weight.const_data_ptr());
+  auto* outputs = static_cast<char*>(out.mutable_data_ptr());
+  std::vector<LinearParams> heads(static_cast<size_t>(x.size(0)), head);
+  for (LinearParams& each : heads) {
+    each.x = inputs;
+    each.weight = weights;
+    each.out = outputs;
+    inputs += head.rows * head.inputs * bytes;
+    weights += head.outputs * head.inputs * bytes;
+    outputs += head.rows * head.outputs * bytes;
+  }
+  launch(heads);
+  return out;
+}
+
 }  // namespace exkv

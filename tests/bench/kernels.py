@@ -5,6 +5,7 @@
   groups, both on a cache that is contiguous head by head, as they want it.
 * ``store``: one token's rotated keys and values in one op, beside the ops that it is made of.
 * ``linear``: floats, integers in groups and blocks as GGUF files have them, beside ``F.linear``.
+* ``heads``: each head of latent attention by a matrix of its own, beside ``torch.bmm``.
 * ``sample``: the choice of a token, beside the op's reference and transformers' warpers with
   ``torch.multinomial``.
 
@@ -16,6 +17,7 @@ count for nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,13 +51,15 @@ from .harness import (
 )
 from .shapes import DTYPES, SHAPES, Shape
 
-TABLES = ("decode", "prefill", "store", "linear", "sample")
+TABLES = ("decode", "prefill", "store", "linear", "heads", "sample")
 SDPA, TORCH, WARPERS = "SDPA enable_gqa", "torch", "transformers"
 KINDS = (*DTYPES, *BITS, *FORMATS)
 #: Tokens of a page; stores that take a token in turn, and tokens that each has room for.
 PAGE, STORES, ROOM = 16, 32, 64
 #: Formats in which a token is stored; heads of the last are transformed first.
 STORED = ("float", "int8", "int4")
+#: Heads, outputs and inputs: what makes keys and values in DeepSeek-V2-Lite and V3.
+LATENT_HEADS = ((16, 512, 128), (16, 128, 512), (128, 512, 128), (128, 128, 512))
 #: Name -> the op's temperature, top_k, top_p, min_p.
 CHAINS: dict[str, tuple[float, int, float, float]] = {
     "top-k 50": (0.8, 50, 1.0, 0.0),
@@ -125,6 +129,9 @@ def cases(settings: Settings) -> Iterator[tuple[str, str, Ways]]:
         each = (projections(SHAPES[shape])[: settings.sizes] for shape in settings.shapes)
         for size in dict.fromkeys(size for sizes in each for size in sizes):
             yield from linear(size, settings)
+    if "heads" in wanted:
+        for size in LATENT_HEADS:
+            yield from head_by_head(size, settings)
     if "sample" in wanted:
         for vocabulary, rows, chain in product(settings.vocabularies, settings.rows, CHAINS):
             logits = (torch.randn(rows, vocabulary) * 3).to(dtype)
@@ -229,6 +236,23 @@ def linear(size: tuple[int, int], settings: Settings) -> Iterator[tuple[str, str
         calls |= {kind: partial(_multiply, _format(kind), x) for kind in settings.kinds}
         ways = {kind: Way(calls[kind], *held[kind]) for kind in held}
         yield "linear", f"{size[0]} x {size[1]}, {rows} rows", ways
+
+
+def head_by_head(size: tuple[int, int, int], settings: Settings) -> Iterator[tuple[str, str, Ways]]:
+    """Heads' rows by matrices (heads, out, in), for each number of rows."""
+    dtype = DTYPES[settings.dtype]
+    count = max(1, (settings.megabytes << 20) // (math.prod(size) * dtype.itemsize))
+    matrices = (
+        [(torch.randn(size).to(dtype),) for _ in range(count)],
+        math.prod(size) * dtype.itemsize,
+    )
+    for rows in settings.rows:
+        x = torch.randn(size[0], rows, size[2]).to(dtype)
+        ways = {
+            TORCH: Way(lambda weight, x=x: torch.bmm(x, weight.transpose(1, 2)), *matrices),
+            "linear_heads": Way(partial(torch.ops.exkv.linear_heads, x), *matrices),
+        }
+        yield "heads", f"{size[0]} of {size[1]} x {size[2]}, {rows} rows", ways
 
 
 def _matrices(size: tuple[int, int], megabytes: int, make: Callable[[], Tensors]) -> tuple:

@@ -131,6 +131,12 @@ def _linears(m: Maker) -> list:
     return [m.floats(m.size(), inputs, dtype=dtype), weights, biases]
 
 
+def _linear_heads(m: Maker) -> list:
+    dtype, heads, inputs = m.dtype(), m.size(5), m.size(70)
+    x = m.floats(heads, m.size(), inputs, dtype=dtype)
+    return [x, m.floats(heads, m.size(70), inputs, dtype=dtype)]
+
+
 def _groups(m: Maker, outputs: int, layout: list[int], inputs: int) -> list[Tensor]:
     """The tensors of a matrix of integers in groups."""
     bits, group, shift, ordered = layout
@@ -400,6 +406,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "rope": _rope,
     "linear": _linear,
     "linears": _linears,
+    "linear_heads": _linear_heads,
     "linear_groups": _linear_groups,
     "linear_group_tiles": _linear_groups,
     "linears_groups": _linears_groups,
@@ -428,8 +435,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
-WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
-                "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
+WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
+                "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
                 "chosen_experts", "decode_attention"}  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from exkv.layers.linear import side_by_side
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 linear, linears = torch.ops.exkv.linear, torch.ops.exkv.linears
+linear_heads = torch.ops.exkv.linear_heads
 
 
 def case(
@@ -156,6 +157,40 @@ def test_rows_by_the_hundred_are_each_what_it_is_alone():
     torch.testing.assert_close(found.float(), expected, atol=0.3, rtol=0.01)
     for first, last in ((0, 1), (3, 7), (50, 66), (40, 57), (10, 110)):
         assert torch.equal(linear(x[first:last], weight, bias), found[first:last])
+
+
+@given(
+    heads=st.integers(0, 5),
+    rows=st.integers(0, 20),
+    inputs=st.integers(0, 131),
+    outputs=st.integers(0, 40),
+    dtype=st.sampled_from(DTYPES),
+)
+@settings(max_examples=100, deadline=None)
+def test_each_head_is_a_linear_layer_within_rounding(heads, rows, inputs, outputs, dtype):
+    x, weight, _ = case(heads * rows, inputs, heads * outputs, dtype)
+    x, weight = x.view(heads, rows, inputs), weight.view(heads, outputs, inputs)
+    out = linear_heads(x, weight)
+    assert out.shape == (heads, rows, outputs)
+    for each in zip(x, weight, out, strict=True):
+        assert_within_rounding(*each[:2], None, each[2])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_linear_layers_to_the_bit_whatever_rows_are_beside(dtype):
+    x, weight, _ = case(3 * 16, 70, 3 * 37, dtype)
+    x, weight = x.view(3, 16, 70), weight.view(3, 37, 70)
+    if exkv_ext.cpu_isa() == "portable":
+        x = x[:, :4].contiguous()
+    out = linear_heads(x, weight)
+    each = [linear(*pair, None) for pair in zip(x, weight, strict=True)]
+    assert torch.equal(out, torch.stack(each))
+    for rows in (1, 3):
+        assert torch.equal(linear_heads(x[:, :rows].contiguous(), weight), out[:, :rows])
+    assert_same_on_threads(lambda: linear_heads(x, weight))
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(linear_heads(strided, weight), out, atol=0.2, rtol=0.01)
 
 
 def several(rows: int, inputs: int, outputs: list[int], dtype: torch.dtype, *, bias: bool):
