@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -59,6 +59,8 @@ class LayerSpec:
         prefix: shared prefixes of a fork; S counts the tokens after them.
         state: tensors of a row that the layer has in place of keys and values; () for none. It has
             one storage, retention and residence, whichever are given.
+        values_are_keys: whether the model's values are its keys (latent attention), so that one
+            tensor is stored for both, whichever storage is chosen.
 
     Raises:
         ValueError: a dtype other than float32, float16 and bfloat16, or pages with a property that
@@ -77,6 +79,7 @@ class LayerSpec:
     growth: Growth = Static()
     prefix: Prefix | None = None
     state: tuple[StateTensor, ...] = ()
+    values_are_keys: bool = False
 
     def __post_init__(self) -> None:
         for name, only in _OF_STATES.items() if self.state else ():
@@ -88,7 +91,14 @@ class LayerSpec:
             value = getattr(self, name)
             if isinstance(value, type) or not hasattr(value, method):
                 raise TypeError(f"{name} is {value!r}: it must be a value such as {example}")
+        object.__setattr__(self, "storage", self.storing(self.storage))
         _ = self.arrangement  # raises if the growth can't lay it out
+
+    def storing(self, storage: Storage) -> Storage:
+        """The storage of what the model's attention makes."""
+        if storage.values_are_keys == self.values_are_keys:
+            return storage
+        return replace(storage, values_are_keys=self.values_are_keys)
 
     @property
     def arrangement(self) -> Arrangement:

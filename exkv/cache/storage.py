@@ -34,6 +34,8 @@ class Storage:
             undoes it.
         recent: how many of the last tokens a query sees in full precision, whatever the formats; 0,
             or at least 32.
+        values_are_keys: whether values are the keys' own tensors, which are stored once, in the
+            keys' format. The model's attention says so (:class:`exkv.cache.spec.LayerSpec`).
 
     Raises:
         ValueError: an unknown format, too few recent tokens, or 0 with a format that encodes
@@ -44,8 +46,11 @@ class Storage:
     values: str = "float"
     rotate: bool = False
     recent: int = 0
+    values_are_keys: bool = False
 
     def __post_init__(self) -> None:
+        if self.values_are_keys:
+            object.__setattr__(self, "values", self.keys)
         for name in (self.keys, self.values):
             if name not in FORMATS:
                 raise ValueError(f"unknown format {name!r}: choose from {', '.join(FORMATS)}")
@@ -58,9 +63,11 @@ class Storage:
             )
 
     def __str__(self) -> str:
+        values = "which are the values" if self.values_are_keys else f"{self.values} values"
         rotated = ", rotated" if self.rotate else ""
         recent = f", the last {self.recent} tokens as floats" if self.recent else ""
-        return f"{self.keys} keys and {self.values} values{rotated}{recent}"
+        joined = ", " if self.values_are_keys else " and "
+        return f"{self.keys} keys{joined}{values}{rotated}{recent}"
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -78,6 +85,16 @@ class Storage:
         """Whether reading returns exactly what was stored."""
         return all(FORMATS[name].lossless for name in self.formats)
 
+    @property
+    def floats(self) -> Storage:
+        """Full precision of the same tensors."""
+        return Storage(values_are_keys=self.values_are_keys)
+
+    @property
+    def _sides(self) -> tuple[tuple[str, str], ...]:
+        """Prefix and format of what is stored."""
+        return (("k", self.keys), ("v", self.values))[: 1 if self.values_are_keys else 2]
+
     def tokens_an_entry(self, name: str) -> int:
         """Tokens that one entry of this tensor stands for."""
         prefix, _, part = name.partition("_")
@@ -87,18 +104,20 @@ class Storage:
         """Name -> shape and dtype of each tensor for keys (and values) of (B, S, H_kv, D)."""
         return {
             _named(prefix, name): tensor
-            for prefix, kind in (("k", self.keys), ("v", self.values))
+            for prefix, kind in self._sides
             for name, tensor in FORMATS[kind].layout(shape, dtype).items()
         }
 
     def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Encode k, v (B, T, H_kv, D) into the tensors of :meth:`layout`."""
+        """Encode k, v (B, T, H_kv, D) into the tensors of :meth:`layout`; v is disregarded where
+        values are keys."""
         k, v = self.hadamard(k, v)
-        return self.pack(_as(k, dtype), _as(v, dtype))
+        return self.pack(_as(k, dtype), v if self.values_are_keys else _as(v, dtype))
 
     def hadamard(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the Hadamard transform if ``rotate``; its own inverse."""
-        return self._hadamard(k), self._hadamard(v)
+        k = self._hadamard(k)
+        return k, k if self.values_are_keys else self._hadamard(v)
 
     def _hadamard(self, x: Tensor) -> Tensor:
         return torch.ops.exkv.hadamard(x) if self.rotate else x
@@ -106,16 +125,18 @@ class Storage:
     def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Encode the output of :meth:`hadamard` in the storage's formats."""
         if self.keys == self.values == "float":  # fast path of most caches
-            return {"k": k, "v": v}
+            return {"k": k} if self.values_are_keys else {"k": k, "v": v}
         return {
             _named(prefix, name): tensor
-            for prefix, kind, x in (("k", self.keys, k), ("v", self.values, v))
+            for (prefix, kind), x in zip(self._sides, (k, v), strict=False)
             for name, tensor in FORMATS[kind].encode(x).items()
         }
 
     def tensors_of(self, prefix: str, stored: Tensors) -> list[Tensor]:
         """The tensors of keys, ``"k"``, or of values, ``"v"``, in the order of their format's
         names."""
+        if self.values_are_keys:
+            prefix = "k"
         names = FORMATS[self.keys if prefix == "k" else self.values].names
         return [stored[_named(prefix, name)] for name in names]
 
@@ -125,11 +146,11 @@ class Storage:
 
     def widen(self, stored: Tensors, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
         """Inverse of :meth:`pack`, up to the formats' loss."""
-        k, v = (
+        wide = [
             FORMATS[kind].widen(_of(stored, prefix), dtype, head_dim)
-            for prefix, kind in (("k", self.keys), ("v", self.values))
-        )
-        return k, v
+            for prefix, kind in self._sides
+        ]
+        return wide[0], wide[-1]
 
     def attend(self, q: Tensor, view: View, params: AttentionParams, dtype: torch.dtype) -> Tensor:
         """Attend q (B, T, H, D) over a view -> (B, T, H, D)."""
@@ -175,7 +196,8 @@ class Storage:
         ``merge_parts``."""
         if segment.skip_last:
             past_lens = past_lens - segment.skip_last
-        k, v = (list(_of(segment.stored, side).values()) for side in ("k", "v"))
+        k = list(_of(segment.stored, "k").values())
+        v = list(_of(segment.stored, "v").values()) or k
         keys, values = segment.formats or self.formats
         where = past_lens, segment.start, segment.count, segment.kv_len
         how = params.scale, segment.window, params.softcap, segment.block_table
@@ -203,7 +225,8 @@ def _of(stored: Tensors, prefix: str) -> dict[str, Tensor]:
 def _attend_float(
     q: Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
 ) -> Tensor:
-    k, v = view.stored["k"], view.stored["v"]
+    k = view.stored["k"]
+    v = view.stored.get("v", k)
     how = view.ragged, params.scale, view.window, params.softcap
     return torch.ops.exkv.attention(_as(q, dtype), k, v, view.past_lens, view.kv_len, *how)
 
@@ -211,7 +234,8 @@ def _attend_float(
 def _attend_int8(
     q: Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
 ) -> Tensor:
-    stored = (view.stored[name] for name in ("k", "k_scale", "v", "v_scale"))
+    k, v = (_of(view.stored, side).values() for side in ("k", "v"))
+    stored = (*k, *(v or k))
     how = params.scale, view.window, params.softcap
     return torch.ops.exkv.attention_int8(q, *stored, view.past_lens, view.kv_len, *how)
 

@@ -18,8 +18,7 @@ from .storage import GROUP, Layout, Shape, Storage
 from .views import ContiguousView, Segment, SegmentedView, Tensors, View
 
 _RECENT, _FIRST = "recent_", "first_"
-_FLOAT = Storage()
-_FLOATS = _FLOAT.formats
+_FLOATS = Storage().formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class TwoTiers:
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         rows, tokens, heads, dim = shape
-        recent = _FLOAT.layout((rows, self.ring.capacity(tokens), heads, dim), dtype)
+        recent = self.storage.floats.layout((rows, self.ring.capacity(tokens), heads, dim), dtype)
         old = self.storage.layout((rows, self._room(tokens), heads, dim), dtype)
         return {_RECENT + name: tensor for name, tensor in recent.items()} | old
 
@@ -108,7 +107,8 @@ class TwoTiers:
 
     def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         k, v = self.storage.hadamard(k, v)
-        return {_RECENT + "k": k.to(dtype), _RECENT + "v": v.to(dtype)}
+        floats = self.storage.floats.pack(k.to(dtype), v.to(dtype))
+        return {_RECENT + name: tensor for name, tensor in floats.items()}
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
@@ -155,12 +155,13 @@ class TwoTiers:
         so that memory depends on no row's length."""
         if not self._packs:
             return {}
-        k, v, index = view.stored["k"], view.stored["v"], torch.stack(list(places))
+        k, index = view.stored["k"], torch.stack(list(places))
         if not index.numel():
             return {}
         index = index.clamp(max=k.shape[1] - 1).to(k.device)
         row = torch.arange(len(index)).unsqueeze(-1).to(k.device)
-        return self.storage.pack(k[row, index], v[row, index])
+        floats = {name: x[row, index] for name, x in view.stored.items()}
+        return self.storage.pack(floats["k"], floats.get("v", floats["k"]))
 
     def _write_groups(self, stored: Tensors, groups: Tensors, lengths: Lengths) -> None:
         if groups:
@@ -249,8 +250,9 @@ class TwoTiers:
         place = self.ring.place(span.nearest_stored())
         old = self._read_groups(stored, at, dtype, head_dim)
         ring = _named(stored)
-        floats = (ring[name][row, place] for name in ("k", "v"))
-        k, v = (torch.where(recent, x, y) for x, y in zip(floats, old, strict=True))
+        floats = {name: x[row, place] for name, x in ring.items()}
+        pairs = zip((floats["k"], floats.get("v", floats["k"])), old, strict=True)
+        k, v = (torch.where(recent, x, y) for x, y in pairs)
         return self.storage.hadamard(k, v)
 
     def _read_groups(
@@ -273,7 +275,7 @@ class TwoTiers:
         k, v = (x.to(dtype) for x in self.storage.hadamard(k, v))
         at = span.positions()
         recent = span.are_stored() & (at >= span.ends() - self.ring.size)
-        put_at(_named(stored), {"k": k, "v": v}, self.ring.place(at), recent)
+        put_at(_named(stored), self.storage.floats.pack(k, v), self.ring.place(at), recent)
         whole = _complete(span.count)
         if self._packs and whole:
             packed = self.storage.pack(k[:, :whole], v[:, :whole])
@@ -307,7 +309,7 @@ class SinksFirst:
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         rows, tokens, heads, dim = shape
-        first = _FLOAT.layout((rows, min(tokens, self.sinks), heads, dim), dtype)
+        first = self.storage.floats.layout((rows, min(tokens, self.sinks), heads, dim), dtype)
         others = self.tiers.layout((rows, max(tokens - self.sinks, 0), heads, dim), dtype)
         return {_FIRST + name: tensor for name, tensor in first.items()} | others
 
@@ -370,7 +372,8 @@ class SinksFirst:
             return self.tiers.read(_others(stored), span.counted_from(self.sinks), dtype, head_dim)
         first, row = _named(stored, _FIRST), torch.arange(len(span.lens)).unsqueeze(-1)
         at = span.nearest_stored()
-        return self.storage.hadamard(first["k"][row, at], first["v"][row, at])
+        floats = {name: x[row, at] for name, x in first.items()}
+        return self.storage.hadamard(floats["k"], floats.get("v", floats["k"]))
 
     def put(
         self, stored: Tensors, span: TokenSpan, k: Tensor, v: Tensor, dtype: torch.dtype
@@ -378,7 +381,8 @@ class SinksFirst:
         if not span.of_sinks:
             return self.tiers.put(_others(stored), span.counted_from(self.sinks), k, v, dtype)
         k, v = (x.to(dtype) for x in self.storage.hadamard(k, v))
-        put_at(_named(stored, _FIRST), {"k": k, "v": v}, span.positions(), span.are_stored())
+        first = self.storage.floats.pack(k, v)
+        put_at(_named(stored, _FIRST), first, span.positions(), span.are_stored())
 
 
 def _segments(view: View, past_lens: Tensor) -> tuple[Segment, ...]:

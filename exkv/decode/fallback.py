@@ -208,7 +208,7 @@ class Rescue:
         """Warn once a call that tokens may differ from now on."""
         pairs = zip(before, after, strict=True)
         changed = [new.storage for old, new in pairs if new.storage != old.storage]
-        rounding = [storage for storage in changed if storage != Storage()]
+        rounding = [storage for storage in changed if storage != storage.floats]
         if rounding and not self._warned:
             self._warned = True
             warnings.warn(

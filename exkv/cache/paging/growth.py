@@ -117,7 +117,7 @@ class PagedStore(OneStore):
         return False
 
     def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
-        return {"k": k.to(dtype), "v": v.to(dtype)}  # append_kv encodes
+        return self.storage.floats.pack(k.to(dtype), v.to(dtype))  # append_kv encodes
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
@@ -151,7 +151,7 @@ class PagedStore(OneStore):
         storage = self.storage
         keys, values = (storage.tensors_of(side, stored) for side in ("k", "v"))
         torch.ops.exkv.append_kv(
-            *(new["k"], new["v"], None, None),
+            *(new["k"], new.get("v", new["k"]), None, None),
             *(keys, storage.keys, values, storage.values),
             *(past_lens, new_lens, block_table, 0, storage.rotate),
         )

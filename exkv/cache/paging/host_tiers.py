@@ -82,7 +82,7 @@ class HostPages:
 
     def _storage(self, tier: int) -> Storage:
         own = _tiers(self._spec)[tier - 1].storage if tier else None
-        return own or self._spec.storage
+        return self._spec.storing(own) if own else self._spec.storage
 
 
 def _tiers(spec: LayerSpec) -> tuple[HostTier, ...]:
@@ -94,4 +94,4 @@ def _tiers(spec: LayerSpec) -> tuple[HostTier, ...]:
 def _layout(spec: LayerSpec, tier: HostTier) -> Layout:
     assert isinstance(spec.growth, Paged)
     shape = (tier.pages, spec.growth.page, spec.num_heads, spec.head_dim)
-    return (tier.storage or spec.storage).layout(shape, spec.dtype)
+    return spec.storing(tier.storage or spec.storage).layout(shape, spec.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from exkv.cache import KeepAll, KVCache, Storage
+from exkv.cache import KeepAll, KVCache
 from exkv.cli.loading import Prepared, prepare
 from exkv.cli.picture import draw_bars
 from exkv.decode import Generator
@@ -291,7 +291,7 @@ def about_cache(cache: KVCache) -> str:
     if full > sum(taken.values()):
         parts.append(f"{human(full)} when full")
     specs = [layer.spec for layer in cache.layers]
-    if any((spec.storage, spec.retention) != (Storage(), KeepAll()) for spec in specs):
+    if any((spec.storage, spec.retention) != (spec.storage.floats, KeepAll()) for spec in specs):
         kept = dict.fromkeys(f"{spec.storage}, {spec.retention}" for spec in specs)
         parts.append(" and ".join(kept))
     return "; ".join(parts)
