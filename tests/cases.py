@@ -16,8 +16,9 @@ from exkv.cache import LayerSpec
 from exkv.cache.spec import LayerWindows
 from exkv.ops.kv_formats import FORMATS
 
-#: Architectures that meet every kind of cache: of attention to all, and with windows and soft caps.
-_WITH_EACH = ("LlamaForCausalLM", "Gemma2ForCausalLM")
+#: Architectures that meet every kind of cache: of attention to all, with windows and soft caps, and
+#: with values that are the keys.
+_WITH_EACH = ("LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM")
 _WITH_ALL = ("fp16", "4bit")
 
 
@@ -44,13 +45,13 @@ KINDS = CACHES | {"paged": RoomyPagedCache}
 
 def kinds_for(name: str, names: Iterable[str]) -> dict[str, type[KVCache]]:
     """Kinds of cache for one of these architectures. A layer asks its cache, whatever kind it is:
-    two architectures meet each kind, and the others meet all of them between them; so do those that
-    consist of others' parts, one each."""
+    three architectures meet each kind, and the others meet all of them between them; so do those
+    that consist of others' parts, one each."""
     from tiny import RELATIVES  # which imports transformers, as all do who ask for architectures
 
     first = list(names).index(name)
     others = [kind for kind in CACHES if kind not in _WITH_ALL]
-    if name in RELATIVES:
+    if name in RELATIVES and name not in _WITH_EACH:
         others.append("4bit")
         return {kind: CACHES[kind] for kind in ("fp16", others[first % len(others)])}
     chosen = others if name in _WITH_EACH else others[first % 3 :: 3]

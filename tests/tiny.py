@@ -245,6 +245,19 @@ def beside_images(
     return make
 
 
+#: Latent attention, of fewer features than the experts' hidden ones.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
+}
+#: YaRN whose temperature is in the scale of the scores.
+LATENT_YARN = {
+    "rope_parameters": {**ROPE["yarn"], "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.0}
+}
 #: Rotary positions for texts and images, which are those of a text in a text.
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 HALF_MROPE = {
@@ -267,6 +280,18 @@ TINY = {
     "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
     "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),
     "CwmForCausalLM": small("Cwm", head_dim=16, **WINDOWS),
+    "DeepseekV2ForCausalLM": small(
+        "DeepseekV2",
+        topk_method="group_limited_greedy",
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+        **{**ROUTED, "norm_topk_prob": False},
+        **LATENT,
+        **LATENT_YARN,
+    ),
+    "DeepseekV3ForCausalLM": small(
+        "DeepseekV3", first_k_dense_replace=1, **ROUTED, **LATENT, **LATENT_YARN
+    ),
     "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
     "FlexOlmoForCausalLM": small("FlexOlmo", num_experts=4, num_experts_per_tok=2),
     "Glm4vForConditionalGeneration": beside_images(
@@ -333,6 +358,7 @@ TINY = {
     "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
     "Glm4ForCausalLM": small("Glm4", head_dim=16),
     "Glm4MoeForCausalLM": small("Glm4Moe", use_qk_norm=True, attention_bias=True, **ROUTED),
+    "Glm4MoeLiteForCausalLM": small("Glm4MoeLite", **ROUTED, **LATENT),
     "GptOssForCausalLM": small(
         "GptOss",
         head_dim=16,
@@ -372,6 +398,15 @@ TINY = {
         rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5},
     ),
     "MistralForCausalLM": mistral,
+    "Mistral4ForCausalLM": small(
+        "Mistral4",
+        rope_parameters={
+            **LATENT_YARN["rope_parameters"],
+            **{"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
+        },
+        **ROUTED,
+        **LATENT,
+    ),
     "MixtralForCausalLM": mixtral,
     "NemotronForCausalLM": small("Nemotron", head_dim=16),
     "Olmo2ForCausalLM": small("Olmo2"),

@@ -73,11 +73,12 @@ class WrittenOut:
         return all(p > position - size for size in (self.size, window) if size)
 
     def turned(self, x: torch.Tensor, by: int) -> torch.Tensor:
-        """x (H, D) from one position to another; pairs of features are D / 2 apart."""
+        """x (H, D) from one position to another; of the first R features, which are rotated, pairs
+        are R / 2 apart."""
         angle = by * self.table.inverse_frequencies.double()
-        first, second = x.chunk(2, dim=-1)
+        first, second, plain = x.tensor_split((len(angle), 2 * len(angle)), dim=-1)
         cos, sin = angle.cos(), angle.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)
 
 
 def written_out(

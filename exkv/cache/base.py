@@ -249,6 +249,7 @@ class KVCache(Rows):
             num_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             dtype=model.dtype if dtype is None else dtype,
+            values_are_keys=config.latent is not None,
         )
         properties = cls.known_options(properties)
         return [

@@ -12,6 +12,7 @@ from .facts import Facts, facts_of
 from .families import (
     ClampedExpertsConfig,
     ExpertsConfig,
+    LatentHeads,
     LinearAttentionConfig,
     Multipliers,
     QueryScaling,
@@ -35,6 +36,7 @@ __all__ = [
     "Facts",
     "GGUFCheckpoint",
     "GGUFContents",
+    "LatentHeads",
     "LinearAttentionConfig",
     "ModelConfig",
     "Multipliers",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -115,6 +115,8 @@ class RoutedExpertsConfig(ExpertsConfig):
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
     first_k_dense_replace: int = 0
+    #: Experts that a group is judged by, the best ones.
+    best_of_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         ExpertsConfig.__post_init__(self)
@@ -129,7 +131,7 @@ class RoutedExpertsConfig(ExpertsConfig):
     def _check_groups(self) -> None:
         size, rest = divmod(self.num_local_experts, self.n_group)
         few = self.topk_group < self.n_group
-        if rest or self.topk_group > self.n_group or few and size < 2:
+        if rest or self.topk_group > self.n_group or few and size < self.best_of_group:
             raise ValueError(
                 f"topk_group {self.topk_group} of n_group {self.n_group} must be groups of two or "
                 f"more of num_local_experts {self.num_local_experts}, as many in each"
@@ -253,6 +255,47 @@ class LinearAttentionConfig(Specific):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHeads:
+    """Multi-head latent attention (DeepSeek, 2024, arXiv 2405.04434): keys and values of all heads
+    are made of one latent vector a token, which is what a cache stores, and of rotated features of
+    a key that all heads share. Sizes in features.
+
+    Attributes:
+        kv_lora_rank: of the latent vector.
+        qk_rope_head_dim: of a head that are rotated.
+        qk_nope_head_dim: of a head's queries and keys that are not.
+        v_head_dim: of a head's values.
+        q_lora_rank: of the vector that queries are made of; None where they are made of the hidden
+            state.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.name != "q_lora_rank":
+                check_size(each.name, value)
+        for key in ("kv_lora_rank", "qk_rope_head_dim"):
+            if getattr(self, key) % 2:
+                raise ValueError(f"{key} {getattr(self, key)} must be even: features go in pairs")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def stored(self) -> int:
+        """What a cache stores of a token: the one head of keys that all heads of queries share."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """What a checkpoint calls the layers (before their number), the embedding table, the last norm
     and the head."""
@@ -323,6 +366,7 @@ class Family:
         rotated: which layers have rotary positions.
         aliases: keys of every architecture -> what this one calls them.
         query_scaling: how queries are scaled by position, of the values with defaults filled in.
+        latent: whether attention is :class:`LatentHeads`, whose sizes are keys of config.json.
         multipliers: fields of :class:`Multipliers` -> keys of a config.json.
         names: what checkpoints call the parts of the model; the first that is there counts.
         stacked_experts: whether the experts' matrices lie together, in one tensor of a layer.
@@ -354,6 +398,7 @@ class Family:
     rope_interleaved: bool = False
     rotated: Rotated = lambda values, types: ()
     query_scaling: Callable[[Mapping[str, Any]], QueryScaling | None] = lambda values: None
+    latent: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
     multipliers: Mapping[str, str] = field(default_factory=dict)
     names: tuple[TensorNames, ...] = (TensorNames(),)
@@ -385,6 +430,20 @@ class Family:
         """What the model multiplies by."""
         found = {ours: values.get(key) for ours, key in self.multipliers.items()}
         return Multipliers(**{key: value for key, value in found.items() if value is not None})
+
+    def read_latent(self, values: Mapping[str, Any]) -> LatentHeads | None:
+        """The sizes of latent attention."""
+        if not self.latent:
+            return None
+        sizes = {each.name: values[each.name] for each in dataclasses.fields(LatentHeads)}
+        latent = LatentHeads(**sizes)
+        stated = values.get("qk_head_dim")
+        if stated not in (None, latent.qk_head_dim):
+            raise ValueError(
+                f"qk_head_dim {stated!r} is not qk_nope_head_dim {latent.qk_nope_head_dim} and "
+                f"qk_rope_head_dim {latent.qk_rope_head_dim}"
+            )
+        return latent
 
     def read_specific(self, values: Mapping[str, Any]) -> Specific | None:
         """The settings that only this architecture has."""

@@ -21,7 +21,7 @@ HARMLESS = frozenset(
         *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         *("num_mtp_layers", "num_nextn_predict_layers", "eod_token_id", "sep_token_id"),
-        *("mtp_layer_types", "mtp_mlp_layer_types"),
+        *("mtp_layer_types", "mtp_mlp_layer_types", "aux_loss_alpha", "seq_aux", "ep_size"),
         *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),

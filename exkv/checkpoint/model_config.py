@@ -23,7 +23,15 @@ import torch
 
 from exkv.errors import UnsupportedArchitecture
 
-from .families import FAMILIES, Family, Multipliers, QueryScaling, Specific, StateTensor
+from .families import (
+    FAMILIES,
+    Family,
+    LatentHeads,
+    Multipliers,
+    QueryScaling,
+    Specific,
+    StateTensor,
+)
 from .fields import Fields, refuse_unsupported, warn_of_unread
 from .files import quoted, read_json_object, shortened
 from .gguf.contents import SUFFIX, GGUFContents, find_gguf
@@ -96,6 +104,8 @@ class ModelConfig:
     part of a head that is rotated, pairs of neighbours where `rope_interleaved`; `rotated` tells
     for each layer whether it has rotary positions at all, and is empty where every layer has.
     `query_scaling` is how queries are scaled by position, None where they aren't.
+    `latent` are the sizes of multi-head latent attention, None where attention isn't that; where it
+    is, there is one key/value head, of the `head_dim` features that a cache stores of a token.
     `multipliers` are the model's factors.  `specific` holds what only this architecture has.
     `quantization` is the file's quantization_config as it is, None without one: which of them
     are known is asked of ``exkv.weights``.
@@ -133,6 +143,7 @@ class ModelConfig:
     eos_token_id: tuple[int, ...] = (2,)
     pad_token_id: int | None = None
     query_scaling: QueryScaling | None = None
+    latent: LatentHeads | None = None
     multipliers: Multipliers = Multipliers()
     specific: Specific | None = None
     quantization: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
@@ -216,6 +227,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """How many features of a head are rotated, the first ones."""
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     def settings(self, kind: type[_Settings]) -> _Settings:
@@ -280,7 +293,7 @@ class ModelConfig:
         for key in ("num_key_value_heads", "head_dim"):
             if getattr(self, key) is not None:
                 check_size(key, getattr(self, key))
-        for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        for key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "rope_interleaved"):
             check_bool(key, getattr(self, key))
         for key in ("architecture", "model_type", "hidden_act"):
             if not isinstance(getattr(self, key), str):
@@ -290,6 +303,7 @@ class ModelConfig:
                 f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(known)}"
             )
         kinds = {"local_rope": RopeParameters, "query_scaling": QueryScaling, "dtype": torch.dtype}
+        kinds |= {"latent": LatentHeads}
         for key, kind in kinds.items():
             if not isinstance(getattr(self, key), kind | None):
                 raise ValueError(f"{key} must be a {kind.__name__}, not {getattr(self, key)!r}")
@@ -303,6 +317,9 @@ class ModelConfig:
 
     def _fill_in_heads(self) -> None:
         heads = self.num_attention_heads
+        if self.latent is not None:
+            object.__setattr__(self, "num_key_value_heads", 1)
+            object.__setattr__(self, "head_dim", self.latent.stored)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)
         if self.head_dim is not None:
@@ -332,6 +349,10 @@ class ModelConfig:
             self._check_matrix(key, getattr(self, key))
         width = self.num_attention_heads * self.head_dim
         self._check_matrix("num_attention_heads * head_dim", width)
+        if self.latent is not None:
+            made = self.latent.qk_nope_head_dim + self.latent.v_head_dim
+            name = "num_attention_heads * (qk_nope_head_dim + v_head_dim)"
+            self._check_matrix(name, self.num_attention_heads * made)
 
     def _check_matrix(self, name: str, rows: int) -> None:
         if rows * self.hidden_size > LARGEST_MATRIX:
@@ -344,6 +365,12 @@ class ModelConfig:
         for rope in filter(None, (self.rope, self.local_rope)):
             if rope.rope_scaling is not None:
                 rope.rope_scaling.check_width(self.rotary_dim)
+        factor, latent = self.partial_rotary_factor, self.latent
+        if latent is not None and factor not in (1, latent.qk_rope_head_dim / latent.qk_head_dim):
+            raise ValueError(
+                f"partial_rotary_factor {factor} is not qk_rope_head_dim {latent.qk_rope_head_dim} "
+                f"of the {latent.qk_head_dim} features of a head"
+            )
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
@@ -372,6 +399,12 @@ class ModelConfig:
             raise ValueError(
                 f"architecture {self.architecture} needs specific to be a {wanted.__name__}, not "
                 f"{self.specific!r}"
+            )
+        if family is not None and family.latent != (self.latent is not None):
+            wanted_heads = "LatentHeads" if family.latent else "None"
+            raise ValueError(
+                f"architecture {self.architecture} needs latent to be {wanted_heads}, not "
+                f"{self.latent!r}"
             )
         experts = getattr(self.specific, "num_local_experts", 1)
         if self.num_hidden_layers * experts > MOST_NETWORKS:
@@ -468,9 +501,10 @@ def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
     fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
     fields["hidden_act"] = _activation(values, family)
     fields["sliding_window"], fields["layer_types"] = family.windows(filled)
-    fields["rope_interleaved"] = family.rope_interleaved
+    fields.setdefault("rope_interleaved", family.rope_interleaved)
     fields["rotated"] = family.rotated(filled, fields["layer_types"])
     fields["query_scaling"] = family.query_scaling(filled)
+    fields["latent"] = family.read_latent(filled)
     fields["multipliers"] = family.read_multipliers(filled)
     fields["specific"] = family.read_specific(filled)
     return fields

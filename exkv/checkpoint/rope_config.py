@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ _ORDERED = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast"),
 }
+#: Those whose fields may be the same: Kimi K2's band is as narrow as it can be.
+_MAY_BE_EQUAL = ("yarn",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +109,10 @@ class RopeScaling:
             raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(missing)}")
         if self.rope_type in _ORDERED:
             low, high = _ORDERED[self.rope_type]
-            if getattr(self, low) >= getattr(self, high):
-                raise ValueError(
-                    f"{low} {getattr(self, low)} must be below {high} {getattr(self, high)}"
-                )
+            first, second = getattr(self, low), getattr(self, high)
+            equal = first == second and self.rope_type in _MAY_BE_EQUAL
+            if first >= second and not equal:
+                raise ValueError(f"{low} {first} must be below {high} {second}")
 
     @property
     def trained_length(self) -> int:
@@ -122,6 +125,10 @@ class RopeScaling:
         """llama3's band edges, the low one and the high one."""
         assert self.low_freq_factor is not None and self.high_freq_factor is not None
         return self.low_freq_factor, self.high_freq_factor
+
+    def temperature(self, weight: float = 1.0) -> float:
+        """YaRN's attention temperature (equation 22) of a weighted logarithm of the factor."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     def check_width(self, rotary_dim: int) -> None:
         """ValueError unless there is one factor for each pair of the rotated features."""

@@ -27,6 +27,7 @@ from exkv.cache import (
 from exkv.cache.paging.growth import HostTier, Paged
 from exkv.cache.spec import Prefix
 from exkv.checkpoint import (
+    LatentHeads,
     ModelConfig,
     Multipliers,
     QueryScaling,
@@ -54,7 +55,7 @@ _KINDS: dict[str, type[Any]] = {
         *(Dynamic, HostTier, KeepAll, LayerSpec, OnDevice, OnHost, Paged, Prefix, Sinks, Static),
         *(Storage, Window),
         *(Budget, Choice, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
-        *(ModelConfig, Multipliers, QueryScaling, RopeParameters, RopeScaling),
+        *(LatentHeads, ModelConfig, Multipliers, QueryScaling, RopeParameters, RopeScaling),
         StateTensor,
         *(family.specific for family in FAMILIES.values() if family.specific is not None),
     )

@@ -7,6 +7,7 @@ from .attention import (
     SinkAttention,
     WideNormAttention,
 )
+from .latent import LatentAttention
 from .linear import Embedding, Linear, PlainModule
 from .mlp import (
     MLP,
@@ -32,6 +33,7 @@ __all__ = [
     "FusedGatedDelta",
     "FusedGatedMLP",
     "GatedMLP",
+    "LatentAttention",
     "LayerNorm",
     "MLP",
     "Linear",

@@ -116,12 +116,12 @@ class Attention(PlainModule):
             q, k = self.q_norm(q.view(each[0])), self.k_norm(k.view(each[1]))
         q, k, v = q.view(heads), k.view(heads), v.view(heads)
         if self.interleaved:
-            q, k = _halves(q, self.interleaved), _halves(k, self.interleaved)
+            q, k = in_halves(q, self.interleaved), in_halves(k, self.interleaved)
         q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
         return q, k, v
 
 
-def _halves(x: Tensor, width: int) -> Tensor:
+def in_halves(x: Tensor, width: int) -> Tensor:
     """Reorder heads (B, T, H, D) from interleaved to half-split layout: of the first ``width``
     features, even ones come first, then odd ones. Scores don't change, since queries and keys are
     reordered alike."""

@@ -221,15 +221,11 @@ def _yarn(base: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
 
 def _yarn_magnitude(scaling: RopeScaling) -> float:
     """YaRN's attention temperature, applied to the rotary factors (equation 22)."""
-
-    def magnitude(weight: float = 1.0) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
-
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
-    return magnitude()
+        return scaling.temperature(scaling.mscale) / scaling.temperature(scaling.mscale_all_dim)
+    return scaling.temperature()
 
 
 def _longrope_magnitude(scaling: RopeScaling) -> float:

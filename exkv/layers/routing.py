@@ -22,8 +22,9 @@ class Router:
         normalize: whether the weights are divided by their sum.
         min_sum: the least sum to divide by.
         groups: groups of equal size that consecutive experts form.
-        top_k_groups: groups that a token's experts may come from: those whose two best experts have
+        top_k_groups: groups that a token's experts may come from: those whose best experts have
             the highest sum of scores.
+        best_of_group: how many of a group's experts are summed for that.
         scale: factor of the weights.
         tolerance: of SparseMixer, see :meth:`_one_by_one`, with which all but ``top_k`` is
             disregarded; None for the others' way.
@@ -35,6 +36,7 @@ class Router:
     min_sum: float = 0.0
     groups: int = 1
     top_k_groups: int = 1
+    best_of_group: int = 2
     scale: float = 1.0
     tolerance: float | None = None
 
@@ -50,6 +52,7 @@ class Router:
             min_sum=settings.moe_norm_min,
             groups=settings.n_group,
             top_k_groups=settings.topk_group,
+            best_of_group=settings.best_of_group,
             scale=settings.routed_scaling_factor,
             **options,
         )
@@ -92,7 +95,7 @@ class Router:
         if self.top_k_groups == self.groups:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
-        best = grouped.topk(2, dim=-1).values.sum(-1)  # (N, groups)
+        best = grouped.topk(self.best_of_group, dim=-1).values.sum(-1)  # (N, groups)
         left_out = (-best).topk(self.groups - self.top_k_groups, dim=-1).indices
         barred = torch.zeros_like(best).scatter_(-1, left_out, -torch.inf)
         return (grouped + barred.unsqueeze(-1)).flatten(-2)

@@ -16,7 +16,16 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import Facts, ModelConfig, facts_of
-from exkv.layers import MLP, Attention, Embedding, GatedMLP, LayerNorm, Linear, PlainModule, RMSNorm
+from exkv.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    GatedMLP,
+    LayerNorm,
+    Linear,
+    PlainModule,
+    RMSNorm,
+)
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import (
     EmbeddingTable,

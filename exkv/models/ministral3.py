@@ -35,7 +35,7 @@ _ROPE: dict[str, Any] = {
 _TRAINED = "original_max_position_embeddings"
 
 
-def _query_scaling(
+def query_scaling(
     values: Mapping[str, Any], *, unstated: Mapping[str, Any] = _ROPE
 ) -> QueryScaling | None:
     """Steps of the trained length; none without ``llama_4_scaling_beta``. ``unstated`` is what
@@ -78,7 +78,7 @@ FAMILY = Family(
         "pad_token_id": 11,
     },
     windows=windows.everywhere,
-    query_scaling=_query_scaling,
+    query_scaling=query_scaling,
     rope_theta=1e6,
     rope_parameters=_ROPE,
     gguf=GGUFFamily(
@@ -105,7 +105,7 @@ WITH_IMAGES = replace(
         "tie_word_embeddings": True,
         "pad_token_id": None,
     },
-    query_scaling=partial(_query_scaling, unstated={}),
+    query_scaling=partial(query_scaling, unstated={}),
     rope_theta=1e9,
     rope_parameters={},
     text_config="text_config",

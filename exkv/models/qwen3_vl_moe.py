@@ -32,7 +32,7 @@ from .units import UnitSpec
 Made: TypeAlias = Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]]
 
 
-def _experts(
+def stacked_experts(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, *, inputs_first: bool
 ) -> list[Source]:
     """Experts of the layer that the checkpoint calls ``name``; none in a dense layer."""
@@ -65,14 +65,14 @@ def _sizes(config: ModelConfig) -> tuple[int, int, int]:
     return settings.num_local_experts, config.hidden_size, inner
 
 
-def stacked_experts(config: ModelConfig) -> Made | None:
+def as_stacked(config: ModelConfig) -> Made | None:
     """``Decoder.made`` of experts whose matrices lie together, in the order of the checkpoint; None
     where they don't, or where there is no checkpoint."""
     shape = _shape_of_stacked(config)
     if shape is None:
         return None
     _, hidden, inner = _sizes(config)
-    return partial(_experts, inputs_first=shape[1:] != (hidden, inner))
+    return partial(stacked_experts, inputs_first=shape[1:] != (hidden, inner))
 
 
 def _shape_of_stacked(config: ModelConfig) -> tuple[int, ...] | None:
@@ -96,7 +96,7 @@ def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         head_norm=rms_norm,
         mlp_of_layer=partial(mixture_or_mlp, experts=Experts),
         rename=qwen2_moe.NAMES,
-        made=stacked_experts(config) or partial(_experts, inputs_first=True),
+        made=as_stacked(config) or partial(stacked_experts, inputs_first=True),
     )(config, dtype)
 
 

@@ -24,7 +24,6 @@ SAME = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
-    "num_key_value_heads",
     "max_position_embeddings",
     "rms_norm_eps",
     "bos_token_id",
@@ -37,7 +36,7 @@ DERIVED = {"moe_layer_end_index", "mlp_layer_types"}
 #: Whose defaults are no model: heads that don't divide the hidden state.
 UNEVEN = {"Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"}
 #: And an unknown number of experts.
-WITHOUT_DEFAULTS = UNEVEN | {"Dots1ForCausalLM"}
+WITHOUT_DEFAULTS = UNEVEN | {"DeepseekV2ForCausalLM", "Dots1ForCausalLM"}
 
 
 def windows(config: ModelConfig) -> list[int | None]:
@@ -66,12 +65,8 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
     theirs = theirs.get_text_config()
     for key in SAME:
         name = key if hasattr(theirs, key) else aliases.get(key, key)
-        expected = getattr(theirs, name, None)
-        if key == "num_key_value_heads" and expected is None:
-            expected = theirs.num_attention_heads
-        assert getattr(config, key) == known(key, expected, theirs), key
-    heads = theirs.hidden_size // theirs.num_attention_heads
-    assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
+        assert getattr(config, key) == known(key, getattr(theirs, name, None), theirs), key
+    check_same_heads(config, theirs)
     act = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
     assert config.hidden_act == ("gelu_pytorch_tanh" if act == "gelu_new" else act)
     ends = getattr(theirs, "eos_token_id", None)
@@ -99,7 +94,23 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
     assert config.rope_theta == rope.get(FULL, rope)["rope_theta"]
     if SLIDING in rope:
         assert config.local_rope == RopeParameters(rope_theta=rope[SLIDING]["rope_theta"])
-    assert config.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+    if config.latent is None:
+        assert config.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+
+
+def check_same_heads(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> None:
+    if config.latent is not None:
+        sizes = dataclasses.asdict(config.latent)
+        assert sizes == {key: getattr(theirs, key) for key in sizes}
+        assert config.rotary_dim == theirs.qk_rope_head_dim
+        assert config.rope_interleaved == getattr(theirs, "rope_interleave", True)
+        assert config.num_key_value_heads == 1
+        assert config.head_dim == theirs.kv_lora_rank + theirs.qk_rope_head_dim
+        return
+    kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
+    assert config.num_key_value_heads == kv_heads
+    heads = theirs.hidden_size // theirs.num_attention_heads
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_DEFAULTS])

@@ -226,7 +226,7 @@ def test_padding_may_be_outside_of_the_vocabulary(pair, options):
     assert torch.where(found == 9999, 0, found).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", [*IN_ALL_WAYS, "phi3-outgrown"])
+@pytest.mark.parametrize("name", [*IN_ALL_WAYS, "DeepseekV3ForCausalLM", "phi3-outgrown"])
 def test_beams_of_every_architecture(tmp_path, name):
     """Past the sliding windows, and past the length that longrope was trained for."""
     make, changes = (phi3, longrope(trained=34)) if name == "phi3-outgrown" else (TINY[name], {})

@@ -109,7 +109,7 @@ def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_p
             assert predicted == measured
 
 
-@pytest.mark.parametrize("name", [*IN_ALL_WAYS, "phi3-outgrown"])
+@pytest.mark.parametrize("name", [*IN_ALL_WAYS, "DeepseekV3ForCausalLM", "phi3-outgrown"])
 def test_the_generator_continues_unlike_prompts_as_transformers_does_each(tmp_path, name):
     """Prompts of unlike length in one batch, past the window and longrope's trained length; no
     end-of-sequence token, so that a random model doesn't end by chance."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import (
+    LATENT_YARN,
     RELATIVES,
     TINY,
     WINDOW,
@@ -63,6 +64,16 @@ CONFIGS = {
 }
 CONFIGS["olmoe-clip_qkv"] = TINY["OlmoeForCausalLM"](clip_qkv=0.05)
 CONFIGS["cohere-qk_norm"] = TINY["CohereForCausalLM"](use_qk_norm=True, attention_bias=True)
+CONFIGS["deepseek_v2-lite"] = TINY["DeepseekV2ForCausalLM"](q_lora_rank=None, topk_method="greedy")
+CONFIGS["deepseek_v3-kimi"] = TINY["DeepseekV3ForCausalLM"](
+    attention_bias=True,
+    rope_interleave=False,
+    n_group=1,
+    rope_parameters={
+        **LATENT_YARN["rope_parameters"],
+        **{"mscale": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    },
+)
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 

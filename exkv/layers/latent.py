@@ -1,0 +1,124 @@
+"""Multi-head latent attention (DeepSeek, 2024: DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+A token's keys and values, of all heads, are products of one latent vector. Queries are multiplied
+by the keys' half of that matrix, and what attention returns by the values' half, so that attention
+goes over the latent vectors themselves, behind the rotated features that all heads share: one head
+of keys, which are the values, too. No token's keys or values are ever made, nor stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exkv.batch import Batch
+from exkv.checkpoint import ModelConfig
+from exkv.ops.attention import AttentionParams
+
+from .attention import Attend, in_halves
+from .linear import Linear, PlainModule, weight
+from .low_rank import side_by_side
+from .norm import RMSNorm
+from .rope import QUERIES, rotary_name
+
+#: Of both norms in it, whatever the config says of the others.
+_EPS = 1e-6
+
+
+class LatentAttention(PlainModule):
+    """Projections, rotary positions, attention over latent vectors by the cache, and the output
+    projection.
+
+    Attributes:
+        key_up: (H, rank, nope), each head's matrix that makes unrotated keys of latent vectors, by
+            rows of the latent vector: queries are multiplied by it.
+        value_up: (H, v, rank), the same that makes values.
+
+    Args:
+        layer: index of the decoder layer, which selects windows and positions in the config.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
+        super().__init__()
+        assert config.latent is not None, "checked when the config was made"
+        self.sizes = sizes = config.latent
+        self.count = heads = config.num_attention_heads
+        self.params = AttentionParams(
+            scale=score_scale(config),
+            window=config.window(layer),
+            rotary=rotary_name(config, layer),
+        )
+        self.interleaved = sizes.qk_rope_head_dim if config.rope_interleaved else 0
+        self.scaled = config.query_scaling is not None
+        hidden, bias, rank = config.hidden_size, config.attention_bias, sizes.kv_lora_rank
+        width, low = heads * sizes.qk_head_dim, sizes.q_lora_rank
+        if low is None:
+            self.q_proj = Linear(hidden, width, bias=False, dtype=dtype)
+        else:
+            self.q_a_proj = Linear(hidden, low, bias=bias, dtype=dtype)
+            self.q_a_layernorm = RMSNorm(low, _EPS, dtype=dtype)
+            self.q_b_proj = Linear(low, width, bias=False, dtype=dtype)
+        self.kv_a_proj_with_mqa = Linear(hidden, sizes.stored, bias=bias, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(rank, _EPS, dtype=dtype)
+        self.key_up = weight(heads, rank, sizes.qk_nope_head_dim, dtype=dtype)
+        self.value_up = weight(heads, sizes.v_head_dim, rank, dtype=dtype)
+        self.o_proj = Linear(heads * sizes.v_head_dim, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
+        """x (B, T, hidden), normed -> (B, T, hidden)."""
+        q, k = self.heads(x, batch)
+        out = cache.attend(q, k, k, batch, self.params)
+        del q, k  # they are larger than the values
+        return self.o_proj(self.values(out))
+
+    def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """x (B, T, hidden) -> q (B, T, H, D) and k (B, T, 1, D), of rotated features and, behind
+        them, those that go with latent vectors."""
+        sizes = self.sizes
+        q, latent = self.project(x)
+        q = q.view(*x.shape[:2], self.count, sizes.qk_head_dim)
+        if self.scaled:
+            q = q * batch.rotary[QUERIES][0].unsqueeze(-1)
+        plain, q_rotated = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1)
+        latent, k_rotated = latent.split((sizes.kv_lora_rank, sizes.qk_rope_head_dim), dim=-1)
+        k_rotated = k_rotated.unsqueeze(2)
+        if self.interleaved:
+            q_rotated = in_halves(q_rotated, self.interleaved)
+            k_rotated = in_halves(k_rotated, self.interleaved)
+        rotary = batch.rotary[self.params.rotary]
+        q_rotated, k_rotated = torch.ops.exkv.rope(q_rotated, k_rotated, *rotary)
+        k = torch.cat((k_rotated, self.kv_a_layernorm(latent).unsqueeze(2)), dim=-1)
+        plain = each_head(plain, self.key_up)
+        return torch.cat((q_rotated, plain), dim=-1), k
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, T, hidden) -> q (B, T, H * qk_head_dim), and the latent vector with the shared key
+        (B, T, rank + rope)."""
+        if self.sizes.q_lora_rank is None:
+            q, latent = side_by_side(x, (self.q_proj, self.kv_a_proj_with_mqa))
+            return q, latent
+        low, latent = side_by_side(x, (self.q_a_proj, self.kv_a_proj_with_mqa))
+        return self.q_b_proj(self.q_a_layernorm(low)), latent
+
+    def values(self, out: Tensor) -> Tensor:
+        """What attention returns, (B, T, H, D) -> all heads' values (B, T, H * v)."""
+        latent = out[..., self.sizes.qk_rope_head_dim :]
+        return each_head(latent, self.value_up).flatten(2)
+
+
+def each_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x (B, T, H, in) by each head's matrix of (H, out, in) -> (B, T, H, out)."""
+    tokens = x.flatten(0, 1).transpose(0, 1).contiguous()  # (H, B * T, in)
+    out = torch.ops.exkv.linear_heads(tokens, matrices)
+    return out.transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+def score_scale(config: ModelConfig) -> float:
+    """1 / sqrt(qk_head_dim), times the square of YaRN's temperature if ``mscale_all_dim`` is
+    stated: then it isn't in the rotary factors, which reach a part of a head only."""
+    assert config.latent is not None
+    scale = float(config.latent.qk_head_dim**-0.5)
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.mscale_all_dim:
+        return scale
+    return scale * scaling.temperature(scaling.mscale_all_dim) ** 2

@@ -1,0 +1,51 @@
+"""DeepSeek-V3, V3.1 and R1 (DeepSeek, 2024 and 2025), and Kimi K2 (Moonshot AI, 2025): a
+DeepSeek-V2 with routing by sigmoid scores with a correction bias."""
+
+from __future__ import annotations
+
+from exkv.checkpoint import RoutedExpertsConfig
+from exkv.checkpoint.families import Family
+from exkv.layers import LatentAttention
+
+from . import glm4_moe
+from .decoder import Decoder
+from .deepseek_v2 import key_and_value_ups
+
+FAMILY = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    units=Decoder(
+        attention=LatentAttention,
+        mlp_of_layer=glm4_moe.MLP_OF_LAYER,
+        rename=glm4_moe.NAMES,
+        made=key_and_value_ups,
+    ),
+    defaults={
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "moe_intermediate_size": 2048,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "rope_interleaved": True,
+    },
+    reads=("attention_bias", "rope_interleaved"),
+    refuses={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    specific=RoutedExpertsConfig,
+    latent=True,
+    aliases={"num_local_experts": "n_routed_experts", "rope_interleaved": "rope_interleave"},
+)
