@@ -14,6 +14,7 @@ from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
 from exkv.checkpoint.families import Family
 from exkv.layers import LatentAttention, mixture_or_mlp, routed_experts
 from exkv.weights import Source, formats_of
+from exkv.weights.floats import FLOATS
 
 from . import qwen2_moe
 from .decoder import Decoder
@@ -52,6 +53,8 @@ def key_and_value_ups(
     matrix, size = f"{name}.self_attn.kv_b_proj", (heads * sum(parts), rank)
     format = formats_of(config, dtype)(matrix, size)
     expected = format.stored(size)
+    if expected.keys() == {"weight"} and dtype in expected["weight"].dtypes:
+        format = FLOATS[dtype]  # and not one that floats are converted to
 
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         try:
