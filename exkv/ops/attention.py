@@ -19,6 +19,8 @@ from .registry import define_op
 
 #: Queries processed at once: bounds the mask, and lets early queries skip late keys.
 QUERY_BLOCK = 256
+#: Rows of the mask at most: one for each query and each head that shares its keys.
+MASK_ROWS = 16 * QUERY_BLOCK
 #: Keys of a quantized cache that are dequantized at once.
 KEY_TILE = 256
 
@@ -61,6 +63,12 @@ def group_heads(q: Tensor, kv_heads: int) -> Tensor:
     groups = heads // kv_heads
     grouped = q.view(batch, length, kv_heads, groups, dim)
     return grouped.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * length, dim)
+
+
+def query_block(heads: int, kv_heads: int) -> int:
+    """Queries that :func:`attention` processes at once: fewer where many heads share a head of keys
+    (latent attention: all 128)."""
+    return min(QUERY_BLOCK, max(MASK_ROWS * kv_heads // heads, 1))
 
 
 def ungroup_heads(out: Tensor, length: int) -> Tensor:
@@ -182,8 +190,9 @@ def attention(
         return _attend_causally(q, k, v, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lens = past_lens if ragged else past_lens[:1]
-    for first in range(0, length, QUERY_BLOCK):
-        queries = slice(first, min(first + QUERY_BLOCK, length))
+    block = query_block(q.shape[2], kv_heads)
+    for first in range(0, length, block):
+        queries = slice(first, min(first + block, length))
         # In rows of equal length, the block's positions bound the visible keys.
         past = kv_len - length
         start = max(past + first - window + 1, 0) if window and not ragged else 0

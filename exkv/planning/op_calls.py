@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from exkv.ops import REFERENCES, weight_groups
-from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_flash, is_fresh
+from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_flash, is_fresh, query_block
 from exkv.ops.registry import computes_on
 from exkv.ops.weight_groups import BLOCK, CHUNK, Groups
 from exkv.weights.tiles import tile_of
@@ -35,11 +35,11 @@ def _parameters(name: str) -> tuple[tuple[str, ...], tuple]:
     return tuple(parameters), tuple(each.default for each in parameters.values())
 
 
-def _last_queries(call: Call) -> Call:
+def _last_queries(call: Call, block: int = QUERY_BLOCK) -> Call:
     """The last three blocks of queries: the second of them is full, and finds what the one before
     it has left. (``past_lens`` would be moved on by what is left out, if it held numbers.)"""
     q = call["q"]
-    first = max(-(-q.shape[1] // QUERY_BLOCK) - 3, 0) * QUERY_BLOCK
+    first = max(-(-q.shape[1] // block) - 3, 0) * block
     return {"q": q[:, first:]} if first else {}
 
 
@@ -47,7 +47,7 @@ def _last_queries_unless_fresh(call: Call) -> Call:
     rule = [call[name] for name in ("kv_len", "ragged", "window", "softcap")]
     if is_fresh(call["q"].shape[1], *rule) or is_flash(call["q"], call["k"], *rule):
         return {}  # it knows no blocks
-    return _last_queries(call)
+    return _last_queries(call, query_block(call["q"].shape[2], call["k"].shape[2]))
 
 
 def _few_tiles(call: Call) -> Call:

@@ -194,6 +194,46 @@ def test_any_number_of_heads_shares_keys(ops, group):
             assert_as_good_as_plain(storage, torch.float32, *case, 70, ops=ops)
 
 
+@pytest.mark.parametrize("storage", ["float", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_latent_attention(ops, storage, dtype):
+    """576 features of keys that 16 heads share, one token and many; more than CUDA kernels take."""
+    for length in (1, 40):
+        case = random_case(length, dtype, 2, length, 300, 16, 1, 576)
+        assert_as_good_as_plain(storage, dtype, *case, 300, ops=ops)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_many_heads_of_one_key_head_make_masks_of_few_queries(window):
+    """Latent attention has 128, and keys of 576 features; the reference, which serves those on
+    CUDA."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 90, 128, 40, generator=generator)
+    k = torch.randn(2, 120, 1, 40, generator=generator)
+    masks = []
+
+    class Masks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if func is torch.ops.aten.repeat.default:
+                masks.append(out.shape[-2])
+            return out
+
+    past = torch.tensor([30, 7], dtype=torch.int32)
+    with Masks():
+        out = REFERENCES["attention"](q, k, k, past, 120, True, 0.2, window)
+    assert set(masks) == {4096, 90 % 32 * 128}
+    for row, length in enumerate(past.tolist()):
+        at, keys = torch.arange(90).unsqueeze(-1) + length, torch.arange(120)
+        seen = (keys <= at) & ((keys > at - window) if window else True)
+        wide = k[row].double().transpose(0, 1).expand(128, -1, -1)
+        expected = F.scaled_dot_product_attention(
+            q[row].double().transpose(0, 1), wide, wide, seen, scale=0.2
+        )
+        close = {"atol": 1e-5, "rtol": 1e-5}
+        torch.testing.assert_close(out[row].double(), expected.transpose(0, 1), **close)
+
+
 def at_the_end_of_memory(x: Tensor) -> Tensor:
     """A copy whose last byte is followed by a page that can't be read."""
     size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

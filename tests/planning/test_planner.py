@@ -132,6 +132,21 @@ def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind
     assert workspaces() == shortened
 
 
+def test_a_prediction_of_many_heads_of_one_key_head_is_the_same(monkeypatch):
+    """Whose blocks of queries are shorter, of 4 here."""
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
+    monkeypatch.setattr("exkv.ops.attention.MASK_ROWS", 64)
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 1, "num_hidden_layers": 1}
+
+    def workspaces() -> list[int]:
+        bare = Model(config(**sizes), max_input_len=33)
+        return [u.workspace for u in place(bare, Cache(bare, 3000, 2), ["cpu"]).units]
+
+    shortened = workspaces()
+    monkeypatch.delitem(SHORTER, "attention")
+    assert workspaces() == shortened
+
+
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_a_prediction_that_looks_at_two_tiles_of_weights_is_the_same(monkeypatch, weights):
     """Also where the results of all tiles are larger than what a tile takes."""
