@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapters import linears_of, merged, write_adapter
 from packers import write
 from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.fp8 import RECIPES as FP8
@@ -107,6 +108,22 @@ def test_jobs_of_an_engine_get_the_tokens_that_they_get_alone(folder):
 
     prompts = [IDS[0, :30].tolist(), IDS[1, :5].tolist(), IDS[0, :20].tolist()]
     assert tokens(*prompts) == [tokens(prompt)[0] for prompt in prompts]
+
+
+@torch.no_grad()
+def test_adapters_go_to_linear_layers_and_not_to_what_makes_keys_and_values(folder, tmp_path):
+    theirs = reference(TINY[ARCHITECTURE](eos_token_id=None))
+    parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    adapter = write_adapter(tmp_path / "adapter", linears_of(theirs, parts))
+    other = write_adapter(tmp_path / "other", linears_of(theirs, ["kv_b_proj"]))
+    model = Model(folder)
+    model.load(devices=["cpu"])
+    model.load_adapter(adapter)
+    found = model.forward(IDS, Cache(model, 64, 2), adapter="adapter")
+    expected = merged(theirs, adapter)(IDS).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    with pytest.raises(ValueError, match="layers.0.self_attn.kv_b_proj' is no linear layer"):
+        model.load_adapter(other)
 
 
 def test_a_plan_of_deepseek_v3_counts_one_latent_vector_a_token(tmp_path):
