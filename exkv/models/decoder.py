@@ -256,6 +256,7 @@ class Decoder:
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
             the sources of parameters that are not stored as they are, or not by themselves; not
             asked where a checkpoint has all of them apart.
+        made_apart: the same of checkpoints that have them apart, GGUF files.
     """
 
     attention: Callable[..., nn.Module] = Attention
@@ -268,6 +269,7 @@ class Decoder:
     head: Callable[..., nn.Module] = Head
     rename: Mapping[str, str] = field(default_factory=dict)
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
+    made_apart: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
 
     def __call__(self, config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         facts, formats = facts_of(config), formats_of(config, dtype)
@@ -291,7 +293,7 @@ class Decoder:
         self, config: ModelConfig, dtype: torch.dtype, index: int, facts: Facts, formats: FormatOf
     ) -> UnitSpec:
         stored = f"{facts.layers}.{index}"
-        made = None if facts.apart else self.made
+        made = self.made_apart if facts.apart else self.made
         return unit_spec(
             f"model.layers.{index}",
             partial(self._module, config, dtype, index),

@@ -3,15 +3,25 @@ groups with the best single expert, shared experts, and dense layers first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
+from exkv.checkpoint import (
+    CheckpointError,
+    LatentHeads,
+    ModelConfig,
+    RoutedExpertsConfig,
+    open_checkpoint,
+)
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
+from exkv.checkpoint.value_checks import is_int, is_number
 from exkv.layers import LatentAttention, mixture_or_mlp, routed_experts
 from exkv.weights import Source, formats_of
 from exkv.weights.floats import FLOATS
@@ -45,34 +55,148 @@ def key_and_value_ups(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
 ) -> list[Source]:
     """``key_up`` and ``value_up`` of the layer that the checkpoint calls ``name``, where they are
-    one matrix, each head's keys before its values. In whatever format that is stored, they are
-    floats here: products with a query's heads need other rows of it than a linear layer does."""
-    sizes, heads = config.latent, config.num_attention_heads
-    assert sizes is not None, "checked when the config was made"
-    parts, rank = (sizes.qk_nope_head_dim, sizes.v_head_dim), sizes.kv_lora_rank
-    matrix, size = f"{name}.self_attn.kv_b_proj", (heads * sum(parts), rank)
+    one matrix, each head's keys before its values."""
+    sizes, heads = _sizes(config)
+    keys, both = sizes.qk_nope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
+    parts = {
+        _KEY_UP: lambda x: x.unflatten(0, (heads, both))[:, :keys].transpose(1, 2),
+        _VALUE_UP: lambda x: x.unflatten(0, (heads, both))[:, keys:],
+    }
+    shape = heads * both, sizes.kv_lora_rank
+    return [_dequantized(config, dtype, f"{name}.self_attn.kv_b_proj", shape, parts)]
+
+
+def ups_of_gguf(
+    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
+) -> list[Source]:
+    """The same in GGUF files, of which those since April 2025 have both apart, a matrix for each
+    head."""
+    sizes, heads = _sizes(config)
+    if not _are_apart(config):
+        return key_and_value_ups(config, dtype, name, layer)
+    keys = heads, sizes.kv_lora_rank, sizes.qk_nope_head_dim
+    values = heads, sizes.v_head_dim, sizes.kv_lora_rank
+    own = f"{name}.self_attn"
+    return [
+        _dequantized(config, dtype, f"{own}.k_b_proj", keys, {_KEY_UP: lambda x: x}),
+        _dequantized(config, dtype, f"{own}.v_b_proj", values, {_VALUE_UP: lambda x: x}),
+    ]
+
+
+def _sizes(config: ModelConfig) -> tuple[LatentHeads, int]:
+    assert config.latent is not None, "checked when the config was made"
+    return config.latent, config.num_attention_heads
+
+
+def _are_apart(config: ModelConfig) -> bool:
+    if config.path is None:
+        return False
+    try:
+        checkpoint = open_checkpoint(config.path)
+    except (OSError, CheckpointError):
+        return False  # whoever loads it is told
+    with checkpoint:
+        return "model.layers.0.self_attn.k_b_proj.weight" in checkpoint
+
+
+def _dequantized(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    matrix: str,
+    shape: tuple[int, ...],
+    parts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+) -> Source:
+    """Parameters that are parts of a stored matrix of this shape, or of one for each head. In
+    whatever format that is stored, they are floats here: products with a query's heads need other
+    rows of it than a linear layer does."""
+    size = math.prod(shape[:-1]), shape[-1]
     format = formats_of(config, dtype)(matrix, size)
     expected = format.stored(size)
     if expected.keys() == {"weight"} and dtype in expected["weight"].dtypes:
         format = FLOATS[dtype]  # and not one that floats are converted to
+    stored = {f"{matrix}.{each}": tensor for each, tensor in expected.items()}
+    if len(shape) > 2:
+        stored = {
+            each: replace(tensor, shape=(*shape[:-1], *tensor.shape[1:]))
+            for each, tensor in stored.items()
+        }
 
-    def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        flat = {each: found[f"{matrix}.{each}"].flatten(0, len(shape) - 2) for each in expected}
         try:
-            tensors = format.convert({each: stored[f"{matrix}.{each}"] for each in expected})
+            whole = format.dequantize(format.convert(flat), dtype).view(shape)
         except ValueError as error:
             raise ValueError(f"{matrix}: {error}") from None
-        of_heads = format.dequantize(tensors, dtype).view(heads, sum(parts), rank)
-        keys, values = of_heads.split(parts, dim=1)
-        ups = keys.transpose(1, 2).contiguous(), values.contiguous()
-        return dict(zip(_UPS, ups, strict=True))
+        return {name: of(whole).contiguous() for name, of in parts.items()}
 
-    stored = {f"{matrix}.{each}": tensor for each, tensor in expected.items()}
-    return [Source(stored=stored, parameters=_UPS, convert=convert)]
+    return Source(stored=stored, parameters=tuple(parts), convert=convert)
 
 
-_UPS = ("self_attn.key_up", "self_attn.value_up")
+_KEY_UP, _VALUE_UP = "self_attn.key_up", "self_attn.value_up"
 #: Checkpoints name an expert's matrices like those of an MLP.
 NAMES = {**qwen2_moe.NAMES, "mlp.shared_expert.": "mlp.shared_experts."}
+
+
+def of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of heads by the lengths of keys and values: those of all heads, which files since April
+    2025 state beside those of the one head that llama.cpp stores. YaRN's temperature is stated as a
+    tenth of what it is in config.json."""
+    rotated = values.get("qk_rope_head_dim")
+    keys = values.get("key_length_mla", values.get("head_dim"))
+    scaling, tenth = values.get("rope_scaling"), values.get("log_multiplier")
+    if scaling and tenth is not None and is_number(tenth):
+        weight = round(10 * tenth, 6)
+        scaling = {**scaling, "mscale": weight, "mscale_all_dim": weight}
+    return {
+        "q_lora_rank": values.get("q_lora_rank"),
+        "qk_nope_head_dim": keys - rotated if is_int(keys) and is_int(rotated) else None,
+        "v_head_dim": values.get("value_length_mla", values.get("value_length")),
+        "rope_scaling": scaling,
+        "n_group": values.get("n_group", 1),
+        "topk_group": values.get("topk_group", 1),
+        "first_k_dense_replace": values.get("first_k_dense_replace", 0),
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "partial_rotary_factor")),
+        **dict.fromkeys(_OF_GGUF.values()),
+    }
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    groups = values.get("n_group", 1)
+    greedy = "greedy" if groups == 1 else "group_limited_greedy"
+    return {**of_gguf(values), "topk_method": greedy}
+
+
+#: What there is in a file's metadata alone.
+_OF_GGUF = {
+    "attention.key_length_mla": "key_length_mla",
+    "attention.value_length": "value_length",
+    "attention.value_length_mla": "value_length_mla",
+    "rope.scaling.yarn_log_multiplier": "log_multiplier",
+}
+GGUF = GGUFFamily(
+    architecture="deepseek2",
+    names={
+        **EXPERTS,
+        **shared("mlp.shared_experts"),
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+    },
+    metadata={
+        **_OF_GGUF,
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.q_lora_rank": "q_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+    },
+    marks={"expert_gating_func": (0, 1)},  # none, softmax
+    assumed={"expert_group_count": "tokens take experts of all groups"},
+    additions=_of_gguf,
+)
 
 FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
@@ -82,6 +206,7 @@ FAMILY = Family(
         mlp_of_layer=partial(mixture_or_mlp, experts=partial(routed_experts, exact=True)),
         rename=NAMES,
         made=key_and_value_ups,
+        made_apart=ups_of_gguf,
     ),
     defaults={
         "vocab_size": 102400,
@@ -102,4 +227,5 @@ FAMILY = Family(
     rope_interleaved=True,
     latent=True,
     aliases={"num_local_experts": "n_routed_experts"},
+    gguf=GGUF,
 )

@@ -3,13 +3,14 @@ DeepSeek-V2 with routing by sigmoid scores with a correction bias."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from exkv.checkpoint import RoutedExpertsConfig
 from exkv.checkpoint.families import Family
 from exkv.layers import LatentAttention
 
-from . import glm4_moe
+from . import deepseek_v2, glm4_moe
 from .decoder import Decoder
-from .deepseek_v2 import key_and_value_ups
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
@@ -18,7 +19,8 @@ FAMILY = Family(
         attention=LatentAttention,
         mlp_of_layer=glm4_moe.MLP_OF_LAYER,
         rename=glm4_moe.NAMES,
-        made=key_and_value_ups,
+        made=deepseek_v2.key_and_value_ups,
+        made_apart=deepseek_v2.ups_of_gguf,
     ),
     defaults={
         "vocab_size": 129280,
@@ -48,4 +50,10 @@ FAMILY = Family(
     specific=RoutedExpertsConfig,
     latent=True,
     aliases={"num_local_experts": "n_routed_experts", "rope_interleaved": "rope_interleave"},
+    gguf=replace(
+        deepseek_v2.GGUF,
+        names={**deepseek_v2.GGUF.names, "exp_probs_b.bias": glm4_moe.NAMES["mlp.correction"]},
+        marks={"expert_gating_func": (2,)},  # sigmoid
+        additions=deepseek_v2.of_gguf,
+    ),
 )

@@ -32,4 +32,5 @@ FAMILY = replace(
         "routed_scaling_factor": 1.8,
     },
     specific=LayerTypeExpertsConfig,
+    gguf=None,  # its files are a DeepSeek-V3's
 )

@@ -77,5 +77,6 @@ FAMILY = replace(
     rope_parameters=_ROPE,
     stacked_experts=True,
     partial_rotary_factor=1.0,
+    gguf=None,
     query_scaling=partial(ministral3.query_scaling, unstated=_ROPE),
 )

@@ -18,7 +18,19 @@ from packers.gguf import ARCHITECTURES, floats, gguf, in_types, write_gguf
 from runs import Readable, bound_runs
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
-from tiny import HEAD, TINY, gemma2, gemma3, llama, longrope, phi3, reference, save
+from tiny import (
+    HEAD,
+    LATENT,
+    LATENT_YARN,
+    TINY,
+    gemma2,
+    gemma3,
+    llama,
+    longrope,
+    phi3,
+    reference,
+    save,
+)
 
 from exkv import Cache, Model, ModelConfig, Tokenizer
 from exkv.checkpoint import CheckpointError, find_gguf, open_checkpoint
@@ -28,10 +40,14 @@ from exkv.loading.report import LINES
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 #: What GGUF can't say: Gemma's scores are divided by the root of a head's features; and so on.
 SAID = {"query_pre_attn_scalar": HEAD["head_dim"]}
+ONE_TEMPERATURE = {"rope_parameters": {**LATENT_YARN["rope_parameters"], "mscale": 1.0}}
 UNSAID: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"num_hidden_layers": 4, "global_attn_every_n_layers": 4},
     "Cohere2ForCausalLM": {"num_hidden_layers": 4, "layer_types": None},
+    # One number stands for both of YaRN's, which are the same in DeepSeek's models.
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), ONE_TEMPERATURE),
     "Ernie4_5_MoeForCausalLM": {"moe_norm_min": 1e-12},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
     "PhiForCausalLM": {"num_key_value_heads": 4},
     "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "norm_topk_prob": True},
@@ -81,6 +97,32 @@ def test_a_file_of_floats_answers_as_transformers_model(tmp_path, name):
     with torch.no_grad():
         expected = theirs(IDS).logits
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+#: Sizes that are whole blocks of 32.
+BLOCKS = {**dict.fromkeys(LATENT, 32), "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("of_heads", [True, False], ids=["of heads", "in one matrix"])
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_packed_latent_attention_answers_as_its_floats(tmp_path, monkeypatch, name, of_heads):
+    """In one matrix, as files were until April 2025, and then without what they didn't state."""
+    changes = {"q_lora_rank": None} if name == "DeepseekV2ForCausalLM" else {}
+    theirs = reference(TINY[name](**ONE_TEMPERATURE, **{**BLOCKS, **changes}))
+    tensors = load_file(save(theirs, tmp_path / "saved") / "model.safetensors")
+    theirs.config.architectures = [name]
+    if not of_heads:
+        monkeypatch.setattr("packers.gguf.SPLITS", False)
+    types = in_types("Q8_0", "Q4_0", "F16")
+    write_gguf(tmp_path / "packed.gguf", theirs.config, tensors, types)
+    types = in_types("Q8_0", "Q4_0", "F16")
+    write_gguf(tmp_path / "floats.gguf", theirs.config, tensors, types, as_floats=True)
+    model = quantized_model(tmp_path / "packed.gguf")
+    part = "k_b_proj" if of_heads else "kv_b_proj"
+    assert any(part in layer for layer in model.config.quantization["types"])
+    assert model.config.latent == ModelConfig.from_pretrained(tmp_path / "saved").latent
+    found, expected = logits_of(model), logits_of(loaded(tmp_path / "floats.gguf"))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_experts_in_mxfp4_answer_as_the_floats_that_they_stand_for(tmp_path):

@@ -26,6 +26,8 @@ ARCHITECTURES = {
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "command-r",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
@@ -36,6 +38,7 @@ ARCHITECTURES = {
     "GemmaForCausalLM": "gemma",
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4moe",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
@@ -72,6 +75,9 @@ ARCHITECTURES = {
 _PAIRED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", "arcee")
 _OFFSET = ("gemma", "gemma2", "gemma3", "nemotron")
 _PATTERN = ("gemma3", "exaone4", "exaone-moe", "olmo2")
+#: Whether what makes keys and values of latent vectors is written as two matrices for each head, as
+#: since April 2025, and the lengths of all heads beside those of the one that llama.cpp stores.
+SPLITS = True
 #: What it writes of configs that have one of these fields.
 _FIELDS = {
     "add_layer_norm_rms_eps": ("rms_norm_eps",),
@@ -237,9 +243,12 @@ def _write_metadata(writer: Any, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers + nextn)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(width)
-    writer.add_value_length(width)
+    if hasattr(config, "kv_lora_rank"):
+        _write_latent(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(width)
+        writer.add_value_length(width)
     for method, names in _FIELDS.items():
         values = [getattr(config, name, None) for name in names]
         value = next((value for value in values if value is not None), None)
@@ -249,6 +258,27 @@ def _write_metadata(writer: Any, config: Any) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
     _write_windows(writer, config)
     _write_rope(writer, config, width)
+
+
+def _write_latent(writer: Any, config: Any) -> None:
+    """Heads as llama.cpp stores them, one of the latent vector and the rotated key; and as they
+    are."""
+    writer.add_head_count_kv(1 if SPLITS else config.num_attention_heads)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    keys = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if SPLITS:
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(keys)
+        writer.add_value_length_mla(config.v_head_dim)
+    else:
+        writer.add_key_length(keys)
+        writer.add_value_length(config.v_head_dim)
+    softmax = config.model_type == "deepseek_v2"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
 
 
 def _write_windows(writer: Any, config: Any) -> None:
@@ -275,7 +305,8 @@ def _write_rope(writer: Any, config: Any, width: int) -> None:
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if "mscale_all_dim" in rope:
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        tenth = 0.1 if hasattr(config, "kv_lora_rank") else 1.0  # as llama.cpp's converter has it
+        writer.add_rope_scaling_yarn_log_mul(tenth * rope["mscale_all_dim"])
     if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "llama3":
@@ -307,6 +338,12 @@ def _converted(name: str, config: Any, tensors: Mapping[str, torch.Tensor]):
     for key, tensor in _one_by_one(tensors):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if SPLITS and key.endswith("kv_b_proj.weight"):
+            keys, values = _of_heads(config, tensor.float())
+            for part, matrices in (("k_b_proj", keys), ("v_b_proj", values)):
+                own = key.replace("kv_b_proj", part)
+                yield names.get_name(own, try_suffixes=(".weight",)), matrices.contiguous().numpy()
+            continue
         values = _changed(name, config, key, tensor.float()).numpy()
         if match := re.search(r"\.experts\.(\d+)\.(w\d|\w+_proj)", key):
             stacked = key.replace(f"experts.{match[1]}.", "experts.")
@@ -316,6 +353,13 @@ def _converted(name: str, config: Any, tensors: Mapping[str, torch.Tensor]):
     for key, each in experts.items():
         stacked = np.stack([each[i] for i in sorted(each)])
         yield names.get_name(key, try_suffixes=(".weight",)), stacked
+
+
+def _of_heads(config: Any, kv_b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each head's matrix of keys, by rows of the latent vector, and that of values."""
+    sizes = config.qk_nope_head_dim, config.v_head_dim
+    keys, values = kv_b.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+    return keys.transpose(1, 2), values
 
 
 def _one_by_one(tensors: Mapping[str, torch.Tensor]):

@@ -152,7 +152,7 @@ class GGUFContents:
             gguf = family.gguf
             if gguf is None or gguf.architecture != self.architecture:
                 continue
-            if all(bool(self.own(key, 0)) == says for key, says in gguf.marks.items()):
+            if all(_says(self.own(key, 0), says) for key, says in gguf.marks.items()):
                 return name, family, gguf
         known = sorted({f.gguf.architecture for f in FAMILIES.values() if f.gguf is not None})
         raise CheckpointError(
@@ -171,6 +171,11 @@ class GGUFContents:
             )
         data = bytearray(placed.file.read(tensor.nbytes, tensor.offset))
         return torch.frombuffer(data, dtype=tensor.type.dtype).tolist()
+
+
+def _says(value: Any, wanted: bool | tuple[int, ...]) -> bool:
+    """Whether metadata says something, or one of some numbers."""
+    return bool(value) == wanted if isinstance(wanted, bool) else value in wanted
 
 
 def _of_parts(count: int) -> str:

@@ -70,7 +70,8 @@ class GGUFFamily:
         interleaved: the rows of queries and keys lie as pairs to be rotated, and not as halves.
         norm_offset: what was added to the weights of norms.
         metadata: metadata -> keys of config.json, beside those of every architecture.
-        marks: metadata -> whether it says something, where several architectures have one name.
+        marks: metadata -> whether it says something, or which numbers (0 for none), where several
+            architectures have one name.
         assumed: metadata that files may lack -> what is taken for it, for a warning.
         doubts: patterns of a model's lowercase name -> what its file can't say, for a warning.
         additions: what else there is to say.
@@ -83,7 +84,7 @@ class GGUFFamily:
     interleaved: bool = False
     norm_offset: float = 0.0
     metadata: Mapping[str, str] = field(default_factory=dict)
-    marks: Mapping[str, bool] = field(default_factory=dict)
+    marks: Mapping[str, bool | tuple[int, ...]] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
     doubts: Mapping[str, str] = field(default_factory=dict)
     additions: Additions = lambda values: {}
