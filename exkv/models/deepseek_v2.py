@@ -72,11 +72,11 @@ def ups_of_gguf(
     """The same in GGUF files, of which those since April 2025 have both apart, a matrix for each
     head."""
     sizes, heads = _sizes(config)
-    if not _are_apart(config):
+    own = f"{name}.self_attn"
+    if not _are_apart(config, own):
         return key_and_value_ups(config, dtype, name, layer)
     keys = heads, sizes.kv_lora_rank, sizes.qk_nope_head_dim
     values = heads, sizes.v_head_dim, sizes.kv_lora_rank
-    own = f"{name}.self_attn"
     return [
         _dequantized(config, dtype, f"{own}.k_b_proj", keys, {_KEY_UP: lambda x: x}),
         _dequantized(config, dtype, f"{own}.v_b_proj", values, {_VALUE_UP: lambda x: x}),
@@ -88,7 +88,13 @@ def _sizes(config: ModelConfig) -> tuple[LatentHeads, int]:
     return config.latent, config.num_attention_heads
 
 
-def _are_apart(config: ModelConfig) -> bool:
+def _are_apart(config: ModelConfig, own: str) -> bool:
+    """Whether attention that is called ``own`` has two matrices for each head: by the types of
+    those that are packed, or by the file's header."""
+    types = (config.quantization or {}).get("types", {})
+    for part, apart in (("k_b_proj", True), ("v_b_proj", True), ("kv_b_proj", False)):
+        if f"{own}.{part}" in types:
+            return apart
     if config.path is None:
         return False
     try:
@@ -96,7 +102,7 @@ def _are_apart(config: ModelConfig) -> bool:
     except (OSError, CheckpointError):
         return False  # whoever loads it is told
     with checkpoint:
-        return "model.layers.0.self_attn.k_b_proj.weight" in checkpoint
+        return f"{own}.k_b_proj.weight" in checkpoint
 
 
 def _dequantized(
@@ -114,15 +120,16 @@ def _dequantized(
     expected = format.stored(size)
     if expected.keys() == {"weight"} and dtype in expected["weight"].dtypes:
         format = FLOATS[dtype]  # and not one that floats are converted to
-    stored = {f"{matrix}.{each}": tensor for each, tensor in expected.items()}
-    if len(shape) > 2:
-        stored = {
-            each: replace(tensor, shape=(*shape[:-1], *tensor.shape[1:]))
-            for each, tensor in stored.items()
-        }
+    of_heads = len(shape) > 2
+    stored = {
+        f"{matrix}.{each}": replace(x, shape=(*shape[:-1], *x.shape[1:])) if of_heads else x
+        for each, x in expected.items()
+    }
 
     def convert(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        flat = {each: found[f"{matrix}.{each}"].flatten(0, len(shape) - 2) for each in expected}
+        flat = {each: found[f"{matrix}.{each}"] for each in expected}
+        if of_heads:
+            flat = {each: x.flatten(0, 1) for each, x in flat.items()}
         try:
             whole = format.dequantize(format.convert(flat), dtype).view(shape)
         except ValueError as error:

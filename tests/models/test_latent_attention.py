@@ -53,7 +53,7 @@ DEEPSEEK_V3 = {
 }
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4", "awq", "nf4 nested"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 matrix", "gptq 4", "awq", "nf4 nested"])
 @torch.no_grad()
 def test_what_makes_keys_and_values_may_be_packed(name, tmp_path):
     theirs = reference(PACKED())
