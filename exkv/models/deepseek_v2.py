@@ -22,12 +22,13 @@ from exkv.checkpoint import (
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import is_int, is_number
-from exkv.layers import LatentAttention, mixture_or_mlp, routed_experts
-from exkv.weights import Source, formats_of
+from exkv.layers import MLP, LatentAttention, mixture_or_mlp, routed_experts
+from exkv.weights import FormatOf, Source, formats_of
 from exkv.weights.floats import FLOATS
 
 from . import qwen2_moe
 from .decoder import Decoder
+from .units import UnitSpec
 
 _METHODS = ("greedy", "group_limited_greedy")
 
@@ -51,11 +52,44 @@ class GreedyExpertsConfig(RoutedExpertsConfig):
         RoutedExpertsConfig.__post_init__(self)
 
 
-def key_and_value_ups(
-    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
+#: From config, dtype, a layer's name in the checkpoint and its module, to sources.
+_Made = Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]]
+
+
+def latent_units(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP],
+    rename: Mapping[str, str],
+    beside: _Made = lambda config, dtype, name, layer: [],
+) -> list[UnitSpec]:
+    """The units of a model with latent attention.
+
+    Args:
+        beside: makes what else lies in larger tensors.
+    """
+    formats = formats_of(config, dtype)
+    of_attention = _ups_of_heads if _are_apart(config) else _ups_in_one
+
+    def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
+        ups = of_attention(config, dtype, formats, f"{name}.self_attn")
+        return [*ups, *beside(config, dtype, name, layer)]
+
+    decoder = Decoder(
+        attention=LatentAttention,
+        mlp_of_layer=mlp_of_layer,
+        rename=rename,
+        made=made,
+        made_apart=made,
+    )
+    return decoder(config, dtype)
+
+
+def _ups_in_one(
+    config: ModelConfig, dtype: torch.dtype, formats: FormatOf, attention: str
 ) -> list[Source]:
-    """``key_up`` and ``value_up`` of the layer that the checkpoint calls ``name``, where they are
-    one matrix, each head's keys before its values."""
+    """``key_up`` and ``value_up`` of one matrix, which has each head's keys before its values."""
     sizes, heads = _sizes(config)
     keys, both = sizes.qk_nope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
     parts = {
@@ -63,23 +97,20 @@ def key_and_value_ups(
         _VALUE_UP: lambda x: x.unflatten(0, (heads, both))[:, keys:],
     }
     shape = heads * both, sizes.kv_lora_rank
-    return [_dequantized(config, dtype, f"{name}.self_attn.kv_b_proj", shape, parts)]
+    return [_dequantized(f"{attention}.kv_b_proj", shape, formats, dtype, parts)]
 
 
-def ups_of_gguf(
-    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
+def _ups_of_heads(
+    config: ModelConfig, dtype: torch.dtype, formats: FormatOf, attention: str
 ) -> list[Source]:
-    """The same in GGUF files, of which those since April 2025 have both apart, a matrix for each
-    head."""
+    """The same of a matrix for each head, as GGUF files have both since April 2025."""
     sizes, heads = _sizes(config)
-    own = f"{name}.self_attn"
-    if not _are_apart(config, own):
-        return key_and_value_ups(config, dtype, name, layer)
     keys = heads, sizes.kv_lora_rank, sizes.qk_nope_head_dim
     values = heads, sizes.v_head_dim, sizes.kv_lora_rank
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
     return [
-        _dequantized(config, dtype, f"{own}.k_b_proj", keys, {_KEY_UP: lambda x: x}),
-        _dequantized(config, dtype, f"{own}.v_b_proj", values, {_VALUE_UP: lambda x: x}),
+        _dequantized(f"{attention}.k_b_proj", keys, formats, dtype, {_KEY_UP: whole}),
+        _dequantized(f"{attention}.v_b_proj", values, formats, dtype, {_VALUE_UP: whole}),
     ]
 
 
@@ -88,13 +119,8 @@ def _sizes(config: ModelConfig) -> tuple[LatentHeads, int]:
     return config.latent, config.num_attention_heads
 
 
-def _are_apart(config: ModelConfig, own: str) -> bool:
-    """Whether attention that is called ``own`` has two matrices for each head: by the types of
-    those that are packed, or by the file's header."""
-    types = (config.quantization or {}).get("types", {})
-    for part, apart in (("k_b_proj", True), ("v_b_proj", True), ("kv_b_proj", False)):
-        if f"{own}.{part}" in types:
-            return apart
+def _are_apart(config: ModelConfig) -> bool:
+    """Whether a checkpoint has keys and values apart."""
     if config.path is None:
         return False
     try:
@@ -102,21 +128,21 @@ def _are_apart(config: ModelConfig, own: str) -> bool:
     except (OSError, CheckpointError):
         return False  # whoever loads it is told
     with checkpoint:
-        return f"{own}.k_b_proj.weight" in checkpoint
+        return "model.layers.0.self_attn.k_b_proj.weight" in checkpoint
 
 
 def _dequantized(
-    config: ModelConfig,
-    dtype: torch.dtype,
     matrix: str,
     shape: tuple[int, ...],
+    formats: FormatOf,
+    dtype: torch.dtype,
     parts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
 ) -> Source:
     """Parameters that are parts of a stored matrix of this shape, or of one for each head. In
     whatever format that is stored, they are floats here: products with a query's heads need other
     rows of it than a linear layer does."""
     size = math.prod(shape[:-1]), shape[-1]
-    format = formats_of(config, dtype)(matrix, size)
+    format = formats(matrix, size)
     expected = format.stored(size)
     if expected.keys() == {"weight"} and dtype in expected["weight"].dtypes:
         format = FLOATS[dtype]  # and not one that floats are converted to
@@ -208,12 +234,10 @@ GGUF = GGUFFamily(
 FAMILY = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
-    units=Decoder(
-        attention=LatentAttention,
+    units=partial(
+        latent_units,
         mlp_of_layer=partial(mixture_or_mlp, experts=partial(routed_experts, exact=True)),
         rename=NAMES,
-        made=key_and_value_ups,
-        made_apart=ups_of_gguf,
     ),
     defaults={
         "vocab_size": 102400,

@@ -4,23 +4,18 @@ DeepSeek-V2 with routing by sigmoid scores with a correction bias."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from exkv.checkpoint import RoutedExpertsConfig
 from exkv.checkpoint.families import Family
-from exkv.layers import LatentAttention
 
 from . import deepseek_v2, glm4_moe
-from .decoder import Decoder
 
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    units=Decoder(
-        attention=LatentAttention,
-        mlp_of_layer=glm4_moe.MLP_OF_LAYER,
-        rename=glm4_moe.NAMES,
-        made=deepseek_v2.key_and_value_ups,
-        made_apart=deepseek_v2.ups_of_gguf,
+    units=partial(
+        deepseek_v2.latent_units, mlp_of_layer=glm4_moe.MLP_OF_LAYER, rename=glm4_moe.NAMES
     ),
     defaults={
         "vocab_size": 129280,

@@ -8,15 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
-
-from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
-from exkv.layers import LatentAttention, mixture_or_mlp, routed_experts
-from exkv.weights import Source
+from exkv.checkpoint import RoutedExpertsConfig
+from exkv.layers import mixture_or_mlp, routed_experts
 
 from . import deepseek_v2, deepseek_v3, ministral3
-from .decoder import Decoder
 from .qwen3_vl_moe import stacked_experts
 
 #: Of a config.json that says nothing of rotary positions.
@@ -32,24 +27,15 @@ _ROPE: dict[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 
-
-def _made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-    """What the layer that the checkpoint calls ``name`` has in larger tensors."""
-    return [
-        *deepseek_v2.key_and_value_ups(config, dtype, name, layer),
-        *stacked_experts(config, dtype, name, layer, inputs_first=False),
-    ]
-
-
 FAMILY = replace(
     deepseek_v3.FAMILY,
     architecture="Mistral4ForCausalLM",
     model_type="mistral4",
-    units=Decoder(
-        attention=LatentAttention,
+    units=partial(
+        deepseek_v2.latent_units,
         mlp_of_layer=partial(mixture_or_mlp, experts=routed_experts),
         rename=deepseek_v2.NAMES,
-        made=_made,
+        beside=partial(stacked_experts, inputs_first=False),
     ),
     defaults={
         **deepseek_v3.FAMILY.defaults,
