@@ -8,7 +8,7 @@ all of its files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,6 +57,10 @@ class Specific:
             if isinstance(each.default, bool):
                 check_bool(each.name, getattr(self, each.name))
 
+    def kind_of_layer(self, layer: int) -> Hashable:
+        """What these settings say of this layer by itself."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(Specific):
@@ -96,6 +100,9 @@ class ExpertsConfig(Specific):
     def shared_inner(self) -> int | None:
         """Inner values of the shared expert."""
         return self.shared_expert_intermediate_size
+
+    def kind_of_layer(self, layer: int) -> Hashable:
+        return self.is_dense(layer)
 
     def is_dense(self, layer: int) -> bool:
         """Whether a layer has an MLP instead of experts."""

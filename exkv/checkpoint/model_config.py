@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -260,6 +260,12 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Tokens that the layer sees at most, the newest; 0 for all."""
         return self.sliding_window or 0 if self.slides(layer) else 0
+
+    def kind_of_layer(self, layer: int) -> Hashable:
+        """All that is said of this layer by itself: layers of one kind have equal modules."""
+        types = self.layer_types[layer] if self.layer_types else None
+        own = self.specific.kind_of_layer(layer) if self.specific is not None else None
+        return types, self.rotates(layer), own
 
     if not TYPE_CHECKING:
 

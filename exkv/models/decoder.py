@@ -6,7 +6,7 @@ first, then the others, which say how they differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -38,7 +38,7 @@ from exkv.layers.descriptions import (
 from exkv.layers.linear import linear_at
 from exkv.weights import FormatOf, Slice, Source, formats_of
 
-from .units import UnitSpec, unit_spec
+from .units import Pattern, UnitSpec, unit_spec
 
 
 class TokenEmbedding(PlainModule):
@@ -275,6 +275,7 @@ class Decoder:
         facts, formats = facts_of(config), formats_of(config, dtype)
         norm = self.norm(config, dtype)
         scale = self.scale(config, dtype) if self.scale else config.multipliers.embedding
+        patterns: dict[Hashable, Pattern] = {}
         return [
             unit_spec(
                 "model.embed_tokens",
@@ -283,25 +284,35 @@ class Decoder:
                 formats=formats,
             ),
             *(
-                self._layer(config, dtype, index, facts, formats)
+                self._layer(config, dtype, index, facts, formats, patterns)
                 for index in range(config.num_hidden_layers)
             ),
             _head_spec(partial(self.head, config, dtype, norm=norm), facts, formats),
         ]
 
     def _layer(
-        self, config: ModelConfig, dtype: torch.dtype, index: int, facts: Facts, formats: FormatOf
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        index: int,
+        facts: Facts,
+        formats: FormatOf,
+        patterns: dict[Hashable, Pattern],
     ) -> UnitSpec:
         stored = f"{facts.layers}.{index}"
         made = self.made_apart if facts.apart else self.made
+        build, kind = partial(self._module, config, dtype, index), config.kind_of_layer(index)
+        if kind not in patterns:
+            patterns[kind] = Pattern(build)
         return unit_spec(
             f"model.layers.{index}",
-            partial(self._module, config, dtype, index),
+            build,
             lambda name: f"{stored}.{self._stored_name(name)}",
             formats=formats,
             layer=index,
             kind="sliding" if config.slides(index) else "full",
             made=None if made is None else partial(made, config, dtype, stored),
+            pattern=patterns[kind],
         )
 
     def _module(self, config: ModelConfig, dtype: torch.dtype, index: int) -> nn.Module:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ class UnitSpec:
         build: makes the module on the default device, uninitialised; its ``forward`` takes
             ``(x, batch, cache_layer)``.
         shapes: the module's parameter names -> shape and dtype, on ``meta``.
-        sources: where the parameters come from, each from one of them.
+        find_sources: returns :attr:`sources`.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
         kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
             layers alike in both are planned as one.
@@ -46,9 +47,40 @@ class UnitSpec:
     layer: int | None
     build: Callable[[], nn.Module]
     shapes: Mapping[str, torch.Tensor]
-    sources: tuple[Source, ...]
+    find_sources: Callable[[], tuple[Source, ...]]
     tied: dict[str, tuple[int, str]]
     kind: Hashable = None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where the parameters come from, each from one of them. A load needs them, a plan
+        doesn't, so they are made when they are first asked for."""
+        return self.find_sources()
+
+
+@dataclass(frozen=True, slots=True)
+class _InFormats:
+    """A module on ``meta`` and its parameters."""
+
+    module: nn.Module
+    shapes: Mapping[str, torch.Tensor]
+
+
+class Pattern:
+    """What units with equal modules have in common, so that it is made once.
+
+    Args:
+        build: makes one of these modules with its matrices as floats.
+
+    Attributes:
+        sizes: matrix's module -> size.
+        in_formats: names of the matrices' formats, in this order -> the module with them.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        with torch.device("meta"):
+            self.sizes = {each: matrix.size for each, matrix in _matrices(build())}
+        self.in_formats: dict[tuple[str, ...], _InFormats] = {}
 
 
 def unit_spec(
@@ -61,6 +93,7 @@ def unit_spec(
     tied: Mapping[str, tuple[int, str]] = MappingProxyType({}),
     kind: Hashable = None,
     made: Callable[[nn.Module], list[Source]] | None = None,
+    pattern: Pattern | None = None,
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own.
 
@@ -69,14 +102,13 @@ def unit_spec(
         rename: from a matrix's module, or any other parameter, to its name in the checkpoint.
         tied: matrix's module -> ``(unit index, module)`` whose tensors it shares on one device.
         made: from the module, on ``meta``, to sources of its own, which come first.
+        pattern: of units with modules equal to this one; None where there are no others.
     """
+    pattern = pattern or Pattern(build)
+    chosen = {each: formats(rename(each), size) for each, size in pattern.sizes.items()}
 
-    with torch.device("meta"):
+    def in_formats() -> nn.Module:
         module = build()
-    matrices = dict(_matrices(module))
-    chosen = {each: formats(rename(each), matrix.size) for each, matrix in matrices.items()}
-
-    def in_formats(module: nn.Module) -> nn.Module:
         for each, matrix in _matrices(module):
             try:
                 matrix.use_format(chosen[each])
@@ -84,31 +116,46 @@ def unit_spec(
                 raise ValueError(f"{rename(each)}: {error}") from None
         return module
 
-    with torch.device("meta"):
-        in_formats(module)
-    shapes = dict(module.named_parameters())
-    sources = [] if made is None else made(module)
-    known = {parameter for source in sources for parameter in source.parameters}
-    sources += [
-        format_source(each, rename(each), matrix.format, matrix.size)
-        for each, matrix in matrices.items()
-        if f"{each}.{matrix.format.names[0]}" not in known
-    ]
-    known = {parameter for source in sources for parameter in source.parameters}
-    sources += [tensor_source(p, rename(p), like) for p, like in shapes.items() if p not in known]
-    return UnitSpec(
+    combination = tuple(format.name for format in chosen.values())
+    first = combination not in pattern.in_formats
+    if first:
+        with torch.device("meta"):
+            module = in_formats()
+        pattern.in_formats[combination] = _InFormats(module, dict(module.named_parameters()))
+    alike = pattern.in_formats[combination]
+    spec = UnitSpec(
         name=name,
         layer=layer,
-        build=lambda: in_formats(build()),
-        shapes=shapes,
-        sources=tuple(sources),
+        build=in_formats,
+        shapes=alike.shapes,
+        find_sources=cache(partial(_sources, alike, rename, made)),
         tied={
             f"{each}.{tensor}": (index, f"{other}.{tensor}")
             for each, (index, other) in tied.items()
-            for tensor in matrices[each].format.names
+            for tensor in chosen[each].names
         },
-        kind=(kind, *(matrix.format.name for matrix in matrices.values())),
+        kind=(kind, *combination),
     )
+    if first:
+        _ = spec.sources  # raises where the checkpoint can't have such matrices
+    return spec
+
+
+def _sources(
+    alike: _InFormats,
+    rename: Callable[[str], str],
+    made: Callable[[nn.Module], list[Source]] | None,
+) -> tuple[Source, ...]:
+    sources = [] if made is None else made(alike.module)
+    known = {parameter for source in sources for parameter in source.parameters}
+    sources += [
+        format_source(each, rename(each), matrix.format, matrix.size)
+        for each, matrix in _matrices(alike.module)
+        if f"{each}.{matrix.format.names[0]}" not in known
+    ]
+    known = {parameter for source in sources for parameter in source.parameters}
+    others = (each for each in alike.shapes.items() if each[0] not in known)
+    return (*sources, *(tensor_source(p, rename(p), like) for p, like in others))
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, Matrix]]:

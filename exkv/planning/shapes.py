@@ -238,6 +238,15 @@ def _repeat(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _made([size * count for size, count in zip(sizes, times, strict=True)], x.dtype)
 
 
+def _topk(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Values and indices, of the last dimension."""
+    x, count, *rest = args
+    if rest or kwargs or not x.dim():
+        return _ASK_TORCH
+    shape = [*x.shape[:-1], count]
+    return _made(shape, x.dtype), _made(shape, torch.int64)
+
+
 def _reduced(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """sum, mean, amax, amin over some dimensions: (x, dims, keepdim)."""
     x, dims, keep, *_ = (*args, None, False)[:3] if len(args) < 3 else args
@@ -328,6 +337,7 @@ _RULES: dict[OpOverload, Callable[[OpOverload, tuple, dict[str, Any]], Any]] = {
     aten.masked_fill.Scalar: _masked,
     aten.masked_fill.Tensor: _masked,
     aten.repeat.default: _repeat,
+    aten.topk.default: _topk,
     aten.scalar_tensor.default: _scalar,
     aten._unsafe_view.default: _unsafe_view,
     aten.index.Tensor: _index,

@@ -25,9 +25,11 @@ from tiny import (
     save_tokenizer,
 )
 
-from exkv import CACHES, Cache, Generator, Model, SamplingParams, Tokenizer, sim
+from exkv import CACHES, Cache, Generator, Model, ModelConfig, SamplingParams, Tokenizer, sim
 from exkv.checkpoint.families import FAMILIES
 from exkv.loading.report import LINES
+from exkv.models import unit_specs
+from exkv.models.decoder import Decoder
 
 LENGTH, CHUNK = 96, 16
 IDS = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -145,3 +147,42 @@ def test_an_architecture_without_a_tiny_config_is_told_what_to_add(monkeypatch):
     monkeypatch.setitem(FAMILIES, "Brand2ForCausalLM", FAMILIES["LlamaForCausalLM"])
     with pytest.raises(LookupError, match="Brand2ForCausalLM.*add to TINY"):
         runpy.run_path(tiny.__file__)
+
+
+def parts(module: torch.nn.Module) -> dict[str, tuple]:
+    """All that a module consists of but the values of its parameters: by path, types, what they
+    were made with, and shapes."""
+    tensors = (torch.nn.Module, torch.Tensor)
+    return {
+        path: (
+            type(part),
+            {k: v for k, v in vars(part).items() if k[0] != "_" and not isinstance(v, tensors)},
+            {k: (v.shape, v.dtype) for k, v in part.named_parameters(recurse=False)},
+        )
+        for path, part in module.named_modules()
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_of_one_kind_have_equal_modules(name):
+    """What says of which layers the modules are made once."""
+    config = ModelConfig.from_dict(CONFIGS[name].to_dict())
+    first: dict[object, dict[str, tuple]] = {}
+    for spec in unit_specs(config, torch.float32)[1:-1]:
+        with torch.device("meta"):
+            module = spec.build()
+        own = parts(module)
+        assert first.setdefault(config.kind_of_layer(spec.layer), own) == own
+        assert spec.shapes.keys() == dict(module.named_parameters()).keys()
+
+
+def test_a_model_of_many_layers_makes_the_modules_of_each_kind_once(monkeypatch):
+    made = []
+    module = Decoder._module
+    monkeypatch.setattr(Decoder, "_module", lambda *args: made.append(args[-1]) or module(*args))
+    values = TINY["Glm4MoeForCausalLM"](first_k_dense_replace=3, num_hidden_layers=40).to_dict()
+    model = Model(ModelConfig.from_dict(values), dtype=torch.float32)
+    assert made == [0, 0, 3, 3]  # with floats, and in their formats
+    names = [name for unit in model.units[1:-1] for s in unit.spec.sources for name in s.stored]
+    assert len(set(names)) == len(names) and "model.layers.39.mlp.gate.weight" in names
+    assert len(made) == 4
