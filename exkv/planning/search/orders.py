@@ -64,6 +64,17 @@ class Orders:
     states: list[list[Move]]
     behind: list[list[int]]
 
+    def generations(self) -> list[list[int]]:
+        """The states but for the start, in groups; all moves to one's states are from groups before
+        it."""
+        steps = [0]
+        for moves in self.states[1:]:
+            steps.append(1 + max(steps[move.before] for move in moves))
+        groups: list[list[int]] = [[] for _ in range(max(steps))]
+        for state, count in enumerate(steps[1:], 1):
+            groups[count - 1].append(state)
+        return groups
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDevices:

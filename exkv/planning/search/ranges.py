@@ -40,7 +40,7 @@ class Costs:
 
     Of a device float64 (n + 1, n + 1): entry ``[i, j]`` is what it costs to put units ``i`` to
     ``j - 1`` there, infinity where they do not fit, and on the diagonal, for no unit, what it costs
-    to leave the device empty. Of a state (n + 1,): of placing the first j units.
+    to leave the device empty.
     """
 
     first: np.ndarray
@@ -273,68 +273,99 @@ def best_ranges(
         None where no way covers all units. Of several best ways, one that fills earlier devices.
     """
     size = len(next(iter(devices[0].values())).first)
-    states, came = [_start(size, combine)], [(np.zeros(size, int), np.zeros((1, size), int))]
-    for moves in orders.states[1:]:
-        reached = [_reach(move, states[move.before], devices, combine, toll) for move in moves]
-        costs, choice = _least([costs for costs, _ in reached])
-        states.append(costs)
-        came.append((choice, np.stack([starts for _, starts in reached])))
-    if states[-1].first[-1] == np.inf:
+    best = _Best(len(orders.states), size, 0.0 if combine is np.add else -np.inf)
+    for states in orders.generations():
+        for (device, role), moves in _by_device(orders, states).items():
+            before, to, number = (np.array(column) for column in zip(*moves, strict=True))
+            if device is not None:
+                costs, start = _extend(best.costs(before), devices[device][role], combine)
+                best.improve(to, number, costs, start)
+                continue
+            for state, choice in zip(to, number, strict=True):
+                move = orders.states[state][choice]
+                costs = _moved(best.costs(move.before), move, toll if combine is np.add else 0.0)
+                best.improve(state, choice, costs, np.arange(size))
+    if best.first[-1, -1] == np.inf:
         return None
-    return float(states[-1].second[-1]), _walk_back(orders, came, size - 1)
+    return float(best.second[-1, -1]), best.walk_back(orders)
 
 
-def _start(size: int, combine: Combine) -> Costs:
-    """Before any device: the first 0 units are placed for nothing."""
-    first, second = np.full(size, np.inf), np.full(size, np.inf)
-    first[0], second[0] = 0.0, 0.0 if combine is np.add else -np.inf
-    return Costs(first, second)
+def _by_device(
+    orders: Orders, states: Sequence[int]
+) -> dict[tuple[int | None, Role | None], list[tuple[int, int, int]]]:
+    """The moves to these states by the device that they fill: the state before, the state, and
+    which of its moves it is."""
+    found: dict[tuple[int | None, Role | None], list[tuple[int, int, int]]] = {}
+    for state in states:
+        for number, move in enumerate(orders.states[state]):
+            moves = found.setdefault((move.device, move.role), [])
+            moves.append((move.before, state, number))
+    return found
 
 
-def _reach(
-    move: Move, before: Costs, devices: Sequence[ByRole], combine: Combine, toll: float
-) -> tuple[Costs, np.ndarray]:
-    """What a move makes of the costs, and where its range starts."""
-    if move.device is not None:
-        return _extend(before, devices[move.device][move.role], combine)
+class _Best:
+    """The least cost of placing the first j units in each state, and how they came to be there.
+
+    Attributes:
+        first, second: the parts of the cost, float64 (states, n + 1).
+        choice: the move to the state, int (states, n + 1); of equal ones the first.
+        start: where its range starts, int (states, n + 1).
+    """
+
+    def __init__(self, states: int, size: int, nothing: float) -> None:
+        self.first, self.second = np.full((states, size), np.inf), np.full((states, size), np.inf)
+        self.choice, self.start = np.zeros((states, size), int), np.zeros((states, size), int)
+        self.first[0, 0], self.second[0, 0] = 0.0, nothing
+
+    def costs(self, states: np.ndarray | int) -> Costs:
+        return Costs(self.first[states], self.second[states])
+
+    def improve(
+        self, states: np.ndarray | int, choice: np.ndarray | int, costs: Costs, start: np.ndarray
+    ) -> None:
+        """Take these costs, (states, n + 1) as all that is said of each state once, where they are
+        less; of equal ones those of the earlier move."""
+        first, second = self.first[states], self.second[states]
+        earlier = np.asarray(choice)[..., None] < self.choice[states]
+        better = (costs.second < second) | ((costs.second == second) & earlier)
+        better = (costs.first < first) | ((costs.first == first) & better)
+        self.first[states] = np.where(better, costs.first, first)
+        self.second[states] = np.where(better, costs.second, second)
+        self.choice[states] = np.where(better, np.asarray(choice)[..., None], self.choice[states])
+        self.start[states] = np.where(better, start, self.start[states])
+
+    def walk_back(self, orders: Orders) -> list[UnitRange]:
+        """The ranges, found from the last unit back to the first."""
+        state, stop, ranges = len(orders.states) - 1, self.first.shape[1] - 1, []
+        while state:
+            move, start = orders.states[state][self.choice[state, stop]], self.start[state, stop]
+            if move.device is not None and start < stop:
+                ranges.append(UnitRange(move.device, int(start), int(stop)))
+            state, stop = move.before, start
+        return ranges[::-1]
+
+
+def _moved(before: Costs, move: Move, toll: float) -> Costs:
+    """What a move to or from a host makes of the costs."""
     second = move.masked(before.second)
-    if move.pays is not None and combine is np.add:
+    if move.pays is not None:
         second[move.pays] += toll
-    return Costs(move.masked(before.first), second), np.arange(len(second))
+    return Costs(move.masked(before.first), second)
 
 
 def _extend(before: Costs, device: Costs, combine: Combine) -> tuple[Costs, np.ndarray]:
-    """Costs of covering the first j units once this device is used too, and where its range
-    starts; of equal ones the shortest range, so that earlier devices are filled first."""
-    first = before.first[:, None] + device.first
-    second = combine(before.second[:, None], device.second)
-    least = first.min(axis=0)
-    second[first > least] = np.inf
-    start = len(least) - 1 - second[::-1].argmin(axis=0)
-    return Costs(least, second[start, np.arange(len(least))]), start
-
-
-def _least(options: Sequence[Costs]) -> tuple[Costs, np.ndarray]:
-    """For each number of units the least of the options, and which; of equal ones the first."""
-    if len(options) == 1:
-        return options[0], np.zeros(len(options[0].first), int)
-    first = np.stack([each.first for each in options])
-    second = np.stack([each.second for each in options])
-    least = first.min(axis=0)
-    second[first > least] = np.inf
-    choice = second.argmin(axis=0)
-    return Costs(least, second[choice, np.arange(len(choice))]), choice
-
-
-def _walk_back(
-    orders: Orders, came: Sequence[tuple[np.ndarray, np.ndarray]], stop: int
-) -> list[UnitRange]:
-    """The ranges, found from the last unit back to the first."""
-    state, ranges = len(orders.states) - 1, []
-    while state:
-        choice, starts = came[state]
-        move, start = orders.states[state][choice[stop]], int(starts[choice[stop], stop])
-        if move.device is not None and start < stop:
-            ranges.append(UnitRange(move.device, start, stop))
-        state, stop = move.before, start
-    return ranges[::-1]
+    """Costs (states, n + 1) of covering the first j units once this device is used too, and where
+    its range starts; of equal ones the shortest range, so that earlier devices are filled first."""
+    first = before.first + device.first.diagonal()
+    second = combine(before.second, device.second.diagonal())
+    start = np.broadcast_to(np.arange(first.shape[-1]), first.shape).copy()
+    starts, stops = np.nonzero(device.first < np.inf)
+    for units in range(1, int((stops - starts).max(initial=0)) + 1):
+        longer = before.first[:, :-units] + device.first.diagonal(units)
+        costs = combine(before.second[:, :-units], device.second.diagonal(units))
+        equal = (longer == first[:, units:]) & (costs < second[:, units:])
+        better = (longer < first[:, units:]) | equal
+        np.copyto(first[:, units:], longer, where=better)
+        np.copyto(second[:, units:], costs, where=better)
+        start[:, units:][better] = np.nonzero(better)[1]
+    return Costs(first, second), start
