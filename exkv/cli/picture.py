@@ -46,8 +46,8 @@ def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
 
 
 def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
-    """Draw a bar for each device and the legend; then list other models in memory, and what was
-    made smaller to fit."""
+    """Draw a bar for each device and the legend; then list other models in memory, what was made
+    smaller to fit, and how far from the best a plan may be."""
     places = _places(plans)
     devices = [stack(plans, names, place) for place in places]
     ledgers, colour = [_ledger(plans[-1], p) for p in places], console.color_system is not None
@@ -77,6 +77,9 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
         if plan.fitted:
             words = ", ".join(plan.fitted)
             said = f"To fit, the {name} has {words}: the same answers."
+            console.print(said, highlight=False, markup=False)
+        if plan.gap:
+            said = f"Some orders of many unlike devices were tried: the {name} is {plan.near_best}."
             console.print(said, highlight=False, markup=False)
 
 

@@ -57,12 +57,14 @@ def fixed(scenario: Scenario) -> Answer:
     where = _plural(len(cards), "device")
     if hosts != {""}:
         where += f" of {_plural(len(hosts), 'host')}"
+    gap = max((plan.gap for plan in plans), default=0.0)
+    near = next((f", {plan.near_best}" for plan in plans if plan.gap == gap > 0), "")
     return Answer(
         scenario=scenario,
         fits=True,
         plans=plans,
-        sentence=f"It fits on {where}; the smallest headroom is {human(least)}.",
-        found={"devices": len(cards), "smallest_headroom": least},
+        sentence=f"It fits on {where}{near}; the smallest headroom is {human(least)}.",
+        found={"devices": len(cards), "smallest_headroom": least, "gap": gap},
     )
 
 

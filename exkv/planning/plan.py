@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -324,6 +325,10 @@ class Plan:
         fitted: what differs from the defaults so that it fits, in words.
         link: what joins the hosts, where there are several and it was said.
         role: of the host of this process, where it carries out its piece of a larger plan.
+        gap: the most by which a plan in another order of the devices could be better, as a share of
+            what is compared: what the objective makes small or large, or before that bytes of an
+            overflow device. 0 for the best plan there is, as every plan is but those in any order
+            of very many unlike devices.
     """
 
     objective: str
@@ -336,6 +341,13 @@ class Plan:
     fitted: tuple[str, ...] = ()
     link: Link | None = None
     role: Role = ALONE
+    gap: float = 0.0
+
+    @property
+    def near_best(self) -> str:
+        """How far it may be from the best, in words; none for the best."""
+        percent = math.ceil(1000 * self.gap) / 10
+        return f"within {percent:g} % of the best in any order" if self.gap else ""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -390,13 +402,14 @@ class Plan:
         return Choice(kept=kept, loss={u.name: u.loss for u in self.units}) if kept else None
 
     def promising(self, plan: Plan) -> Plan:
-        """This one with calls as another has them."""
+        """This one with calls as another has them, of which it is the same placement."""
         return replace(
             self,
             last_id_only=plan.last_id_only,
             max_input_len=plan.max_input_len,
             logits_len=plan.logits_len,
             fitted=plan.fitted,
+            gap=plan.gap,
         )
 
     def remaining(self) -> list[Budget]:
@@ -427,6 +440,7 @@ class Plan:
                 fitted=tuple(map(str, values.pop("fitted", ()))),
                 link=_link(values.pop("link", None)),
                 role=_role(values.pop("role", {})),
+                gap=_share("gap", values.pop("gap", 0.0)),
                 **values,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -481,6 +495,12 @@ def _role(values: dict[str, Any]) -> Role:
 def _tokens(name: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name} is {value!r}: expected a number of tokens")
+    return value
+
+
+def _share(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value!r}: expected a share, from 0 to 1")
     return value
 
 

@@ -84,3 +84,26 @@ def test_no_combination_that_fits_loses_less(case):
         return
     assert sum(cost.loss for cost in found) == least
     place_units(found, budgets, order=order)  # raises where they have no place
+
+
+def test_where_orders_are_too_many_options_are_chosen_in_one_that_fits():
+    """Twenty unlike cards, so small that the first unit has a place on the last of them only."""
+    cards = [Budget(device=torch.device("meta", i), capacity=21 + i) for i in range(20)]
+    options = [
+        [
+            UnitCost(
+                name=f"unit {index}",
+                weights=(40 if index == 0 else 20) // (1 + position),
+                cache=0,
+                workspace={"meta": 0},
+                kept=kept,
+                loss=float(position),
+            )
+            for position, kept in enumerate(KEPT)
+        ]
+        for index in range(20)
+    ]
+    found = least_lossy_units(options, cards, "any")
+    assert found is not None and sum(cost.loss for cost in found) <= 1
+    assert place_units(found, cards, order="any").fits
+    assert least_lossy_units([options[0]] * 60, cards, "any") is None

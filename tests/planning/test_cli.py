@@ -68,6 +68,25 @@ def test_a_plan_as_a_user_sees_it(config_70b):
     assert "\n".join(lines[1:-1]) in (ROOT / "README.md").read_text()  # which shows this very plan
 
 
+def test_many_unlike_cards_in_any_order_are_planned_and_it_says_how_near_the_best(
+    config_70b, capsys
+):
+    cards = ",".join(f"{size}G" for size in range(8, 28))
+    rates = ",".join(str(1000 - size) for size in range(20))
+    asked = (config_70b, "--devices", cards, "--order", "any", "--allocator", "exact")
+    status, out, _ = plan(capsys, *asked, "--objective", "fewest")
+    assert status == 0 and "within" not in out  # a bound says that fewer devices don't do
+    asked += ("--objective", "speed", "--bandwidth", rates)
+    status, out, _ = plan(capsys, *asked)
+    told = re.search(r"It fits on 1\d devices, within ([\d.]+) % of the best in any order;", out)
+    assert status == 0 and told
+    assert f"the model is within {told[1]} % of the best in any order" in out
+    status, out, _ = plan(capsys, *asked, "--json")
+    answer = json.loads(out)
+    gap = Plan.from_json(json.dumps(answer["plans"]["model"])).gap
+    assert 0 < gap == answer["found"]["gap"] <= float(told[1]) / 100 < 0.05
+
+
 def test_80_layers_are_planned_within_500_mebibytes(config_70b):
     program = (
         "import re, sys; from exkv.cli import main; "

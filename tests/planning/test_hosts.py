@@ -35,6 +35,7 @@ from exkv.planning.answer import fixed
 from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.place import check_new_cache, with_caches
 from exkv.planning.plan import OBJECTIVES, Role
+from exkv.planning.search import orders
 from exkv.planning.search.placement import fits_units, place_units
 from exkv.planning.solve import longest
 
@@ -186,6 +187,33 @@ def test_the_plan_is_the_best_of_all_ways_that_enter_each_host_once(problem, obj
     assert (mine.overflow(), mine.value(objective)) == best
     assert Plan.from_json(plan.to_json()) == plan
     check_pieces(plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from(list(OBJECTIVES)))
+def test_where_orders_are_too_many_no_way_betters_the_plan_by_more_than_its_gap(problem, objective):
+    costs, budgets = problem
+    ways = list(every_way(costs, budgets, "any"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(orders, "MAX_STATES", 0)
+        try:
+            plan = place_units(costs, budgets, objective=objective, order="any", link=LINK)
+        except PlacementError as error:
+            assert "orders that were tried" in str(error) or not ways
+            return
+    objective = "fewest" if objective == "pack" else objective
+    mine = Way(costs, budgets, plan.places)
+    assert mine.fits() and plan.fits
+    best = min((way.overflow(), way.value(objective)) for way in ways)
+    found, least = (mine.overflow(), mine.value(objective)), best
+    if objective == "fewest":
+        found, least = ((host, *counts) for host, counts in (found, least))
+    different = [(one, two) for one, two in zip(found, least, strict=True) if one != two]
+    if plan.gap < 1e-9:
+        assert all(abs(one - two) <= 1 for one, two in different)  # nanoseconds are rounded
+    elif different and found[0] == 0 and (objective != "fewest" or found[1] == least[1] == 1):
+        one, two = different[0]
+        assert abs(one - two) / max(abs(one), abs(two)) <= plan.gap + 1e-6
 
 
 def check_pieces(plan: Plan) -> None:

@@ -26,9 +26,10 @@ from typing import TypeAlias
 import numpy as np
 
 from ..plan import Budget, UnitCost
+from .bounds import has_room
 from .offer import Offer
 from .orders import Move
-from .placement import fits_units
+from .ranges import RangeTable
 
 #: Of one unit: what it costs in each way in which its weights can be kept, alike in all else.
 Options: TypeAlias = Sequence[UnitCost]
@@ -42,7 +43,8 @@ def least_lossy_units(
     Args:
         options: of each unit; units that share a tensor have options of the same ``kept``.
         budgets: the devices.
-        order: "listed", or "any" where the devices may be filled in any order.
+        order: "listed", or "any" where the devices may be filled in any order; of very many unlike
+            devices in one that fits.
 
     Returns:
         None where none fit.
@@ -231,8 +233,12 @@ class _Search:
 
     def best(self, below: float) -> list[UnitCost] | None:
         """The choice of least loss under ``below``, or None."""
-        if not fits_units([_smallest(each) for each in self.options], self.budgets, self.order):
+        smallest = RangeTable([_smallest(each) for each in self.options], self.offer)
+        if not has_room(smallest):
             return None
+        # Where there are too many orders to try all, one in which the smallest options fit.
+        one = smallest.orders or self.offer.in_order(self.offer.hosts)
+        self.orders = self.offer.orders() or one
         decided = sum(cost.loss for cost in self.pinned)
         least = self.least - decided
         most = min(below - decided, float(sum(losses.max() for losses in self.losses)))
@@ -254,11 +260,10 @@ class _Search:
     def _within(self, bound: float) -> list[UnitCost] | None:
         """The best choice of a loss up to the bound."""
         bound += 1e-9 * abs(bound)  # sums in another order differ in the last bits
-        orders = self.offer.orders
         start = np.full(len(self.free) + 1, np.inf)
         start[0] = 0.0
         best, came = [start], list[list[_Step]]([[]])
-        for moves, behind in zip(orders.states[1:], orders.behind[1:], strict=True):
+        for moves, behind in zip(self.orders.states[1:], self.orders.behind[1:], strict=True):
             room = self._room(behind)
             came.append([_Step(self, move, best[move.before], room, bound) for move in moves])
             best.append(np.minimum.reduce([step.after for step in came[-1]]))

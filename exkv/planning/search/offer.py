@@ -53,10 +53,7 @@ class Offer:
             ranges.
         may_be_empty: likewise, whether what is there whatever is placed has room.
         first: the position of the host on which units are pinned, where there are several.
-        orders: in which the devices may be filled.
-
-    Raises:
-        ValueError: there are too many orders to try.
+        order: "listed" or "any".
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class Offer:
             {role: self._may_be_empty(device, role) for role in roles[device]} for device in devices
         ]
         self.first = self._home(costs) if several else None
-        self.orders = self._orders(order)
+        self.order = order
 
     def _home(self, costs: Sequence[UnitCost]) -> int | None:
         """The position of the host on which units are pinned."""
@@ -122,9 +119,17 @@ class Offer:
         limit, floor = self.limits[device], self.floors[device]
         return budget.device.type, budget.segmented, limit, floor, budget.bandwidth, alone
 
-    def _orders(self, order: str) -> Orders:
+    def orders(self) -> Orders | None:
+        """In which the devices may be filled; None where there are too many to try all."""
+        if self.order == "listed":
+            return self.in_order(self.hosts)
         by_role = [self._has_transport(host) for host in self.hosts]
-        if order == "listed":
-            return listed(self.hosts, by_role, self.first)
         kinds = [self._kind(device) for device in range(len(self.budgets))]
         return any_order(self.hosts, by_role, self.first, kinds)
+
+    def in_order(self, hosts: Sequence[Sequence[int]]) -> Orders:
+        """The one order of devices that are listed so, host by host."""
+        by_role = [self._has_transport(host) for host in hosts]
+        home = None if self.first is None else set(self.hosts[self.first])
+        first = next((at for at, host in enumerate(hosts) if set(host) == home), None)
+        return listed(hosts, by_role, first)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..plan import Role
 
-#: Sets of unlike devices that a search over all orders may look at.
+#: Sets of unlike devices that a search over all orders may look at; of more, some orders are tried.
 MAX_STATES = 1 << 12
 
 #: Numbers of units, as a part of the numbers from 0 to all.
@@ -113,28 +113,20 @@ def any_order(
     by_role: Sequence[bool],
     first: int | None,
     kinds: Sequence[Hashable],
-) -> Orders:
-    """Every order of hosts, and of devices within a host; those of one kind count as alike.
+) -> Orders | None:
+    """Every order of hosts, and of devices within a host; those of one kind count as alike. None
+    where there are too many unlike devices to try all orders.
 
     Args:
         first: the host that must come first, or None.
         kinds: of the devices.
-
-    Raises:
-        ValueError: too many unlike devices to try all orders.
     """
     made = [
         HostDevices(groups=_alike(devices, [kinds[d] for d in devices]), by_role=role)
         for devices, role in zip(hosts, by_role, strict=True)
     ]
     groups = _alike(range(len(hosts)), [tuple(kinds[d] for d in devices) for devices in hosts])
-    sets = _count(made, groups)
-    if sets > MAX_STATES:
-        raise ValueError(
-            f"order='any' over {len(kinds)} devices of {len(set(kinds))} kinds would look at "
-            f"{sets} sets, and {MAX_STATES} is the limit: list the devices in the order to fill"
-        )
-    return _Builder(made, groups, first).orders
+    return _Builder(made, groups, first).orders if _count(made, groups) <= MAX_STATES else None
 
 
 def _alike(members: Sequence[int], kinds: Sequence[Hashable]) -> list[list[int]]:

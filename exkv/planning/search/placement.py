@@ -17,6 +17,7 @@ from exkv.sizes import human
 
 from ..ledgers import empty_ledgers, placing, plan_where
 from ..plan import ALONE, OBJECTIVES, ORDERS, Budget, Ledger, Link, Plan, UnitCost, one_of
+from .bounds import gap, has_room, may_have_room
 from .offer import Offer, canonical
 from .ranges import RangeTable
 
@@ -40,7 +41,9 @@ def place_units(
             of a host follow each other.
         objective: see ``OBJECTIVES``.
         order: "listed", or "any": then the result does not depend on how they are listed. Hosts
-            and the devices of each are filled in any order, one host after the other.
+            and the devices of each are filled in any order, one host after the other. Where they
+            are too many unlike ones to try all orders, the plan's ``gap`` bounds what the best of
+            them could save.
         link: what joins the hosts; "speed" over several needs it.
 
     Raises:
@@ -60,12 +63,14 @@ def place_units(
     if ranges is None:
         raise _no_place(table, objective, order)
     plan = plan_where(costs, budgets, table.where(ranges), objective, order)
-    return replace(plan, link=link)
+    return replace(plan, link=link, gap=gap(table, ranges, objective, order, link))
 
 
 def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed") -> bool:
     """Whether :func:`place_units` finds a plan, under whatever objective. Quicker, for searches."""
-    return RangeTable(costs, Offer(budgets, costs, order)).fill_up() is not None
+    if order == "any":
+        budgets = canonical(budgets, costs)
+    return has_room(RangeTable(costs, Offer(budgets, costs, order)))
 
 
 def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
@@ -80,8 +85,11 @@ def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
     others = "".join(f"; {line}" for budget in table.budgets for line in budget.others)
     transport = f", transport {human(ledger.transport)}" if ledger.transport else ""
     transport += f", allocator {human(ledger.allocator)}" if ledger.allocator else ""
+    tried = (
+        "" if table.exact or not may_have_room(table) else " in any of the orders that were tried"
+    )
     return PlacementError(
-        f"no room for {name}: {ledger.place} would have to hold {ledger.total:,} bytes "
+        f"no room for {name}{tried}: {ledger.place} would have to hold {ledger.total:,} bytes "
         f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "
         f"{human(ledger.workspace)}, logits {human(ledger.logits)}{transport}) and has "
         f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few. In all: "

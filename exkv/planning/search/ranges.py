@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..plan import UNBOUNDED, Budget, Link, Place, Role, UnitCost
+from .exchange import good_order
 from .offer import Offer
 from .orders import Move, Orders
 
@@ -55,10 +56,17 @@ class RangeTable:
     """What all ranges of units take on all devices, and the best of them.
 
     Pinned units have their place and are left out of the ranges.
+
+    Attributes:
+        orders: of the devices, among which the best ranges are searched; None until they are asked
+            for.
+        exact: whether these are all that there are.
     """
 
     def __init__(self, costs: Sequence[UnitCost], offer: Offer) -> None:
         self.costs, self.offer, self.budgets = costs, offer, offer.budgets
+        self.orders: Orders | None = None
+        self.exact = True
         budgets = offer.budgets
         self.pinned = {i: cost.pinned for i, cost in enumerate(costs) if cost.pinned is not None}
         self.free = [i for i in range(len(costs)) if i not in self.pinned]
@@ -114,17 +122,32 @@ class RangeTable:
         """The best ranges, or None where nothing fits."""
         if objective == "balance" and not self._keep_headroom_large():
             return None
-        weights, toll = self._weights(objective, order), self._toll(objective, order, link)
-        found = best_ranges(self._by_role(weights), np.add, self.offer.orders, toll)
+        weights, toll = self._weights(objective, order), self.toll(objective, order, link)
+        found = self._best(self._by_role(weights), np.add, toll)
         if found is None:
             return None
         return self._packed(found[1]) if (objective, order) == ("pack", "any") else found[1]
 
     def fill_up(self) -> list[UnitRange] | None:
         """Earlier devices hold what they can, but for what would be left to an overflow device."""
-        none = [np.zeros_like(size, dtype=float) for size in self.bytes]
-        found = best_ranges(self._by_role(none), np.add, self.offer.orders)
+        found = self._best(self.unweighed(), np.add)
         return None if found is None else found[1]
+
+    def unweighed(self) -> list[dict[Role | None, Costs]]:
+        """The costs of ranges that fit: nothing but overflow."""
+        return self._by_role([np.zeros_like(size, dtype=float) for size in self.bytes])
+
+    def _best(
+        self, costs: Sequence[ByRole], combine: Combine, toll: float = 0.0
+    ) -> tuple[float, list[UnitRange]] | None:
+        """The best ranges in all orders of the devices; where these are too many, in one that is
+        good for the first costs that are asked about."""
+        if self.orders is None:
+            self.orders = self.offer.orders()
+        if self.orders is None:
+            self.exact = False
+            self.orders = good_order(self.offer, lambda each: search(costs, combine, each, toll))
+        return best_ranges(costs, combine, self.orders, toll)
 
     def _packed(self, ranges: Sequence[UnitRange]) -> list[UnitRange]:
         """The same devices in the same order, the earlier ones full."""
@@ -169,15 +192,16 @@ class RangeTable:
         nothing fits."""
         weights = [
             np.full(room.shape, -np.inf) if over else -room
-            for room, over in zip(self._headrooms(), self.overflow, strict=True)
+            for room, over in zip(self.headrooms(), self.overflow, strict=True)
         ]
-        found = best_ranges(self._by_role(weights, -np.inf), np.maximum, self.offer.orders)
-        for device, headroom in enumerate(self._headrooms()):
+        found = self._best(self._by_role(weights, -np.inf), np.maximum)
+        for device, headroom in enumerate(self.headrooms()):
             if found is not None and not self.overflow[device]:
                 self._allow(device, headroom >= -found[0])
         return found is not None
 
-    def _headrooms(self) -> list[np.ndarray]:
+    def headrooms(self) -> list[np.ndarray]:
+        """What ranges leave on each device."""
         return [
             (limit - size).astype(float)
             for limit, size in zip(self.offer.limits, self.bytes, strict=True)
@@ -186,7 +210,7 @@ class RangeTable:
     def _weights(self, objective: str, order: str) -> list[np.ndarray]:
         """The additive cost of each range under the objective."""
         if objective == "speed":
-            return self._seconds()
+            return self.seconds()
         if (objective, order) == ("pack", "listed"):
             return [np.zeros(size.shape) for size in self.bytes]
         uneven = self._unevenness()
@@ -199,7 +223,7 @@ class RangeTable:
         ]
         return [1 + u / (1 + sum(worst)) for u in uneven]
 
-    def _toll(self, objective: str, order: str, link: Link | None) -> float:
+    def toll(self, objective: str, order: str, link: Link | None) -> float:
         """The additive cost of a hop between hosts under the objective."""
         unweighed = objective == "balance" or (objective, order) == ("pack", "listed")
         if unweighed or len(self.offer.hosts) == 1:
@@ -219,10 +243,10 @@ class RangeTable:
         largest = max(self.offer.limits)
         return [
             ((largest - room) / 2**20) ** 2 - ((largest - room[0, 0]) / 2**20) ** 2
-            for room in self._headrooms()
+            for room in self.headrooms()
         ]
 
-    def _seconds(self) -> list[np.ndarray]:
+    def seconds(self) -> list[np.ndarray]:
         """What a decode step takes on each device: reading, and the hop to it."""
         unknown = [str(b.place) for b in self.budgets if not b.bandwidth]
         if unknown:
@@ -272,8 +296,16 @@ def best_ranges(
     Returns:
         None where no way covers all units. Of several best ways, one that fills earlier devices.
     """
+    best = search(devices, combine, orders, toll)
+    if best.score[0]:
+        return None
+    return float(best.second[-1, -1]), best.walk_back(orders)
+
+
+def search(devices: Sequence[ByRole], combine: Combine, orders: Orders, toll: float = 0.0) -> Best:
+    """What :func:`best_ranges` finds of every state of the orders."""
     size = len(next(iter(devices[0].values())).first)
-    best = _Best(len(orders.states), size, 0.0 if combine is np.add else -np.inf)
+    best = Best(len(orders.states), size, 0.0 if combine is np.add else -np.inf)
     for states in orders.generations():
         for (device, role), moves in _by_device(orders, states).items():
             before, to, number = (np.array(column) for column in zip(*moves, strict=True))
@@ -285,9 +317,7 @@ def best_ranges(
                 move = orders.states[state][choice]
                 costs = _moved(best.costs(move.before), move, toll if combine is np.add else 0.0)
                 best.improve(state, choice, costs, np.arange(size))
-    if best.first[-1, -1] == np.inf:
-        return None
-    return float(best.second[-1, -1]), best.walk_back(orders)
+    return best
 
 
 def _by_device(
@@ -303,7 +333,7 @@ def _by_device(
     return found
 
 
-class _Best:
+class Best:
     """The least cost of placing the first j units in each state, and how they came to be there.
 
     Attributes:
@@ -319,6 +349,15 @@ class _Best:
 
     def costs(self, states: np.ndarray | int) -> Costs:
         return Costs(self.first[states], self.second[states])
+
+    @property
+    def score(self) -> tuple[int, float, float]:
+        """Units that have no place in the end, and the cost of all; the less, the better."""
+        first, second = self.first[-1, -1], self.second[-1, -1]
+        if first < np.inf:
+            return 0, float(first), float(second)
+        placed = np.nonzero(self.first < np.inf)[1].max()
+        return max(self.first.shape[1] - 1 - int(placed), 1), np.inf, np.inf
 
     def improve(
         self, states: np.ndarray | int, choice: np.ndarray | int, costs: Costs, start: np.ndarray
