@@ -36,13 +36,13 @@ _NEEDED = {
 }
 #: Fields with a number for each pair of rotated features.
 _LISTS = ("short_factor", "long_factor", "factors")
-#: rope_type -> two fields, the first of which must be below the second.
+#: rope_type -> two fields, the first of which must not be above the second.
 _ORDERED = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast"),
 }
-#: Those whose fields may be the same: Kimi K2's band is as narrow as it can be.
-_MAY_BE_EQUAL = ("yarn",)
+#: Those whose fields may be the same: the bands of Kimi K2 and Llama 4 Scout have nothing between.
+_MAY_BE_EQUAL = ("yarn", "llama3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,10 +193,12 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> T
 
 def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1's rule: long waves are slowed by the factor, short ones unchanged, those between
-    interpolated by their number of rotations within the original context."""
+    interpolated by their number of rotations within the original context. Llama 4 Scout has none
+    between."""
     rotations = scaling.trained_length * base / (2 * math.pi)
     low, high = scaling.bands
-    keep = ((rotations - low) / (high - low)).clamp(0, 1)
+    between = (high - low) or torch.finfo(torch.float32).tiny
+    keep = ((rotations - low) / between).clamp(0, 1)
     return (1 - keep) * base / scaling.factor + keep * base
 
 

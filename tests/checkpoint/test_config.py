@@ -297,8 +297,8 @@ REFUSED = {
         ["llama3", "original_max_position_embeddings"],
     ),
     "llama3 bands reversed": (
-        {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
-        ["low_freq_factor 4.0", "high_freq_factor 4.0"],
+        {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.1}},
+        ["low_freq_factor 4.1", "high_freq_factor 4.0"],
     ),
     "yarn bands reversed": (
         {"rope_scaling": YARN | {"beta_slow": 30}},
