@@ -310,7 +310,7 @@ class Decoder:
             lambda name: f"{stored}.{self._stored_name(name)}",
             formats=formats,
             layer=index,
-            kind="sliding" if config.slides(index) else "full",
+            kind=kind,
             made=None if made is None else partial(made, config, dtype, stored),
             pattern=patterns[kind],
         )
