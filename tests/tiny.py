@@ -207,6 +207,11 @@ IMAGES = {
         **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
         **{"num_heads": 2, "image_size": 28},
     },
+    "Llama4": {
+        **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28},
+        **{"num_attention_heads": 2, "vision_output_dim": 16, "projector_input_dim": 16},
+        **{"projector_output_dim": 16},
+    },
     "Pixtral": {
         **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -266,6 +271,21 @@ HALF_MROPE = {
         **{"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
     }
 }
+#: Chunks that the tests' prompts cross, a layer without positions, and one without experts; of
+#: rotary positions, bands with nothing between them.
+LLAMA4 = small(
+    "Llama4Text",
+    head_dim=16,
+    intermediate_size=32,
+    intermediate_size_mlp=48,
+    num_local_experts=4,
+    moe_layers=[0],
+    no_rope_layers=[1, 0],
+    attention_chunk_size=WINDOW,
+    floor_scale=16,
+    attn_scale=0.5,
+    rope_parameters={**ROPE["llama3"], "high_freq_factor": 1.0, "rope_theta": 5e5},
+)
 #: Queries grow within the tests' prompts.
 MINISTRAL3 = small(
     "Ministral3",
@@ -377,6 +397,8 @@ TINY = {
     "Lfm2MoeForCausalLM": small(
         "Lfm2Moe", num_dense_layers=1, layer_types=["full_attention", "conv"], **MIXTURE
     ),
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": beside_images("Llama4", LLAMA4, "Llama4"),
     "LlamaForCausalLM": llama,
     "MellumForCausalLM": small(
         "Mellum",

@@ -8,6 +8,7 @@ import torch
 from exkv import Cache
 from exkv.cache import KeepAll, Sinks, Storage, Window
 from exkv.cache.retention import Retention
+from exkv.layers.rope import RotaryTable
 from exkv.ops.attention import AttentionParams
 from exkv.ops.kv_formats import FORMATS
 
@@ -23,7 +24,7 @@ class WrittenOut:
     """
 
     def __init__(self, model, storage: Storage, retention: Retention) -> None:
-        self.table = model.rotary.tables["main"]
+        self.tables = model.rotary.tables
         self.storage = storage
         self.sinks = retention.sinks if isinstance(retention, Sinks) else 0
         self.size = retention.size if isinstance(retention, Sinks | Window) else 0
@@ -62,7 +63,11 @@ class WrittenOut:
         )
         if self.sinks:  # each is where it is in the cache, and the query behind them
             moved = [at - p - (len(seen) - 1 - position) for at, p in enumerate(seen)]
-            k = torch.stack([self.turned(key, by) for key, by in zip(k, moved, strict=True)])
+            table = self.tables[params.rotary]
+            k = torch.stack([self.turned(key, by, table) for key, by in zip(k, moved, strict=True)])
+        if params.chunk:
+            own = [at for at, p in enumerate(seen) if p // params.chunk == position // params.chunk]
+            k, v = k[own], v[own]
         k, v = (x.repeat_interleave(len(q) // x.shape[1], dim=1) for x in (k, v))
         weights = (torch.einsum("hd,shd->hs", q, k) * params.scale).softmax(-1)
         return torch.einsum("hs,shd->hd", weights, v)
@@ -72,10 +77,10 @@ class WrittenOut:
             return p < self.sinks or p > position - self.size
         return all(p > position - size for size in (self.size, window) if size)
 
-    def turned(self, x: torch.Tensor, by: int) -> torch.Tensor:
+    def turned(self, x: torch.Tensor, by: int, table: RotaryTable) -> torch.Tensor:
         """x (H, D) from one position to another; of the first R features, which are rotated, pairs
         are R / 2 apart."""
-        angle = by * self.table.inverse_frequencies.double()
+        angle = by * table.inverse_frequencies.double()
         first, second, plain = x.tensor_split((len(angle), 2 * len(angle)), dim=-1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)

@@ -155,7 +155,11 @@ class CacheLayer:
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
     ) -> Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
+        keeps_all = isinstance(self.spec.retention, KeepAll)
+        params = params.within(batch.lengths, windows=keeps_all)
         view = self.append(k, v, batch, params)
+        if params.chunk:
+            view = view.as_segments(batch.past_lens)
         out = self.spec.storage.attend(q, view, params, self.spec.dtype)
         self.release_written()
         return out

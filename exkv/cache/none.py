@@ -11,7 +11,7 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import StateTensor
 from exkv.ops.attention import AttentionParams
-from exkv.ops.attention_parts import merge_parts, sink_part
+from exkv.ops.attention_parts import chunk_starts, merge_parts, sink_part
 
 
 class NoCacheLayer:
@@ -20,13 +20,19 @@ class NoCacheLayer:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
     ) -> Tensor:
-        past, lengths = batch.past_lens, batch.lengths
+        past, lengths, params = batch.past_lens, batch.lengths, params.within(batch.lengths)
         how = params.scale, params.window, params.softcap
-        if params.sinks is None:
+        if params.sinks is None and not params.chunk:
             return torch.ops.exkv.attention(q, k, v, past, lengths.kv_len, lengths.ragged, *how)
-        keys = torch.zeros_like(past), torch.full_like(past, lengths.kv_len), lengths.kv_len
-        part = torch.ops.exkv.attention_part(q, [k], "float", [v], "float", past, *keys, *how)
-        return merge_parts([part, sink_part(q, params.sinks)], q.dtype)
+        stored = q, [k], "float", [v], "float"
+        keys = past, torch.zeros_like(past), torch.full_like(past, lengths.kv_len)
+        if params.chunk:
+            since = chunk_starts(past, q.shape[1], params.chunk)
+            part = torch.ops.exkv.attention_part_since(*stored, *keys, since, lengths.kv_len, *how)
+        else:
+            part = torch.ops.exkv.attention_part(*stored, *keys, lengths.kv_len, *how)
+        sinks = [] if params.sinks is None else [sink_part(q, params.sinks)]
+        return merge_parts([part, *sinks], q.dtype)
 
     def states(
         self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype

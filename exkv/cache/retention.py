@@ -164,7 +164,7 @@ class Window:
         return torch.cat(columns, dim=1)
 
     def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
-        if batch.lengths.chunk == 1:
+        if batch.lengths.chunk == 1 and not params.chunk:
             self.write(stored, new, batch.lengths, batch)
             return self.ring(stored, batch)
         view = self.in_order(stored, new, batch)
@@ -306,7 +306,7 @@ class Sinks:
         if lengths.kv_len <= self.sinks + self.size:  # nothing was evicted
             return KeepAll().store(stored, new, batch, replace(params, window=0))
         others = batch.without(self.sinks)
-        if lengths.chunk == 1:
+        if lengths.chunk == 1 and not params.chunk:
             self.write(stored, new, lengths, batch)
             view = self.window.ring(ring, others)
         else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exkv.ops.attention import AttentionParams
-from exkv.ops.attention_parts import merge_parts, sink_part
+from exkv.ops.attention_parts import chunk_starts, merge_parts, sink_part
 from exkv.ops.kv_formats import FORMATS, Layout, Shape
 from exkv.ops.kv_quant import GROUP
 
@@ -153,7 +153,7 @@ class Storage:
         return wide[0], wide[-1]
 
     def attend(self, q: Tensor, view: View, params: AttentionParams, dtype: torch.dtype) -> Tensor:
-        """Attend q (B, T, H, D) over a view -> (B, T, H, D)."""
+        """Attend q (B, T, H, D) over a view, with chunks one of segments, -> (B, T, H, D)."""
         op = self._contiguous_op(view) if params.sinks is None else None
         if op is not None:
             out = op(self._hadamard(q), view, params, dtype)
@@ -194,14 +194,17 @@ class Storage:
     ) -> tuple[Tensor, Tensor]:
         """Attend over this segment alone; returns the output and the log-sum-exp of its scores, see
         ``merge_parts``."""
-        if segment.skip_last:
-            past_lens = past_lens - segment.skip_last
+        before = past_lens - segment.skip_last if segment.skip_last else past_lens
         k = list(_of(segment.stored, "k").values())
         v = list(_of(segment.stored, "v").values()) or k
         keys, values = segment.formats or self.formats
-        where = past_lens, segment.start, segment.count, segment.kv_len
+        stored, where = (q, k, keys, v, values), (before, segment.start, segment.count)
         how = params.scale, segment.window, params.softcap, segment.block_table
-        return torch.ops.exkv.attention_part(q, k, keys, v, values, *where, *how)
+        if params.chunk:
+            since = chunk_starts(past_lens, q.shape[1], params.chunk)
+            part = torch.ops.exkv.attention_part_since
+            return part(*stored, *where, since, segment.kv_len, *how)
+        return torch.ops.exkv.attention_part(*stored, *where, segment.kv_len, *how)
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -115,7 +115,7 @@ class TwoTiers:
     ) -> tuple[Tensors, View]:
         lengths, ring, recent, floats = batch.lengths, self.ring, _named(stored), _named(new)
         seen = min(filter(None, (params.window, self.window)), default=0)
-        if lengths.chunk == 1 and not 0 < seen < ring.size:
+        if lengths.chunk == 1 and not 0 < seen < ring.size and not params.chunk:
             ring.write(recent, floats, lengths, batch)
             view = ring.ring(recent, batch)
             places = self._in_ring(lengths)

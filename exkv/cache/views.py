@@ -52,9 +52,11 @@ class ContiguousView:
             formats=self.formats,
         )
 
-    def as_segments(self) -> SegmentedView:
-        """The view as a single segment."""
-        return SegmentedView(past_lens=self.past_lens, segments=(self.as_segment(),))
+    def as_segments(self, past_lens: Tensor | None = None) -> SegmentedView:
+        """The view as a single segment; ``past_lens`` as :meth:`as_segment` takes it."""
+        segment = self.as_segment(past_lens)
+        past_lens = self.past_lens if past_lens is None else past_lens
+        return SegmentedView(past_lens=past_lens, segments=(segment,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ class SegmentedView:
     past_lens: Tensor
     segments: tuple[Segment, ...]
 
-    def as_segments(self) -> SegmentedView:
+    def as_segments(self, past_lens: Tensor | None = None) -> SegmentedView:
         """Returns itself; see :class:`ContiguousView`."""
         return self
 

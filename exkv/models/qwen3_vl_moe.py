@@ -33,9 +33,16 @@ Made: TypeAlias = Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Sour
 
 
 def stacked_experts(
-    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, *, inputs_first: bool
+    config: ModelConfig,
+    dtype: torch.dtype,
+    name: str,
+    layer: nn.Module,
+    *,
+    inputs_first: bool,
+    path: str = "mlp.experts",
 ) -> list[Source]:
-    """Experts of the layer that the checkpoint calls ``name``; none in a dense layer."""
+    """Experts of the layer that the checkpoint calls ``name``, which lie at ``path`` of it; none in
+    a dense layer."""
     if not isinstance(layer.get_submodule("mlp"), Experts):
         return []
     count, hidden, inner = _sizes(config)
@@ -51,7 +58,7 @@ def stacked_experts(
     if inputs_first:
         both, down = (count, hidden, 2 * inner), (count, inner, hidden)
     gates_and_ups = [*slices("w1", slice(inner)), *slices("w3", slice(inner, None))]
-    stored = f"{name}.mlp.experts"
+    stored = f"{name}.{path}"
     return [
         sliced_source(f"{stored}.gate_up_proj", both, dtype, gates_and_ups),
         sliced_source(f"{stored}.down_proj", down, dtype, slices("w2", slice(None))),

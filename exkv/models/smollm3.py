@@ -14,7 +14,7 @@ from exkv.checkpoint.value_checks import check_layers, check_size
 from .decoder import Decoder
 
 
-def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
+def rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
     """``no_rope_layers`` has a one for each layer that *has* rotary positions; without it, all but
     every ``no_rope_layer_interval``-th have them."""
     check_layers(values["num_hidden_layers"])
@@ -34,8 +34,8 @@ def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, .
 
 def _without_positions(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     """If windows are in use, the layers that have no rotary positions."""
-    window, rotated = windows.window_in_use(values), _rotated(values, ())
-    return windows.by_layer(values, window, lambda layer: window is not None and not rotated[layer])
+    window, have = windows.window_in_use(values), rotated(values, ())
+    return windows.by_layer(values, window, lambda layer: window is not None and not have[layer])
 
 
 FAMILY = Family(
@@ -60,7 +60,7 @@ FAMILY = Family(
     windows=_without_positions,
     reads=("attention_bias", "mlp_bias"),
     rope_theta=2e6,
-    rotated=_rotated,
+    rotated=rotated,
     gguf=GGUFFamily(
         architecture="smollm3",
         interleaved=True,

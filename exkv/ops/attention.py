@@ -9,13 +9,17 @@ the cache.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .registry import define_op
+
+if TYPE_CHECKING:
+    from exkv.batch import Lengths
 
 #: Queries processed at once: bounds the mask, and lets early queries skip late keys.
 QUERY_BLOCK = 256
@@ -32,6 +36,8 @@ class AttentionParams:
     Attributes:
         scale: of the scores.
         window: most keys that a query sees, its own included; 0 for all.
+        chunk: tokens of a chunk of positions, of which a query sees its own only (Llama 4); 0 for
+            none.
         softcap: ``softcap * tanh(score / softcap)`` bounds scaled scores (Gemma 2); 0 for none.
         rotary: name of the layer's rotary table.
         sinks: (H,), a sink score for each head, which takes its share of the softmax and
@@ -40,9 +46,23 @@ class AttentionParams:
 
     scale: float
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     rotary: str = "main"
     sinks: Tensor | None = field(default=None, compare=False)
+
+    def within(self, lengths: Lengths, *, windows: bool = False) -> AttentionParams:
+        """The same for a call, without chunks where these make no difference: none has ended yet,
+        or one token sees as much as a window shows it.
+
+        Args:
+            windows: whether there may be windows of any size.
+        """
+        if not self.chunk or lengths.kv_len <= self.chunk:
+            return self if not self.chunk else replace(self, chunk=0)
+        if lengths.chunk == 1 and not lengths.ragged and windows:
+            return replace(self, chunk=0, window=lengths.past[0] % self.chunk + 1)
+        return self
 
 
 def _visible(past_lens: Tensor, queries: slice, keys: slice, window: int, kv_len: int) -> Tensor:

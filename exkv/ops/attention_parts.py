@@ -78,10 +78,74 @@ def attention_part(
     keys = _Keys(
         past_lens=past_lens, start=key_start, count=key_count, kv_len=kv_len, window=window
     )
-    kv_heads = _check(q, (k_format, k), (v_format, v), keys, block_table)
-    _check_params(scale, window, softcap)
-    pages = Pages.of(block_table, k[0], keys.lens, q.shape[1], window, kv_len)
-    stores = [_Store(name, x, q.shape[-1], pages) for name, x in ((k_format, k), (v_format, v))]
+    return _attend(q, (k_format, k), (v_format, v), keys, scale, softcap, block_table)
+
+
+@define_op(
+    "attention_part_since(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
+    "Tensor past_lens, Tensor key_start, Tensor key_count, Tensor since, int kv_len, float scale, "
+    "int window=0, float softcap=0.0, Tensor? block_table=None) -> (Tensor, Tensor)",
+    fake=_fake,
+)
+def attention_part_since(
+    q: Tensor,
+    k: Sequence[Tensor],
+    k_format: str,
+    v: Sequence[Tensor],
+    v_format: str,
+    past_lens: Tensor,
+    key_start: Tensor,
+    key_count: Tensor,
+    since: Tensor,
+    kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_part` of queries that see nothing before a position of their own.
+
+    Args:
+        since: int32 (B, T), the first position that each query sees.
+    """
+    if since.shape != q.shape[:2] or since.dtype != torch.int32:
+        raise ValueError(
+            f"attention_part_since: since must be int32 {tuple(q.shape[:2])}, a position for each "
+            f"query; it is {since.dtype} {tuple(since.shape)}"
+        )
+    keys = _Keys(
+        past_lens=past_lens,
+        start=key_start,
+        count=key_count,
+        kv_len=kv_len,
+        window=window,
+        since=since,
+    )
+    return _attend(q, (k_format, k), (v_format, v), keys, scale, softcap, block_table)
+
+
+def chunk_starts(past_lens: Tensor, tokens: int, chunk: int) -> Tensor:
+    """The first positions of the chunks of positions in which queries are: int32 (B, T), for
+    ``tokens`` queries behind rows of ``past_lens``, int32 (B,)."""
+    steps = torch.arange(tokens, device=past_lens.device, dtype=torch.int32)
+    positions = past_lens.unsqueeze(-1) + steps
+    return positions - positions % chunk
+
+
+def _attend(
+    q: Tensor,
+    k: tuple[str, Sequence[Tensor]],
+    v: tuple[str, Sequence[Tensor]],
+    keys: _Keys,
+    scale: float,
+    softcap: float,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The reference; k and v with their formats."""
+    kv_heads = _check(q, k, v, keys, block_table)
+    _check_params(scale, keys.window, softcap)
+    pages = Pages.of(block_table, k[1][0], keys.lens, q.shape[1], keys.window, keys.kv_len)
+    stores = [_Store(name, x, q.shape[-1], pages) for name, x in (k, v)]
     part = _Part(keys=keys, stores=stores, kv_heads=kv_heads, scale=scale, softcap=softcap)
     out, lse = _fake(q)
     length = q.shape[1] if len(q) else 0
@@ -125,13 +189,14 @@ def sink_part(q: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keys:
-    """Positions and visibility of a part's keys; arguments as of :func:`attention_part`."""
+    """Positions and visibility of a part's keys; arguments as of :func:`attention_part_since`."""
 
     past_lens: Tensor
     start: Tensor
     count: Tensor
     kv_len: int
     window: int
+    since: Tensor | None = None
 
     @property
     def lens(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,11 +208,19 @@ class _Keys:
         positions = (self.past_lens.unsqueeze(-1) + steps).unsqueeze(-1)  # (B, T, 1)
         for start in range(0, self.kv_len, KEY_TILE):
             tile = slice(start, min(start + KEY_TILE, self.kv_len))
-            yield tile, self._seen(positions, tile)
+            seen = self._seen(positions, tile)
+            if self.since is not None:
+                first = self.since[:, queries].unsqueeze(-1)
+                seen &= self._at(tile) >= first
+            yield tile, seen
+
+    def _at(self, tile: slice) -> Tensor:
+        """The positions of keys: (B, 1, S)."""
+        index = torch.arange(tile.start, tile.stop, device=self.start.device)
+        return (self.start.unsqueeze(-1) + index).unsqueeze(1)
 
     def _seen(self, positions: Tensor, tile: slice) -> Tensor:
-        index = torch.arange(tile.start, tile.stop, device=positions.device)
-        keys = (self.start.unsqueeze(-1) + index).unsqueeze(1)  # (B, 1, S)
+        index, keys = torch.arange(tile.start, tile.stop, device=positions.device), self._at(tile)
         seen = keys <= positions
         seen &= (index < self.count.unsqueeze(-1)).unsqueeze(1)
         if self.window:

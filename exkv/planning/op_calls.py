@@ -60,6 +60,13 @@ def _last_queries_over_few_tiles(call: Call) -> Call:
     return _last_queries(call) | _few_tiles(call)
 
 
+def _last_queries_since(call: Call) -> Call:
+    shorter = _last_queries_over_few_tiles(call)
+    if "q" in shorter:
+        shorter["since"] = call["since"][:, -shorter["q"].shape[1] :]
+    return shorter
+
+
 def _without_padding(call: Call) -> Call:
     """Every token is written, which takes most."""
     return {"new_lens": None}
@@ -88,6 +95,7 @@ SHORTER: dict[str, Callable[[Call], Call]] = {
     "attention": _last_queries_unless_fresh,
     "attention_int8": _last_queries_over_few_tiles,
     "attention_part": _last_queries_over_few_tiles,
+    "attention_part_since": _last_queries_since,
     "linear_groups": _two_tiles_of_groups,
     "linear_group_tiles": _two_tiles_of_groups,
     "linear_packed": _two_tiles_of_weights,

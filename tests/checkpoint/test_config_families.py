@@ -14,6 +14,7 @@ from tiny import TINY
 from exkv.checkpoint import ModelConfig, RopeParameters, RopeScaling
 from exkv.checkpoint.families import FAMILIES
 from exkv.models import Transformer
+from exkv.models.llama4 import CHUNKED, Llama4Settings
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CLASSES = {name: type(tiny()) for name, tiny in TINY.items()}
@@ -32,7 +33,7 @@ SAME = (
 
 
 #: Settings that transformers fills in, of others and the number of layers.
-DERIVED = {"moe_layer_end_index", "mlp_layer_types"}
+DERIVED = {"moe_layer_end_index", "mlp_layer_types", "moe_layers", "layer_types"}
 #: Whose defaults are no model: heads that don't divide the hidden state.
 UNEVEN = {"Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"}
 #: And an unknown number of experts.
@@ -88,6 +89,12 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
     for ours, key in FAMILIES[config.architecture].multipliers.items():
         found = getattr(config.multipliers, ours)
         assert (config.head_dim**-0.5 if found is None else found) == getattr(theirs, key), key
+    if isinstance(config.specific, Llama4Settings):
+        layers = range(config.num_hidden_layers)
+        assert [i for i in layers if not config.specific.is_dense(i)] == theirs.moe_layers
+        chunks = [config.specific.chunk(i, rotated=config.rotates(i)) for i in layers]
+        size = theirs.attention_chunk_size
+        assert chunks == [size * (kind == CHUNKED) for kind in theirs.layer_types]
     rotated = getattr(theirs, "no_rope_layers", None)
     assert rotated is None or list(config.rotated) == list(map(bool, rotated))
     rope = theirs.rope_parameters

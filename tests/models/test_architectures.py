@@ -40,6 +40,7 @@ VARIANTS = {
     "mixtral-window": mixtral(sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=3),
     "phi3-longrope": phi3(**longrope(trained=64), tie_word_embeddings=True),
     "cohere-qk_norm": TINY["CohereForCausalLM"](use_qk_norm=True),
+    "llama4-dense": TINY["Llama4ForCausalLM"](moe_layers=[], no_rope_layers=[0, 1]),
 }
 CONFIGS = {name: TINY[name]() for name in FAMILIES} | VARIANTS
 

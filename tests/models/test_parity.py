@@ -74,6 +74,10 @@ CONFIGS["deepseek_v3-kimi"] = TINY["DeepseekV3ForCausalLM"](
         **{"mscale": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
     },
 )
+CONFIGS["llama4-two_experts"] = TINY["Llama4ForCausalLM"](
+    num_experts_per_tok=2, moe_layers=None, interleave_moe_layer_step=2, use_qk_norm=False,
+    attn_temperature_tuning=False, attention_bias=True,
+)  # fmt: skip
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import exkv.weights.awq  # noqa: F401  (defines pack_awq)
+from exkv.ops.attention_parts import chunk_starts
 from exkv.weights import register
 from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.exl2 import Exl2Format, Section
@@ -369,6 +370,12 @@ def _attention_part(m: Maker) -> list:
     return [q, k, kind, v, kind, past, start, count, kv_len, *rest, table]
 
 
+def _attention_part_since(m: Maker) -> list:
+    q, k, kind, v, same, past, start, count, kv_len, *rest = _attention_part(m)
+    since = chunk_starts(past, q.shape[1], m.size())
+    return [q, k, kind, v, same, past, start, count, since, kv_len, *rest]
+
+
 def _append_kv(m: Maker) -> list:
     q, k, v, past, kv_len, *_ = _attention(m)
     length = q.shape[1]
@@ -430,6 +437,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "attention": _attention,
     "attention_int8": _attention_int8,
     "attention_part": _attention_part,
+    "attention_part_since": _attention_part_since,
     "append_kv": _append_kv,
     "decode_attention": _decode_attention,
 }

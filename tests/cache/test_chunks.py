@@ -1,0 +1,108 @@
+"""Attention to a token's own chunk of positions (Llama 4): in caches of any make, however the text
+is cut into calls, and in forks."""
+
+from __future__ import annotations
+
+import pytest
+import test_composition
+import torch
+from test_composition import IDS, MAKES, RETENTIONS, STORAGES, TOLERANCES, near
+from tiny import TINY, loaded, reference
+from torch.nn import functional as F
+from written_out import written_out
+
+from exkv import Cache, KVCache
+from exkv.ops.attention import AttentionParams
+from exkv.ops.attention_parts import chunk_starts
+
+#: Shorter than the texts, longer than the windows and than some of the recent tokens.
+CHUNK = 24
+CONFIG = TINY["Llama4ForCausalLM"](attention_chunk_size=CHUNK, moe_layers=[], head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return loaded(CONFIG, tmp_path_factory.mktemp("model"), max_input_len=32)
+
+
+@pytest.fixture(params=MAKES, ids="-".join)
+def names(request):
+    return request.param
+
+
+test_however_a_text_is_cut_into_calls = test_composition.test_however_a_text_is_cut_into_calls
+test_rows_of_unlike_length = test_composition.test_rows_of_unlike_length_are_what_each_is_alone
+
+
+@pytest.mark.parametrize("cut", [[60], [1] * 60, [4, 1, 9, 46]], ids=lambda cut: str(cut[:3]))
+@pytest.mark.parametrize("retention", RETENTIONS)
+@pytest.mark.parametrize("storage", ["float", "4bit", "8bit but for recent ones"])
+def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
+    properties = STORAGES[storage], RETENTIONS[retention]
+    cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
+    found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+    expected = written_out(model, IDS[:1], *properties)
+    assert near(found, expected, TOLERANCES[storage])
+
+
+@torch.no_grad()
+def test_rows_past_several_chunks_are_transformers(model):
+    expected = reference(CONFIG)(IDS).logits
+    assert near(model.forward(IDS), expected)
+    cache = Cache(model, 64, 3)
+    new = [30, 23, 25]
+    first = model.forward(IDS[:, :30], cache, new_lens=new, last_id_only=True)
+    step = IDS[torch.arange(3), torch.tensor(new)].unsqueeze(-1)
+    second = model.forward(step, cache)
+    for row, count in enumerate(new):
+        assert near(first[row, -1], expected[row, count - 1])
+        assert near(second[row, -1], expected[row, count])
+
+
+def test_forks_share_a_prefix_that_crosses_chunks(model):
+    cache = Cache(model, 64)
+    model.forward(IDS[:1, :30], cache)
+    fork = cache.fork(2)
+    parts = [IDS[:2, 30:37], IDS[:2, 37:38], IDS[:2, 38:60]]
+    found = torch.cat([model.forward(part, fork) for part in parts], dim=1)
+    whole = torch.cat((IDS[:1, :30].expand(2, -1), IDS[:2, 30:]), dim=1)
+    assert near(found, model.forward(whole, Cache(model, 64, 2))[:, 30:])
+
+
+def test_within_the_first_chunk_and_for_one_token_no_chunk_is_asked_about(model, monkeypatch):
+    """Kernels know windows only, and most texts are shorter than a chunk."""
+    asked = []
+    within = AttentionParams.within
+
+    def watched(*args, **kwargs):
+        asked.append(within(*args, **kwargs))
+        return asked[-1]
+
+    monkeypatch.setattr(AttentionParams, "within", watched)
+    cache = Cache(model, 64)
+    model.forward(IDS[:1, :CHUNK], cache)
+    model.forward(IDS[:1, CHUNK : CHUNK + 1], cache)
+    assert [(each.chunk, each.window) for each in asked[::2]] == [(0, 0), (0, 1)]
+    model.forward(IDS[:1, CHUNK + 1 : CHUNK + 4], cache)
+    assert asked[-2].chunk == CHUNK
+
+
+@pytest.mark.parametrize("past", [[0, 0], [5, 41], [24, 23]])
+def test_a_part_since_the_chunks_beginning_is_sdpa_with_a_mask(past):
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 9, 4, 16, generator=generator)
+    k, v = (torch.randn(2, 56, 2, 16, generator=generator) for _ in "kv")
+    lens = torch.tensor(past, dtype=torch.int32)
+    starts = chunk_starts(lens, 9, CHUNK)
+    keys = torch.zeros_like(lens), torch.full_like(lens, 56)
+    part = torch.ops.exkv.attention_part_since
+    out, _ = part(q, [k], "float", [v], "float", lens, *keys, starts, 56, 0.25)
+    for row, before in enumerate(past):
+        at = torch.arange(before, before + 9).unsqueeze(-1)
+        other = torch.arange(56)
+        mask = (other <= at) & (other // CHUNK == at // CHUNK)
+        heads = (x[row].transpose(0, 1).repeat_interleave(2, dim=0) for x in (k, v))
+        expected = F.scaled_dot_product_attention(q[row].transpose(0, 1), *heads, mask, scale=0.25)
+        torch.testing.assert_close(out[row], expected.transpose(0, 1))
+    with pytest.raises(ValueError, match="since must be int32"):
+        part(q, [k], "float", [v], "float", lens, *keys, starts.long(), 56, 0.25)
