@@ -34,8 +34,21 @@ def causal_conv(
 
     Returns:
         (B, T, C) in x's dtype.
+
+    Raises:
+        ValueError: shapes that contradict each other.
     """
+    if x.dim() != 3 or weight.dim() != 3 or weight.shape[:2] != (x.shape[-1], 1):
+        raise ValueError(
+            f"causal_conv: weight must be (C, 1, K) for x (B, T, C); they are "
+            f"{tuple(weight.shape)} and {tuple(x.shape)}"
+        )
     tokens, size = x.shape[1], weight.shape[-1]
+    if state.shape != (len(x), size - 1, x.shape[-1]):
+        raise ValueError(
+            f"causal_conv: state must be (B, K - 1, C), {(len(x), size - 1, x.shape[-1])}; it is "
+            f"{tuple(state.shape)}"
+        )
     inputs = torch.cat((state, x), dim=1)
     factors = weight[:, 0].float()
     total = inputs[:, :tokens] * factors[:, 0]

@@ -23,10 +23,10 @@ Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   CheckAlike(op, "q", q, "k", k);
   CheckAlike(op, "q", q, "v", v);
   const int64_t rows = q.size(0), length = q.size(1), heads = v.size(2);
-  STD_TORCH_CHECK(v.size(0) == rows && v.size(1) == length && q.size(2) > 0 &&
-                      heads % q.size(2) == 0,
-                  op, ": v ", ShapeText(v), " must have q's rows and tokens, and a multiple of its ",
-                  "heads; q is ", ShapeText(q));
+  STD_TORCH_CHECK(
+      v.size(0) == rows && v.size(1) == length && q.size(2) > 0 && heads % q.size(2) == 0, op,
+      ": v ", ShapeText(v), " must have q's rows and tokens, and a multiple of its ",
+      "heads; q is ", ShapeText(q));
   const auto check = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> shape) {
     CheckSameDevice(op, "q", q, name, x);
     bool same = x.dim() == static_cast<int64_t>(shape.size());

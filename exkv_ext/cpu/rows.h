@@ -1,6 +1,6 @@
-// Norms, gates, rotary positions and the gated delta rule on the CPU, whose work is a row at a time:
-// one table of kernels for each instruction set. The arithmetic is in norm.inc, gate.inc, rope.inc
-// and delta.inc, which each instruction set's file compiles once.
+// Norms, gates, rotary positions and the gated delta rule on the CPU, whose work is a row at a
+// time: one table of kernels for each instruction set. The arithmetic is in norm.inc, gate.inc,
+// rope.inc and delta.inc, which each instruction set's file compiles once.
 #pragma once
 
 #include "../params/attention_params.h"

@@ -129,7 +129,9 @@ def test_the_kernels_bench_sets_each_way_beside_what_it_replaces(quick):
     for row in result["rows"]:
         ways.setdefault(row["kernel"], {}).setdefault(row["case"], []).append(row["way"])
         assert row["seconds"]["min"] > 0 and row["faster"]["n"] == 2
-        assert (row["read"]["min"] > 0) == (row["kernel"] in ("decode", "prefill", "linear"))
+        assert (row["read"]["min"] > 0) == (
+            row["kernel"] in ("decode", "prefill", "linear", "heads")
+        )
     ours = ["exkv", "exkv int8", "exkv in pages"]
     assert ways["decode"] == {"4x2x32": ["SDPA enable_gqa", "SDPA on groups", *ours]}
     assert ways["prefill"] == {"4x2x32": ["SDPA enable_gqa", *ours]}

@@ -404,6 +404,26 @@ def _decode_attention(m: Maker) -> list:
             ring, m.rng.random() < 0.5]  # fmt: skip
 
 
+def _causal_conv(m: Maker) -> list:
+    dtype, rows, length, channels, size = m.dtype(), m.size(3), m.size(), m.size(20), 1 + m.size()
+    bias = m.floats(channels, dtype=dtype) if m.rng.random() < 0.5 else None
+    new_lens = m.counts(rows, length) if m.rng.random() < 0.5 else None
+    return [m.floats(rows, length, channels, dtype=dtype),
+            m.floats(channels, 1, size, dtype=dtype), bias,
+            m.floats(rows, size - 1, channels, dtype=dtype), new_lens]  # fmt: skip
+
+
+def _gated_delta(m: Maker) -> list:
+    dtype, rows, length, keys, dim = m.dtype(), m.size(3), m.size(), m.size(40), m.size(40)
+    groups, count = m.size(3), m.size(3)
+    heads = groups * count
+    new_lens = m.counts(rows, length) if m.rng.random() < 0.5 else None
+    return [*(m.floats(rows, length, count, keys, dtype=dtype) for _ in "qk"),
+            m.floats(rows, length, heads, dim, dtype=dtype),
+            -m.floats(rows, length, heads).abs(), m.floats(rows, length, heads).sigmoid(),
+            m.floats(rows, heads, keys, dim), new_lens]  # fmt: skip
+
+
 MAKERS: dict[str, Callable[[Maker], list]] = {
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
@@ -440,12 +460,15 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "attention_part_since": _attention_part_since,
     "append_kv": _append_kv,
     "decode_attention": _decode_attention,
+    "causal_conv": _causal_conv,
+    "gated_delta": _gated_delta,
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
-                "chosen_experts", "decode_attention"}  # fmt: skip
+                "chosen_experts", "decode_attention", "attention_part_since", "causal_conv",
+                "gated_delta"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------
