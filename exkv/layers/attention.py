@@ -103,13 +103,13 @@ class Attention(PlainModule):
 
     def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) -> q (B, T, H, D) and k (B, T, H_kv, D), normed and rotated; and v."""
-        q, k, v = self.project(x)
-        return self.rotated(q, k, v, batch)
+        return self.rotated(list(self.project(x)), batch)
 
-    def rotated(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of what :meth:`project` gives."""
+    def rotated(self, projected: list[Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of what :meth:`project` gives; the list is emptied, so that tensors are freed as
+        soon as others take their place."""
+        q, k, v = projected
+        projected.clear()
         heads = (*q.shape[:2], -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             each = [(*q.shape[:2], -1, width) for width in self.norm_widths]

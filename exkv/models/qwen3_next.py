@@ -39,9 +39,10 @@ class QueryGatedAttention(Attention):
         self.q_proj = Linear(hidden, 2 * self.q_size, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
-        both, k, v = self.project(x)
-        q, gate = both.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
-        q, k, v = self.rotated(q.flatten(2), k, v, batch)
+        projected = list(self.project(x))
+        q, gate = projected[0].unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        projected[0] = q.flatten(2)
+        q, k, v = self.rotated(projected, batch)
         attended = self.attend(q, k, v, batch, cache)
         return self.o_proj((attended * gate.sigmoid()).flatten(2))
 
