@@ -13,7 +13,7 @@ import torch
 from adapters import linears_of, write_adapter
 from cluster_hosts import alone, cluster_of
 from simproc import run_sim
-from tiny import llama, reference, save
+from tiny import TINY, llama, reference, save, save_tokenizer
 from torch import Tensor
 
 import exkv
@@ -34,6 +34,9 @@ def folders(tmp_path_factory):
         write_adapter(top / name, layers, seed=seed)
     save(first, top / "first")
     save(second, top / "second")
+    types = ["linear_attention", "full_attention"] * 2
+    third = TINY["Qwen3NextForCausalLM"](num_hidden_layers=4, layer_types=types)
+    save_tokenizer(save(reference(third), top / "states"))
     return str(top)
 
 
@@ -242,11 +245,55 @@ def otherwise(top: str) -> dict[str, object]:
     return result
 
 
+def with_states(top: str) -> dict[str, object]:
+    """Layers with a state in place of keys and values, whose rows move."""
+    folder = Path(top) / "states"
+    cluster = cluster_of("24M", "24M")
+    empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
+    cache, own, result = Cache(model, 64, 2), Cache(expected, 64, 2), {}
+    result["same"] = load(model, cache) and same(steps(model, cache), steps(expected, own))
+    for each in (cache, own):
+        each.reorder([1, 0])
+    tokens = IDS[:, :1]
+    result["rows in other places"] = same(
+        [model.forward(tokens, cache).cpu()], [expected.forward(tokens, own)]
+    )
+    for each in (cache, own):
+        each.crop([20, 11])
+    result["cropped"] = same([model.forward(tokens, cache).cpu()], [expected.forward(tokens, own)])
+    cache.save(file := Path(top) / "of states")
+    (again := Cache(model, 64, 2)).load(file)
+    forks = again.fork(1), own.fork(1)
+    result["saved and forked"] = same(
+        [model.forward(tokens, forks[0]).cpu()], [expected.forward(tokens, forks[1])]
+    )
+    texts = [tokens_of_jobs(each) for each in (model, expected)]
+    result["jobs"] = texts[0] == texts[1] and all(map(len, texts[0]))
+    model.unload()
+    result["clean"] = held(cluster) == empty
+    cluster.close()
+    return result
+
+
+def tokens_of_jobs(model: Model) -> list[list[int]]:
+    """Of jobs of unlike length, one of which is preempted."""
+    settings = exkv.SamplingParams.greedy()
+    prompts = [IDS[0].tolist(), IDS[1, :9].tolist(), IDS[0, :20].tolist()]
+    with exkv.Engine(model, PagedCache(model, 64, page=16), exkv.Tokenizer(model.config.path)) as e:
+        how = {"max_new_tokens": 20, "settings": settings, "ignore_eos": True}
+        jobs = [exkv.Job(prompt=prompt, **how) for prompt in prompts]
+        handles = [e.submit(job) for job in jobs]
+        while e.busy:
+            e.iterate()
+        assert e.stats.put_away
+    return [handle.tokens for handle in handles]
+
+
 # Tests --------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("scenario", [in_turn, adapted, in_files, otherwise])
+@pytest.mark.parametrize("scenario", [in_turn, adapted, in_files, otherwise, with_states])
 def test_over_hosts_it_is_as_on_one_machine(folders, scenario):
     found = run_sim(scenario, "", args=[folders])
     assert found == dict.fromkeys(found, True)
