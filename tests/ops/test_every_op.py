@@ -20,7 +20,7 @@ READ = {"experts", "read_tally", "expert_products", "chosen_experts"}
 BYTES = {"split_blocks"}
 #: Ops that native code leaves to torch's own.
 WITHOUT_KERNEL = {"experts", "expert_products", "read_tally", "linear_group_tiles"}
-WITHOUT_KERNEL.add("attention_part_since")
+WITHOUT_KERNEL |= {"attention_part_since", "causal_conv"}
 
 
 def call_of(name: str, seed: int = 0) -> list:
