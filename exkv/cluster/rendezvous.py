@@ -6,6 +6,7 @@ members change, a new group is formed. docs/cluster.md says what is encrypted.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import hmac
 import json
@@ -315,18 +316,27 @@ def _awaited(store: distributed.Store, number: int) -> bytes:
 
 
 def beat(connect: Callable[[], distributed.Store], name: str) -> None:
-    """Send heartbeats from a background thread until the store is gone."""
+    """Send heartbeats from a background thread until the store is gone, or the program ends."""
+    over = threading.Event()
 
     def run() -> None:
         store = connect()
-        while True:
+        while not over.is_set():
             try:
                 store.add(f"beat/{name}", 1)
             except RuntimeError:
                 return
-            time.sleep(BEAT)
+            over.wait(BEAT)
 
-    threading.Thread(target=run, name="exkv-beat", daemon=True).start()
+    thread = threading.Thread(target=run, name="exkv-beat", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(_PATIENCE)
+
+    # An interpreter that ends while a thread is within the store's code aborts the process.
+    atexit.register(end)
 
 
 class Heartbeats:

@@ -248,3 +248,19 @@ def test_what_fails_while_hosts_connect_is_raised_as_it_is(listening):
 
     with pytest.raises(TimeoutError, match="of its own"):
         while_alive(listening[0], [], lambda name: False, fails)
+
+
+def test_a_program_ends_once_its_heartbeat_under_way_has_ended():
+    """An interpreter that ends while a thread is within native code aborts the process."""
+    program = (
+        "import threading, time\n"
+        "from exkv.cluster.rendezvous import beat\n"
+        "begun = threading.Event()\n"
+        "class Store:\n"
+        "    def add(self, key, by):\n"
+        "        begun.set(); time.sleep(0.5); print(key, flush=True)\n"
+        "beat(Store, 'me')\n"
+        "begun.wait()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "beat/me\n"), done.stderr

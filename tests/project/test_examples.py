@@ -357,7 +357,7 @@ class Terminal:
             self.process.send_signal(signal.SIGINT)
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < give_up, f"no {pattern!r} in {self.seen!r}"
-            if select.select([self.end], [], [], 2)[0]:
+            if select.select([self.end], [], [], 5)[0]:
                 self.seen += os.read(self.end, 4096).decode()
             elif interrupting:
                 self.process.send_signal(signal.SIGINT)
