@@ -688,7 +688,7 @@ class KVCache(Rows):
         for to, row in enumerate(source):
             fork.pages.hold(to, self.pages.rows[row])
             if self.model.config.has_states:
-                fork.take_state(to, self, row)
+                fork.copy_state(to, self, row)
         self._name_rows(fork, source)
         return fork
 
@@ -747,7 +747,7 @@ class KVCache(Rows):
         assert self.pages is not None and other.pages is not None
         self._cut(row, 0)
         if self.model.config.has_states:
-            self.take_state(row, other, source)
+            self.copy_state(row, other, source)
         variant, made_with = other.rotary_variants[source], other.made_with[source]
         self.set_row(row, other.sequences[source], other.pages.rows[source])
         self.rotary_variants[row], self.made_with[row] = variant, made_with
@@ -756,7 +756,7 @@ class KVCache(Rows):
         other._cut(source, 0)
 
     @mirrored
-    def take_state(self, row: int, other: KVCache, source: int) -> None:
+    def copy_state(self, row: int, other: KVCache, source: int) -> None:
         """Copy what row ``source`` of another cache keeps outside of pages to row ``row``."""
         for layer, there in zip(self.layers, other.layers, strict=True):
             layer.set_state(row, there.state(source))

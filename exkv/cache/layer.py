@@ -10,7 +10,7 @@ lies.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.caching_allocator import LARGE
-from exkv.checkpoint import StateTensor
 from exkv.epochs import WatchedDict, advance
 from exkv.errors import Attempt
 from exkv.ops.attention import AttentionParams
@@ -211,12 +210,6 @@ class CacheLayer:
             paged=paged,
             window=retention.size if paged else 0,
         )
-
-    def states(
-        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """See ``StateLayer``."""
-        raise TypeError("this layer has keys and values, and no state")
 
     @property
     def _placed(self) -> torch.device:

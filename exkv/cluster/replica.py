@@ -47,7 +47,7 @@ COMMANDS = frozenset(
 )
 CACHE_CALLS = frozenset(
     ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
-    + ("free", "sharing_pool", "name_row", "move_row", "take_state")
+    + ("free", "sharing_pool", "name_row", "move_row", "copy_state")
     + ("copy_page", "move_page", "swap_out", "swap_in")
 )
 

@@ -16,7 +16,6 @@ it has alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from exkv.cache import KVCache
 from exkv.cache.paging.pool import KnownPage, PageTable
-from exkv.cache.paging.swap import SwappedPages
 from exkv.devices import CPU
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
@@ -36,33 +34,7 @@ from .guidance import logits_of_jobs
 from .paged_group import PagedGroup
 from .pressure import Pressure
 from .rows import Row, Rows, SwappedRow
-
-
-class Snapshots:
-    """The states of a model behind pages of the prefix cache: copies in host memory, of which the
-    least recently used makes room for a new one.
-
-    A prompt leaves one behind its last full page, where the next turn of its chat goes on, and one
-    behind the last page that it shares with an earlier prompt.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: OrderedDict[KnownPage, SwappedPages] = OrderedDict()
-
-    def __contains__(self, page: KnownPage) -> bool:
-        return page in self._kept
-
-    def find(self, page: KnownPage) -> SwappedPages:
-        """The states behind a page that has some."""
-        self._kept.move_to_end(page)
-        return self._kept[page]
-
-    def add(self, page: KnownPage, states: SwappedPages) -> None:
-        self._kept[page] = states
-        self._kept.move_to_end(page)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+from .snapshots import Snapshots
 
 
 class InPages(Rows[PagedGroup]):
@@ -164,7 +136,7 @@ class InPages(Rows[PagedGroup]):
         return needed + rows <= self._table.pool.available
 
     def _pages_to_begin(self, part: Row) -> int:
-        found = self._found(part)
+        found = self._reusable(self._known(part))
         others = self._table.pages_for(len(part.before_newest)) - len(found)
         return others + self._table.pool.needed_for(found)
 
@@ -203,9 +175,8 @@ class InPages(Rows[PagedGroup]):
         return min(self.groups[: groups_for(self._model)], key=lambda group: len(group.parts))
 
     def _begin(self, handle: Row, cache: KVCache, row: int) -> None:
-        found, size = self._found(handle), self._table.pool.size
-        if self._states is not None:
-            handle.shared_len = len(self._found(handle, with_states=False)) * size
+        known, size = self._known(handle), self._table.pool.size
+        found, handle.shared_len = self._reusable(known), len(known) * size
         stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
         table = cache.pages
         assert table is not None
@@ -230,11 +201,10 @@ class InPages(Rows[PagedGroup]):
             self._remember(handle, cache, row, at)
         handle.away = None
 
-    def _found(self, handle: Row, *, with_states: bool = True) -> list[KnownPage]:
+    def _known(self, handle: Row) -> list[KnownPage]:
         """The prompt's pages in the prefix cache, without its last token's, whose logits are
-        needed, and within what a preempted job had stored; up to one whose states are known, where
-        a model has states."""
-        pool, found = self._table.pool, list[KnownPage]()
+        needed, and within what a preempted job had stored."""
+        pool, known = self._table.pool, list[KnownPage]()
         last = len(handle.prompt) - 1 if self._finds and not handle.is_scored else 0
         if handle.away is not None:
             last = min(last, len(handle.away.tokens))
@@ -243,8 +213,14 @@ class InPages(Rows[PagedGroup]):
             before = pool.find(before, self._page_of(handle, handle.prompt, start // pool.size))
             if before is None or not (before.exact or handle.job.approximate_reuse):
                 break
-            found.append(before)
-        while with_states and self._states is not None and found and found[-1] not in self._states:
+            known.append(before)
+        return known
+
+    def _reusable(self, known: Sequence[KnownPage]) -> list[KnownPage]:
+        """Those of the first pages that a prompt can go on behind: where a model has states, up to
+        one of which there is a snapshot."""
+        found = list(known)
+        while self._states is not None and found and found[-1] not in self._states:
             found.pop()
         return found
 

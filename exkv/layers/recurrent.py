@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class CausalConv(PlainModule):
         return torch.ops.exkv.causal_conv(x, own["weight"], own["bias"], state, batch.new_lens)
 
 
-class GatedDelta(PlainModule):
+class GatedDelta(PlainModule, ABC):
     """Linear attention by the gated delta rule, see :func:`exkv.ops.recurrent.gated_delta`, with a
     norm and a gate behind it. Subclasses have the projections, as checkpoints do."""
 
@@ -58,14 +59,14 @@ class GatedDelta(PlainModule):
         self.norm = RMSNorm(settings.linear_value_head_dim, config.rms_norm_eps, dtype=dtype)
         self.out_proj = Linear(settings.value_size, config.hidden_size, bias=False, dtype=dtype)
 
+    @abstractmethod
     def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
         """Create the parameters that :meth:`project` uses."""
-        raise NotImplementedError
 
+    @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (B, T, hidden) -> queries, keys and values side by side (B, T, 2 * H_k * D_k + H_v *
         D_v), the gate (B, T, H_v * D_v), and what beta and the decay are made of (B, T, H_v)."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""

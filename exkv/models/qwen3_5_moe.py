@@ -12,7 +12,7 @@ from exkv.checkpoint import ModelConfig
 from exkv.layers import SharedExperts, mixture_or_mlp
 
 from . import qwen2_moe, qwen3_5, qwen3_next
-from .qwen3_vl_moe import as_stacked
+from .qwen3_vl_moe import experts_as_stored
 from .units import UnitSpec
 
 
@@ -21,7 +21,7 @@ def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         qwen3_5.DECODER,
         mlp_of_layer=partial(mixture_or_mlp, experts=partial(SharedExperts, gated=True)),
         rename=qwen3_5.NAMES | qwen2_moe.NAMES,
-        made=as_stacked(config),
+        made=experts_as_stored(config),
     )(config, dtype)
 
 

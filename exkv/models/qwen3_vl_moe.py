@@ -72,9 +72,9 @@ def _sizes(config: ModelConfig) -> tuple[int, int, int]:
     return settings.num_local_experts, config.hidden_size, inner
 
 
-def as_stacked(config: ModelConfig) -> Made | None:
-    """``Decoder.made`` of experts whose matrices lie together, in the order of the checkpoint; None
-    where they don't, or where there is no checkpoint."""
+def experts_as_stored(config: ModelConfig) -> Made | None:
+    """``Decoder.made`` of experts as the checkpoint has them together; None where each has matrices
+    of its own, or where there is no checkpoint."""
     shape = _shape_of_stacked(config)
     if shape is None:
         return None
@@ -103,7 +103,7 @@ def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         head_norm=rms_norm,
         mlp_of_layer=partial(mixture_or_mlp, experts=Experts),
         rename=qwen2_moe.NAMES,
-        made=as_stacked(config) or partial(stacked_experts, inputs_first=True),
+        made=experts_as_stored(config) or partial(stacked_experts, inputs_first=True),
     )(config, dtype)
 
 

@@ -34,7 +34,7 @@ def kind(request) -> type[KVCache]:
     return CACHES[request.param]
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -68,16 +68,16 @@ def test_logits_are_transformers_in_chunks_steps_and_unlike_rows(pair):
     theirs, model = pair
     with torch.no_grad():
         expected = theirs(IDS).logits
-    close(model.forward(IDS), expected)
+    assert_close(model.forward(IDS), expected)
     cache = PagedCache(model, 128, batch_size=2, page=16)
     first = model.forward(IDS[:, :33], cache)  # three chunks
     steps = [model.forward(IDS[:, at : at + 1], cache) for at in range(33, 40)]
-    close(torch.cat([first, *steps], dim=1), expected[:, :40])
+    assert_close(torch.cat([first, *steps], dim=1), expected[:, :40])
     cache.reset()
     model.forward(IDS[:, :20], cache, new_lens=[20, 0])
     model.forward(IDS[:, :30], cache, new_lens=[0, 30])
     found = next_logits(model, cache, [(0, 20), (1, 30)])
-    close(found, torch.stack([expected[0, 20], expected[1, 30]]))
+    assert_close(found, torch.stack([expected[0, 20], expected[1, 30]]))
 
 
 def test_a_cropped_row_goes_on_as_one_that_never_had_more(filled, kind):
@@ -86,7 +86,7 @@ def test_a_cropped_row_goes_on_as_one_that_never_had_more(filled, kind):
     assert cache.stale == {0}
     found = next_logits(model, cache, [(0, 15), (1, 13)])
     expected = [alone(model, kind, 0, 15, 16), alone(model, kind, 1, 13, 14)]
-    close(found, torch.cat(expected))
+    assert_close(found, torch.cat(expected))
     assert not cache.stale
 
 
@@ -94,7 +94,7 @@ def test_rows_that_change_places_take_their_states_with_them(filled, kind):
     model, cache = filled
     cache.reorder([1, 1])
     found = next_logits(model, cache, [(1, 13), (1, 13)])
-    close(found, alone(model, kind, 1, 13, 14).expand(2, -1))
+    assert_close(found, alone(model, kind, 1, 13, 14).expand(2, -1))
 
 
 def test_copies_forks_and_files_have_the_states(filled, kind, tmp_path):
@@ -105,7 +105,7 @@ def test_copies_forks_and_files_have_the_states(filled, kind, tmp_path):
     again.load(tmp_path / "cache")
     expected = torch.cat([alone(model, kind, 0, 20, 21), alone(model, kind, 1, 13, 14)])
     for each in (cache.clone(), again, cache.fork(1), cache):
-        close(next_logits(model, each, [(0, 20), (1, 13)]), expected)
+        assert_close(next_logits(model, each, [(0, 20), (1, 13)]), expected)
 
 
 def test_states_stay_where_a_conversion_moves_keys_and_values(pair):
@@ -119,7 +119,7 @@ def test_states_stay_where_a_conversion_moves_keys_and_values(pair):
         assert before.keys() == after.keys() and "conv" in before
         assert all(torch.equal(before[name], after[name]) for name in before)
     found = next_logits(model, cache, [(0, 20), (1, 20)])
-    close(found[:1], alone(model, CACHES["fp16"], 0, 20, 21))
+    assert_close(found[:1], alone(model, CACHES["fp16"], 0, 20, 21))
 
 
 def test_a_layer_with_a_state_has_no_keys(pair):

@@ -1,0 +1,35 @@
+"""Snapshots of recurrent states behind pages of the prefix cache."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from exkv.cache.paging.pool import KnownPage
+from exkv.cache.paging.swap import SwappedPages
+
+
+class Snapshots:
+    """The states of a model behind pages of the prefix cache: copies in host memory, of which the
+    least recently used makes room for a new one.
+
+    A prompt leaves one behind its last full page, where the next turn of its chat goes on, and one
+    behind the last page that it shares with an earlier prompt.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[KnownPage, SwappedPages] = OrderedDict()
+
+    def __contains__(self, page: KnownPage) -> bool:
+        return page in self._kept
+
+    def find(self, page: KnownPage) -> SwappedPages:
+        """The states behind a page that has some."""
+        self._kept.move_to_end(page)
+        return self._kept[page]
+
+    def add(self, page: KnownPage, states: SwappedPages) -> None:
+        self._kept[page] = states
+        self._kept.move_to_end(page)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
