@@ -172,7 +172,7 @@ class QuantizedCache(KVCache):
             ``"channel"``, one channel of 32 consecutive tokens, as in KIVI (Liu et al., 2024), with
             4 or 2 bits. Values are grouped by head either way.
         residual_length: how many of the last tokens a query sees in full precision, its own
-            included: at least 32, or 0. None for 64 by channel and 0 by head.
+            included: fewer than 32 are 32, but for 0 by head. None for 64 by channel, 0 by head.
         rotate: apply a Hadamard transform to heads (see :class:`Storage`); None for 4 and 2 bits by
             head only: it would spread the large channels that ``axis="channel"`` is for.
 
@@ -180,8 +180,7 @@ class QuantizedCache(KVCache):
     nothing else.
 
     Raises:
-        ValueError: an unsupported number of bits, an unknown axis, or a ``residual_length`` that
-            the axis does not allow.
+        ValueError: an unsupported number of bits, an unknown axis, a negative ``residual_length``.
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = {
@@ -212,12 +211,9 @@ class QuantizedCache(KVCache):
         by_head = axis == "head"
         if residual_length is None:
             residual_length = 0 if by_head else RESIDUAL_LENGTH
-        enough = isinstance(residual_length, int) and residual_length >= GROUP
-        if not enough and not (by_head and residual_length == 0):
-            raise ValueError(
-                f"residual_length is {residual_length!r}: with axis={axis!r} it must be a whole "
-                f"number of at least {GROUP}{', or 0' if by_head else ''}"
-            )
+        residual_length = whole("residual_length", residual_length, least=0)
+        if residual_length or not by_head:
+            residual_length = max(residual_length, GROUP)
         rotated = by_head and min(bits) < 8 if rotate is None else rotate
         storage = Storage(keys=keys, values=values, rotate=rotated, recent=residual_length)
         window = _sliding_window(config, layer)

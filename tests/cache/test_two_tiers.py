@@ -449,22 +449,24 @@ def test_what_cannot_be_is_refused_with_its_remedy(model):
         nbits=8,
     )
     refused("no format of 3 bits", axis="channel", nbits=3)
-    refused(
-        "residual_length is 31: with axis='channel'.*at least 32$",
-        axis="channel",
-        residual_length=31,
-    )
-    refused(
-        "residual_length is 0: with axis='channel'.*at least 32$", axis="channel", residual_length=0
-    )
-    refused("residual_length is 5: with axis='head'.*at least 32, or 0", residual_length=5)
-    refused("residual_length is 64.0", residual_length=64.0)
+    refused("residual_length is -1: it must be at least 0", residual_length=-1)
+    with pytest.raises(TypeError, match="residual_length is 64.0"):
+        QuantizedCache(model, 100, residual_length=64.0)
     with pytest.raises(ValueError, match="0 recent tokens.*at least 32.*int2c encodes 32 tokens"):
         Storage(keys="int2c")
     with pytest.raises(ValueError, match="-1 recent tokens.*at least 32, or 0|at least 32"):
         Storage(recent=-1)
     cache = HybridCache(model, 50)
     assert cache.layers[0].spec.storage == Storage()
+
+
+@pytest.mark.parametrize(
+    "axis, asked, stored",
+    [("head", 0, 0), ("head", 5, 32), ("channel", 0, 32), ("channel", 40, 40)],
+)
+def test_a_group_of_tokens_is_the_least_that_stays_in_full_precision(model, axis, asked, stored):
+    cache = QuantizedCache(model, 100, axis=axis, residual_length=asked)
+    assert cache.layers[0].spec.storage.recent == stored
 
 
 def test_by_the_names_that_users_know(model):

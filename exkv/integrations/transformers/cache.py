@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 
 from exkv import devices
 from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, Window, cache_kind
@@ -35,6 +35,8 @@ from .versions import (
 _FIRST_STEP = 32
 #: Kinds allocated at once; for the model's longest text by default.
 STATIC = ("static", "offloaded_static")
+#: Kinds that round what they store.
+ROUNDED = ("quantized", "8bit", "4bit", "2bit", "kivi")
 #: Layers with keys and values of each token, and a state of fixed size.
 _HYBRID = ("hybrid", "hybrid_sliding")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *_HYBRID)
@@ -72,8 +74,11 @@ class HFCache(DynamicCache):
     """
 
     def __new__(cls, config: Any = None, kind: str = "dynamic", **_: Any) -> HFCache:
-        """An :class:`HFStaticCache` for static kinds."""
-        return super().__new__(HFStaticCache if cls is HFCache and kind in STATIC else cls)
+        """An :class:`HFStaticCache` for static kinds, an :class:`HFQuantizedCache` for those that
+        round."""
+        if cls is HFCache:
+            cls = HFStaticCache if kind in STATIC else HFQuantizedCache if kind in ROUNDED else cls
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -377,6 +382,10 @@ class HFStaticCache(HFCache, StaticCache):
         "exkv" needs none."""
         padded = any(layer.full_length for layer in self.attention_layers)
         return padded and self._config._attn_implementation != NAME
+
+
+class HFQuantizedCache(HFCache, QuantizedCache):
+    """An :class:`HFCache` of a kind that rounds."""
 
 
 def _lift_limits(layers: Sequence[HFLayer]) -> None:

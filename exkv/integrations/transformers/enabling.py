@@ -33,6 +33,12 @@ from .versions import cache_argument, with_cache_renamed
 
 #: Names that transformers removed, or now takes for its static cache.
 _REMOVED = ("sink", "sliding_window", "hybrid")
+#: Names that transformers takes for one of these with a warning -> the kind.
+_DEPRECATED = {
+    "hybrid_chunked": "hybrid",
+    "offloaded_hybrid": "offloaded_static",
+    "offloaded_hybrid_chunked": "offloaded_static",
+}
 #: Arguments of ``generate`` that an ``HFCache`` replaces.
 _SETTINGS = ("cache_implementation", "cache_config", "max_cache_len")
 #: What serves the encoder's keys, whose number a call doesn't say.
@@ -111,7 +117,8 @@ def _with_cache(
     if name not in names:
         return kwargs
     settings = kwargs.get("cache_config") or getattr(given, "cache_config", None) or {}
-    settings = {**(defaults if name == "exkv" else {"kind": name}), **settings}
+    kind = _DEPRECATED.get(name, name)
+    settings = {**(defaults if name == "exkv" else {"kind": kind}), **settings}
     encoders = settings
     if settings["kind"] in STATIC and not {"max_seq_len", "max_cache_len"} & set(settings):
         encoders = {**settings, "kind": _GROWING[settings["kind"]]}
@@ -176,5 +183,5 @@ def _allocate(cache: HFCache, model: PreTrainedModel, call: Mapping[str, Any]) -
 def _names(every: bool) -> set[str]:
     """Names that ``cache_implementation`` takes."""
     if every:
-        return {"exkv", *CACHES, "static", "quantized"}
+        return {"exkv", *CACHES, *ALL_CACHE_IMPLEMENTATIONS}
     return {"exkv", *_REMOVED, *(set(CACHES) - set(ALL_CACHE_IMPLEMENTATIONS))}

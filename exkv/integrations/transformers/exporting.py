@@ -8,13 +8,14 @@ it returns, too: exkv's storage lies behind native ops, and is no input of a gra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import HFCache
+from .cache import HFCache, HFQuantizedCache
 from .lazy import LazyTensor
 
 #: Of each layer, its window or None, and whether it has tokens: lists, as saved programs have them.
@@ -26,13 +27,14 @@ def register_export_support() -> None:
     ``register_dynamic_cache_export_support`` it is for good, for torch can't forget it."""
     if HFCache in _pytree.SUPPORTED_NODES:
         return
-    _pytree.register_pytree_node(
-        HFCache,
-        _flatten,
-        _unflatten,
-        serialized_type_name=f"{HFCache.__module__}.{HFCache.__name__}",
-        flatten_with_keys_fn=_flatten_with_keys,
-    )
+    for one in (HFCache, HFQuantizedCache):
+        _pytree.register_pytree_node(
+            one,
+            _flatten,
+            partial(_unflatten, one),
+            serialized_type_name=f"{one.__module__}.{one.__name__}",
+            flatten_with_keys_fn=_flatten_with_keys,
+        )
 
 
 def _flatten(cache: HFCache) -> tuple[list[torch.Tensor], _Layout]:
@@ -71,7 +73,7 @@ def _flatten_with_keys(cache: HFCache) -> tuple[list[tuple[Any, torch.Tensor]], 
     return [(_pytree.SequenceKey(index), x) for index, x in enumerate(tensors)], layout
 
 
-def _unflatten(tensors: Iterable[torch.Tensor], layout: _Layout) -> HFCache:
+def _unflatten(one: type[HFCache], tensors: Iterable[torch.Tensor], layout: _Layout) -> HFCache:
     """A cache of transformers' layers."""
     rest = iter(tensors)
     layers: list[Any] = []
@@ -80,7 +82,7 @@ def _unflatten(tensors: Iterable[torch.Tensor], layout: _Layout) -> HFCache:
         if has_tokens:
             layer.update(next(rest), next(rest))
         layers.append(layer)
-    cache = HFCache.__new__(HFCache)
+    cache = one.__new__(one)
     Cache.__init__(cache, layers=layers)
     cache.kind, cache._snapshots = "dynamic", {}
     return cache

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
-from .cache import HFCache, HFStaticCache
+from .cache import HFCache, HFQuantizedCache, HFStaticCache
 
 #: What they took and an :class:`HFCache` learns from the first keys.
 _LEARNT = ("batch_size", "max_batch_size", "device", "layer_device_map", "offload_device")
@@ -81,6 +81,16 @@ class OffloadedStaticCache(NamedCache, HFStaticCache):
     kind_here = "offloaded_static"
 
 
+class QuantoQuantizedCache(NamedCache, HFQuantizedCache):
+    """Of few bits."""
+
+    kind_here = "quantized"
+
+
+class HQQQuantizedCache(QuantoQuantizedCache):
+    """Alike."""
+
+
 class SinkCache(NamedCache):
     """The first tokens of a text and the last ones."""
 
@@ -97,9 +107,11 @@ _OTHERS = {
     "SlidingWindowCache": "hybrid",
     "HybridCache": "hybrid",
     "MambaCache": "dynamic",
-    "QuantoQuantizedCache": "quantized",
-    "HQQQuantizedCache": "quantized",
 }
-NAMED: dict[str, type] = {
-    each.__name__: each for each in (QuantizedCacheConfig, OffloadedStaticCache, SinkCache)
-} | {name: type(name, (NamedCache,), {"kind_here": kind}) for name, kind in _OTHERS.items()}
+_CLASSES = (
+    *(QuantizedCacheConfig, OffloadedStaticCache, SinkCache),
+    *(QuantoQuantizedCache, HQQQuantizedCache),
+)
+NAMED: dict[str, type] = {each.__name__: each for each in _CLASSES} | {
+    name: type(name, (NamedCache,), {"kind_here": kind}) for name, kind in _OTHERS.items()
+}
