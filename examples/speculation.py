@@ -12,13 +12,13 @@ from exkv import Cache, Draft, Generator, Model, NGrams, SamplingParams, Tokeniz
 def main(folder: str, question: str, draft_folder: str | None = None) -> None:
     model, tokenizer = Model(folder), Tokenizer(folder)
     longest = min(model.config.max_position_embeddings, 1024)
-    cache = Cache(model, max_seq_len=longest)
+    cache = Cache(model, max_seq_len=longest, snapshots=True)  # for recurrent states
     ways = {"without": {}, "n-grams": {"ngrams": NGrams(tokens=8)}}
     if draft_folder is None:
         model.load_autosplit(cache)
     else:
         small = Model(draft_folder)
-        small_cache = Cache(small, max_seq_len=longest)
+        small_cache = Cache(small, max_seq_len=longest, snapshots=True)
         model.load_autosplit(cache, draft=small_cache)  # both, in one plan
         ways["draft"] = {"draft": Draft(small, small_cache)}
     ids = tokenizer.encode_chat([{"role": "user", "content": question}])

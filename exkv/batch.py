@@ -25,13 +25,15 @@ class Lengths:
     """Tokens per row: ``past`` in the cache, ``new`` in this chunk of the call, ``later`` in the
     following chunks of the same call; () for none. ``pages`` is the block table, int32 (B, P) on
     the host (``exkv.ops.pages``); None for contiguous rows. ``adapters`` are the rows' adapters
-    (``exkv.models.adapters``)."""
+    (``exkv.models.adapters``). ``settled`` are new tokens of each row behind which recurrent states
+    are snapshotted, 0 for a row without; () for none."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
     later: tuple[int, ...] = ()
     pages: torch.Tensor | None = field(default=None, compare=False, repr=False)
     adapters: Chosen = None
+    settled: tuple[int, ...] = ()
 
     @classmethod
     def uniform(cls, batch_size: int, past: int, new: int) -> Lengths:
@@ -92,7 +94,8 @@ class Batch:
         rotary: kind of layer -> rotary factors cos, sin (B, T, R) in the model's dtype.
         write_index: int64 ``(row, token, position)`` of every real token; None unless ragged.
         last_index: int64 (B,), each row's last real token; None unless ragged.
-        new_lens: int32 (B,), new tokens of each row; None unless ragged.
+        new_lens: int32 (B,), new tokens of each row; None unless ragged, or with snapshots.
+        settled: int32 (B,), see :class:`Lengths`; None without snapshots.
         block_table: int32 (B, pages), or None for contiguous rows.
         tables: the source of ``rotary``.
         shifts: memo of :meth:`rotated_back`, on the host.
@@ -105,6 +108,7 @@ class Batch:
     last_index: torch.Tensor | None
     tables: RotaryTables
     new_lens: torch.Tensor | None = None
+    settled: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     shifts: dict[tuple[str, int], Factors] = field(default_factory=dict)
 
@@ -115,9 +119,12 @@ class Batch:
         """Build the tensors on the host and copy them to the device, the rotary factors in one
         copy; equal lengths are filled in there, without a copy."""
         tables = _moved_together(rotary(lengths, dtype), device)
-        write_index = last_index = new_lens = None
-        if lengths.ragged:
+        write_index = last_index = new_lens = settled = None
+        if lengths.settled:
+            settled = move(torch.tensor(lengths.settled, dtype=torch.int32), device)
+        if lengths.ragged or lengths.settled:
             new_lens = move(torch.tensor(lengths.new, dtype=torch.int32), device)
+        if lengths.ragged:
             write_index = token_index(lengths, device)
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
@@ -128,6 +135,7 @@ class Batch:
             last_index=last_index,
             tables=rotary,
             new_lens=new_lens,
+            settled=settled,
             block_table=None if lengths.pages is None else move(lengths.pages, device),
         )
 

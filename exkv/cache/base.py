@@ -15,7 +15,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -40,7 +40,7 @@ from .paging.swap import SwappedPages
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
-from .state import StateLayer
+from .state import StateLayer, with_snapshots
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,6 +98,9 @@ class KVCache(Rows):
         lazy: accepted for ExLlamaV2 compatibility, without effect: storage is always allocated as
             soon as both the cache and its layers' devices are known.
         dtype: of stored floats; None for the model's.
+        snapshots: room to return to an earlier state in models with recurrent states, so that
+            proposed tokens can be rejected (speculation); takes their states' bytes once more. Of
+            no effect in others.
         max_cache_len, max_batch_size: transformers' names of ``max_seq_len`` and ``batch_size``.
         properties: options of the kind; here ``storage``, ``retention``, ``residence`` and
             ``growth`` of every layer, see :class:`LayerSpec`.
@@ -134,6 +137,7 @@ class KVCache(Rows):
         lazy: bool = False,
         dtype: torch.dtype | None = None,
         *,
+        snapshots: bool = False,
         config: ModelConfig | None = None,
         max_cache_len: int | None = None,
         max_batch_size: int | None = None,
@@ -145,7 +149,8 @@ class KVCache(Rows):
         batch_size = _one("batch_size", batch_size, None, "max_batch_size", max_batch_size)
         self.lazy = lazy
         self.call_len: int | None = None
-        options = {"max_seq_len": max_seq_len, "dtype": dtype, **self.known_options(properties)}
+        options = {"max_seq_len": max_seq_len, "dtype": dtype, "snapshots": snapshots}
+        options |= self.known_options(properties)
         if batch_size is not None:
             options["batch_size"] = batch_size
         Rows.__init__(self, Prefix(rows=(), lens=(0,)))
@@ -237,6 +242,7 @@ class KVCache(Rows):
         max_seq_len: int = -1,
         batch_size: int = 1,
         dtype: torch.dtype | None = None,
+        snapshots: bool = False,
         **properties: Any,
     ) -> list[LayerSpec]:
         """The spec of each layer of such a cache; arguments and errors as of the constructor."""
@@ -252,10 +258,12 @@ class KVCache(Rows):
             values_are_keys=config.latent is not None,
         )
         properties = cls.known_options(properties)
-        return [
-            replace(cls.compose(spec, config, layer, **properties), state=config.state(layer))
-            for layer in range(config.num_hidden_layers)
-        ]
+        specs = []
+        for layer in range(config.num_hidden_layers):
+            state = config.state(layer)
+            state = with_snapshots(state) if snapshots else state
+            specs.append(replace(cls.compose(spec, config, layer, **properties), state=state))
+        return specs
 
     @classmethod
     def known_options(cls, properties: dict[str, Any]) -> dict[str, Any]:
@@ -269,8 +277,8 @@ class KVCache(Rows):
             if name in cls.IGNORED:
                 _note_once(cls, name)
             elif name not in takes:
-                names = ", ".join(("max_seq_len", "batch_size", "lazy", "dtype", *takes))
-                raise TypeError(f"{cls.__name__} has no {name!r}; it takes {names}")
+                names = ("max_seq_len", "batch_size", "lazy", "dtype", "snapshots", *takes)
+                raise TypeError(f"{cls.__name__} has no {name!r}; it takes {', '.join(names)}")
         return {name: value for name, value in properties.items() if name in takes}
 
     @classmethod
@@ -451,7 +459,10 @@ class KVCache(Rows):
 
     @mirrored
     def swap_out(self, pages: Sequence[int], row: int) -> SwappedPages:
-        """Copy a row to host memory, to swap it out: its pages of the pool, and its states."""
+        """Copy a row to host memory, to swap it out: its pages of the pool, and its states. A
+        stale row returns to its snapshot."""
+        if row in self.stale:
+            self.return_to_snapshots([row])
         states = [layer.state(row) for layer in self.layers]
         return SwappedPages.of([layer.pooled for layer in self.layers], pages, states)
 
@@ -521,14 +532,53 @@ class KVCache(Rows):
         for row, (keep, length) in enumerate(zip(kept, written, strict=False)):
             self.written[row] = max(self.written[row], length)
             self._cut(row, keep)
+            if self._states and 0 < keep < length:
+                self.stale.add(row)
 
     def _cut(self, row: int, kept: int) -> None:
         self._copy_on_write(row, kept)
         if self.pages is not None:
             self.pages.cut(row, min(kept, len(self.sequences[row])))
+        lost = self._lost_keys(row, kept)
+        changed = bool(self._states) and kept < len(self.sequences[row])
+        self.forget_after(row, kept, lost=lost or changed)
+        if self.settled[row] and self._lost_keys(row, self.settled[row]):
+            self.settled[row] = 0
+
+    def _lost_keys(self, row: int, kept: int) -> bool:
+        """Whether keys and values were overwritten that tokens behind the first ``kept`` see."""
         written = self.written[row]
-        lost = any(layer.spec.arrangement.lost(written, kept) for layer in self.layers)
-        self.forget_after(row, kept, lost=lost)
+        return any(layer.spec.arrangement.lost(written, kept) for layer in self._keys)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether there is room for snapshots of recurrent states."""
+        return any(layer.has_snapshot for layer in self._states)
+
+    @property
+    def _states(self) -> list[StateLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    @property
+    def _keys(self) -> list[CacheLayer]:
+        return [layer for layer in self.layers if not isinstance(layer, StateLayer)]
+
+    def tails(self, rows: int) -> dict[int, int]:
+        """Of the first rows, those that run again from a snapshot on at their next use -> how many
+        of their tokens are behind it."""
+        return {
+            row: len(self.sequences[row]) - self.settled[row]
+            for row in self.stale
+            if row < rows and self.settled[row]
+        }
+
+    def return_to_snapshots(self, rows: Iterable[int]) -> None:
+        """Truncate these rows to their snapshots, from where they go on."""
+        for row in rows:
+            for layer in self._states:
+                layer.restore(row)
+            self.forget_after(row, self.settled[row], lost=False)
+            self.stale.discard(row)
 
     @mirrored
     @changes_cache
@@ -565,11 +615,10 @@ class KVCache(Rows):
             self._move_rows(layers, source, common)
         self.rename(source, common)
 
-    def _with_and_without_states(self) -> list[list[CacheLayer]]:
+    def _with_and_without_states(self) -> list[Sequence[CacheLayer]]:
         """The layers outside of pages that are moved alike."""
-        states = [layer for layer in self.layers if layer.spec.state]
-        others = [layer for layer in self.layers if not layer.spec.state and layer.pages is None]
-        return [each for each in (states, others) if each]
+        others = [layer for layer in self._keys if layer.pages is None]
+        return [each for each in (self._states, others) if each]
 
     def _move_rows(
         self, layers: Sequence[CacheLayer], source: Sequence[int], common: Sequence[int]
@@ -589,7 +638,7 @@ class KVCache(Rows):
         """Length of the prefix that both rows store alike, so that it needs no copying."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
-        if self.prefix_of(to) != self.prefix_of(row):
+        if self.prefix_of(to) != self.prefix_of(row) or self.settled[to] != self.settled[row]:
             return 0
         written, new = max(self.written[to], self.written[row]), len(self.sequences[row])
         kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in layers)
@@ -736,7 +785,7 @@ class KVCache(Rows):
     def name_row(self, row: int, tokens: Sequence[int], made_with: str | None) -> None:
         """Record the tokens of an empty row whose keys and values are stored."""
         self.sequences[row] = list(tokens)
-        self.written[row] = len(tokens)
+        self.settled[row], self.written[row] = 0, len(tokens)
         self.made_with[row] = made_with
 
     @mirrored
@@ -751,6 +800,7 @@ class KVCache(Rows):
         variant, made_with = other.rotary_variants[source], other.made_with[source]
         self.set_row(row, other.sequences[source], other.pages.rows[source])
         self.rotary_variants[row], self.made_with[row] = variant, made_with
+        self.settled[row], self.written[row] = other.settled[source], other.written[source]
         if source in other.stale:
             self.stale.add(row)
         other._cut(source, 0)
@@ -765,6 +815,7 @@ class KVCache(Rows):
         """Record what the rows of a copy hold: those of these rows."""
         fork.become([self.sequences[row] for row in source])
         fork.alike = self.alike_among(source)
+        fork.settled = [self.settled[row] for row in source]
         fork.written = [self.written[row] for row in source]
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]

@@ -29,7 +29,9 @@ from torch import Tensor
 
 from exkv.checkpoint.safetensors import DTYPES
 
+from .arrangement import OneState
 from .slots import count
+from .state import is_snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -111,6 +113,7 @@ def _parts(cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
         f"layers.{index}.{name}": OwnPart(layer=layer, name=name, lens=lens)
         for index, layer in enumerate(cache.layers)
         for name in layer.tensors
+        if not is_snapshot(name)
     }
     if cache.elsewhere is None:
         return here
@@ -379,7 +382,9 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
 def _encoding_of(layer: CacheLayer) -> str:
     """What determines the meaning of the tensors; residence and growth don't."""
     spec = layer.spec
-    return str(spec.arrangement) if spec.state else f"{spec.storage} {spec.retention}"
+    if spec.state:
+        return str(OneState(tuple(each for each in spec.state if not is_snapshot(each.name))))
+    return f"{spec.storage} {spec.retention}"
 
 
 def _read_rows(text: str, limit: int) -> list[list[int]]:

@@ -3,7 +3,7 @@ stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from exkv.batch import Batch
 from exkv.checkpoint import StateTensor
 from exkv.ops.attention import AttentionParams
 from exkv.ops.attention_parts import chunk_starts, merge_parts, sink_part
+
+from .state import States
 
 
 class NoCacheLayer:
@@ -34,11 +36,10 @@ class NoCacheLayer:
         sinks = [] if params.sinks is None else [sink_part(q, params.sinks)]
         return merge_parts([part, *sinks], q.dtype)
 
-    def states(
-        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
+    def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> States:
         rows, device = len(batch.lengths.past), batch.past_lens.device
-        return {
+        zeros = {
             each.name: torch.zeros((rows, *each.shape), dtype=each.dtype or dtype, device=device)
             for each in tensors
         }
+        return States(zeros, batch)

@@ -29,6 +29,8 @@ class Rows:
             for several.
         stale: rows that were cropped into tokens which their ring had overwritten; the model
             recomputes them on next use.
+        settled: tokens of each row behind which its snapshot of recurrent states was taken; 0 for
+            none.
         written: most tokens that each row has had since it was empty or recomputed; if more than it
             has now, its ring may have overwritten some.
         alike: int64 (rows, rows), known length of the common prefix of two rows.
@@ -40,6 +42,7 @@ class Rows:
     rotary_variants: list[tuple[bool, ...] | None]
     made_with: list[str | None]
     stale: set[int]
+    settled: list[int]
     written: list[int]
     alike: np.ndarray
 
@@ -54,16 +57,28 @@ class Rows:
         return [len(sequence) for sequence in self.sequences]
 
     def advance(
-        self, tokens: Sequence[Sequence[int]], made_with: Sequence[str | None] | None = None
+        self,
+        tokens: Sequence[Sequence[int]],
+        made_with: Sequence[str | None] | None = None,
+        settled: Sequence[int] = (),
     ) -> None:
-        """Append tokens that every layer has stored, with the adapters in use; called once a
-        forward call, and only there."""
+        """Append tokens that every layer has stored, with the adapters in use, and snapshots behind
+        the first ``settled`` of them; called once a forward call, and only there."""
+        for row, count in enumerate(settled):
+            if count:
+                self.settled[row] = len(self.sequences[row]) + count
         for row, new in enumerate(tokens):
             key = None if made_with is None else made_with[row]
             if new and self.made_with[row] != key:
                 self.made_with[row] = MIXED if self.sequences[row] else key
             self.sequences[row].extend(new)
             self.written[row] = max(self.written[row], len(self.sequences[row]))
+
+    def unsettle(self, settled: Sequence[int]) -> None:
+        """Forget the snapshots of rows that get another one, until all layers have it."""
+        for row, count in enumerate(settled):
+            if count:
+                self.settled[row] = 0
 
     def forget_after(self, row: int, kept: int, *, lost: bool) -> None:
         """Truncate a row to ``kept`` tokens; ``lost`` if tokens that the next one would see were
@@ -72,6 +87,8 @@ class Rows:
         self.prefix_lens[row] = min(self.prefix_lens[row], kept)
         for known in (self.alike[row], self.alike[:, row]):
             known[:] = known.clip(max=kept)
+        if self.settled[row] > kept:
+            self.settled[row] = 0
         if kept == 0:
             self.made_with[row] = None
             self.stale.discard(row)
@@ -120,6 +137,7 @@ class Rows:
         self.alike[:used, :used] = alike
         self.stale = {to for to, row in enumerate(source) if row in self.stale}
         spare = len(self.sequences) - used
+        self.settled = [self.settled[row] for row in source] + [0] * spare
         self.written = [self.written[row] for row in source] + [0] * spare
         variants = [self.rotary_variants[row] for row in source]
         self.rotary_variants = [*variants, *[None] * spare]
@@ -140,5 +158,6 @@ class Rows:
         self.rotary_variants = [None] * len(self.prefix_lens)
         self.made_with = [None] * len(self.prefix_lens)
         self.stale = set(stale)
+        self.settled = [0] * len(self.prefix_lens)
         self.written = self.seq_lens
         self.alike = np.zeros((len(self.prefix_lens), len(self.prefix_lens)), dtype=np.int64)

@@ -2,12 +2,15 @@
 
 A state is of one size, however long its row is. It is what is behind the row's last token, so that
 no earlier token can be returned to: like a ring that has overwritten what it would need, a cropped
-row is stale, and the model runs it again at its next use (``Rows.stale``).
+row is stale, and the model runs it again at its next use (``Rows.stale``): from its first token
+on, or from where a snapshot was taken. A cache with room for snapshots has one of each row, which a
+call takes behind the tokens that are known to stay (``Lengths.settled``), amid the row's new ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -19,21 +22,81 @@ from exkv.checkpoint import StateTensor
 from .layer import CacheLayer
 from .views import Tensors
 
+#: What a snapshot's tensors are called after those of the state.
+_SNAPSHOT = "_snapshot"
+
+
+def with_snapshots(state: Sequence[StateTensor]) -> tuple[StateTensor, ...]:
+    """What a layer keeps that has room for a snapshot of each row beside its state."""
+    return (*state, *(replace(each, name=each.name + _SNAPSHOT) for each in state))
+
+
+def is_snapshot(name: str) -> bool:
+    """Whether a state's tensor of this name is its snapshot."""
+    return name.endswith(_SNAPSHOT)
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The states of a call's rows.
+
+    Attributes:
+        tensors: by name, (B, ...); with their snapshots where the call takes some.
+    """
+
+    tensors: Mapping[str, Tensor]
+    batch: Batch
+
+    def advance(self, name: str, op: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run an op over the new tokens.
+
+        Args:
+            op: (inputs, state, new_lens int32 (B,) or None for all) -> (B, T, ...), undefined at
+                padding; changes the state in place.
+            inputs: (B, T, ...) each.
+        """
+        state, batch = self.tensors[name], self.batch
+        if batch.settled is None or batch.new_lens is None:
+            return op(*inputs, state, batch.new_lens)
+        # In two parts, whose border is another one in each row.
+        settled, tokens = batch.lengths.settled, inputs[0].shape[1]
+        first = op(*(x[:, : max(settled)].contiguous() for x in inputs), state, batch.settled)
+        rows = [row for row, count in enumerate(settled) if count]
+        self.tensors[name + _SNAPSHOT][rows] = state[rows]
+        rest = tokens - min(settled)
+        if not rest:
+            return first
+        at, border = torch.arange(tokens, device=state.device), batch.settled.unsqueeze(-1)
+        row = torch.arange(len(settled), device=state.device).unsqueeze(-1)
+        behind = (at[:rest] + border).clamp_(max=tokens - 1)
+        last = op(*(x[row, behind] for x in inputs), state, batch.new_lens - batch.settled)
+        out = last[row, (at - border).clamp_(min=0, max=rest - 1)]
+        early = (at < border).nonzero(as_tuple=True)
+        out[early] = first[early]
+        return out
+
 
 class StateLayer(CacheLayer):
     """The states of one decoder layer: on its device, and never in pages or shared."""
 
-    def states(
-        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """The states of the call's rows by name, (B, ...), to be changed in place; zeros for rows
-        without tokens."""
+    def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> States:
+        """The states of the call's rows; zeros for rows without tokens."""
         for row, past in enumerate(batch.lengths.past):
             if past == 0:
                 for tensor in self.tensors.values():
                     tensor[row].zero_()
         rows = len(batch.lengths.past)
-        return {name: tensor[:rows, 0] for name, tensor in self.tensors.items()}
+        return States({name: tensor[:rows, 0] for name, tensor in self.tensors.items()}, batch)
+
+    @property
+    def has_snapshot(self) -> bool:
+        return any(is_snapshot(each.name) for each in self.spec.state)
+
+    def restore(self, row: int) -> None:
+        """Return a row to its snapshot."""
+        for name, tensor in self.tensors.items():
+            if not is_snapshot(name):
+                tensor[row].copy_(self.tensors[name + _SNAPSHOT][row])
 
     @property
     def keys(self) -> NoReturn:

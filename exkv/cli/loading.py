@@ -98,7 +98,8 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
         check_same_vocabulary(*models)
     found = [without(replaced, budget) for budget in budgets(args, models[0])]
     length, shortened = _length(models, args, found)
-    caches = [CACHES[args.cache](model, max_seq_len=length) for model in models]
+    kind = CACHES[args.cache]
+    caches = [kind(model, max_seq_len=length, snapshots=True) for model in models]
     shapes = [CacheShape.of(cache) for cache in caches]
     return Prepared(
         name=Path(args.model).resolve().name,
@@ -146,7 +147,8 @@ def _length(
     most = min(model.config.max_position_embeddings for model in models)
     if args.max_seq_len is not None or args.weights == BEST:  # best has bits to choose, not tokens
         return args.max_seq_len or most, False
-    shapes = [CacheShape.planned(model, CACHES[args.cache], most, 1) for model in models]
+    kind = CACHES[args.cache]
+    shapes = [CacheShape.planned(model, kind, most, 1, snapshots=True) for model in models]
     fitting = 0
     for way in ways(_scenario(models, shapes, args, budgets)):
         fitting = max(fitting, longest_in(way, most))

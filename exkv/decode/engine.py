@@ -22,7 +22,7 @@ from .job import Event, Handle, Job
 from .job_chooser import JobChooser
 from .new_job import check_parts, new_handle
 from .scheduler import EngineStats, Scheduler
-from .speculation import Draft, NGrams, Speculation
+from .speculation import Draft, NGrams, Speculation, check_returns
 from .streams import Step, Streams
 
 
@@ -85,6 +85,8 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         speculation = Speculation(model, draft, ngrams, chunk)
+        if speculation.tokens:
+            check_returns(cache)
         self.max_running = max_running
         self.draft = draft
         self._held = ExitStack()  # of the draft's cache

@@ -30,7 +30,7 @@ from .request import Request, read_request, stopping_criteria
 from .rows import Row
 from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import Draft, NGrams, Speculation
+from .speculation import Draft, NGrams, Speculation, check_returns
 
 #: Tokens that must be saved for beams to share a prompt instead of copying it: attention over a
 #: shared and an own part is two calls and a merge. With 4 beams of the demo model on a CPU a step
@@ -168,6 +168,8 @@ def run_loop(
     if lookup:
         ngrams = NGrams(tokens=lookup, longest=config.max_matching_ngram_size or 2)
     speculation = Speculation(runner.model, draft, ngrams)
+    if speculation.tokens:
+        check_returns(runner.cache)
     chooser = chooser_of(task, place, len(rows), speculation.tokens > 0)
     scheduler = Scheduler(place, chooser, speculation)
     task.stream(task.prompts.followed_by(torch.empty((len(rows), 0), dtype=torch.int64)))
@@ -212,7 +214,8 @@ def ready_runner(
     forked = each > 1 and (each - 1) * sum(prompts.lengths) >= WORTH_SHARING
     if request.speculates or isinstance(own_specs(model, config, 1, 1)[0].growth, Paged):
         forked = False  # rows of one cache share their prompt's pages
-    specs = own_specs(model, config, longest if forked else whole, rows if forked else rows * each)
+    shape = (longest, rows) if forked else (whole, rows * each)
+    specs = own_specs(model, config, *shape, snapshots=request.speculates)
     cache = rescue.build(model, own_kind(config), specs)
     runner = Runner(model, cache, rescue, whole if forked else None, request.adapter)
     held.callback(runner.free)
@@ -230,7 +233,7 @@ def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | No
         longest = max(request.prompts.lengths) + config.max_new_tokens
         rows = len(request.prompts.lengths) * request.sequences_each
         kind = cache_kind("static")
-        cache = rescue.build(given, kind, kind.layer_specs(given, longest, rows))
+        cache = rescue.build(given, kind, kind.layer_specs(given, longest, rows, snapshots=True))
         held.callback(given.forget_cache, cache)
         held.callback(cache.free)
         draft = Draft(given, cache, confidence=config.assistant_confidence_threshold)
@@ -261,10 +264,15 @@ def own_kind(config: GenerationConfig) -> type[KVCache]:
 
 
 def own_specs(
-    model: Transformer, config: GenerationConfig, max_seq_len: int, rows: int
+    model: Transformer,
+    config: GenerationConfig,
+    max_seq_len: int,
+    rows: int,
+    *,
+    snapshots: bool = False,
 ) -> list[LayerSpec]:
     """The layers of a cache for the call."""
-    kind, options = own_kind(config), dict(config.cache_config or {})
+    kind, options = own_kind(config), {"snapshots": snapshots, **(config.cache_config or {})}
     try:
         return kind.layer_specs(model, max_seq_len, rows, **options)
     except TypeError as error:

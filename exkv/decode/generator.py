@@ -27,7 +27,7 @@ from .job_chooser import JobChooser
 from .new_job import check_parts, new_handle
 from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import Draft, NGrams, Speculation
+from .speculation import Draft, NGrams, Speculation, check_returns
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
@@ -88,6 +88,8 @@ class Generator:
     ) -> None:
         check_parts(model, cache, tokenizer)
         self._speculation = Speculation(model, draft, ngrams)
+        if self._speculation.tokens:
+            check_returns(cache)
         self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()

@@ -154,7 +154,7 @@ class InPages(Rows[PagedGroup]):
     def can_decode(self, handle: Row) -> bool:
         """Whether all of its prompts have run."""
         return all(
-            part.away is not None and len(part.away.tokens) >= len(part.prompt)
+            part.away is not None and len(part.away.tokens) == len(part.before_newest)
             for part in handle.parts
         )
 
@@ -265,10 +265,13 @@ class InPages(Rows[PagedGroup]):
                 part.away = self._copied(group.cache, group.parts.index(part))
         self.leave(row)
 
-    def _copied(self, cache: KVCache, row: int) -> SwappedRow:
-        """Swap out a row."""
+    def _copied(self, cache: KVCache, row: int) -> SwappedRow | None:
+        """Swap out a row, as far as it is valid; None if it has to run again."""
         assert cache.pages is not None
-        tokens = list(cache.sequences[row])
+        stale = row in cache.stale
+        if stale and not cache.settled[row]:
+            return None
+        tokens = cache.sequences[row][: cache.settled[row] if stale else None]
         pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
         return SwappedRow(tokens=tokens, pages=cache.swap_out(pages, row))
 

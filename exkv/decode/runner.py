@@ -56,7 +56,12 @@ class Runner(Leased):
             keep = [min(n, len(ids) - 1) for n, ids in zip(same, prompts, strict=True)]
             self.cache.crop(keep)
             self.cached_tokens = sum(keep)
-            return self._forward([ids[kept:] for ids, kept in zip(prompts, keep, strict=True)])
+            rows = [ids[kept:] for ids, kept in zip(prompts, keep, strict=True)]
+            if self.cache.has_snapshots:  # where another answer to these prompts would begin
+                firsts = [ids[:-1] for ids in rows]
+                self.rescue.run(lambda: self._settle(firsts), self.cache)
+                rows = [ids[-1:] for ids in rows]
+            return self._forward(rows)
 
     def repeat(self, prompts: int, repeats: int) -> None:
         """Repeat each prompt's row ``repeats`` times."""
@@ -116,6 +121,19 @@ class Runner(Leased):
             if cache is not None:
                 cache.free()
                 self.model.forget_cache(cache)
+
+    def _settle(self, rows: Sequence[Sequence[int]]) -> None:
+        """Run tokens of rows, and take snapshots of recurrent states behind them."""
+        padded, lengths = pad_rows(rows)
+        if any(lengths):
+            self.model.forward(
+                padded,
+                self.cache,
+                new_lens=lengths,
+                preprocess_only=True,
+                adapter=self.adapter,
+                settle=lengths,
+            )
 
     def _forward(self, rows: Sequence[Sequence[int]], placed: Tensor | None = None) -> Tensor:
         held = self.cache.seq_lens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -18,14 +18,18 @@ from .linear import Linear, PlainModule, weight
 from .norm import RMSNorm
 
 
+class Advances(Protocol):
+    """The states of a call's rows: see :class:`exkv.cache.state.States`."""
+
+    def advance(self, name: str, op: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Run an op of (inputs, state, new_lens) over new tokens (B, T, ...)."""
+
+
 class KeepsState(Protocol):
     """What such a layer needs of a cache layer."""
 
-    def states(
-        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """The states of the call's rows by name, (B, ...), to be changed in place; zeros for rows
-        without tokens."""
+    def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> Advances:
+        """The states of the call's rows; zeros for rows without tokens."""
 
 
 class CausalConv(PlainModule):
@@ -36,10 +40,13 @@ class CausalConv(PlainModule):
         self.weight = weight(channels, 1, size, dtype=dtype)
         self.register_parameter("bias", weight(channels, dtype=dtype) if bias else None)
 
-    def forward(self, x: Tensor, state: Tensor, batch: Batch) -> Tensor:
-        """``state`` (B, size - 1, channels) becomes the last inputs."""
+    def forward(self, x: Tensor, states: Advances) -> Tensor:
+        """The state "conv" (B, size - 1, channels) becomes the last inputs."""
+        return states.advance("conv", self._convolved, x)
+
+    def _convolved(self, x: Tensor, state: Tensor, new_lens: Tensor | None) -> Tensor:
         own = self._parameters
-        return torch.ops.exkv.causal_conv(x, own["weight"], own["bias"], state, batch.new_lens)
+        return torch.ops.exkv.causal_conv(x, own["weight"], own["bias"], state, new_lens)
 
 
 class GatedDelta(PlainModule, ABC):
@@ -71,15 +78,16 @@ class GatedDelta(PlainModule, ABC):
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
         settings = self.settings
-        state = cache.states(batch, settings.state, x.dtype)
+        states = cache.states(batch, settings.state, x.dtype)
         mixed, gate, beta, step = self.project(x)
-        mixed = ACTIVATIONS[self.act].apply(self.conv1d(mixed, state["conv"], batch))
+        mixed = ACTIVATIONS[self.act].apply(self.conv1d(mixed, states))
         q, k, v = mixed.split((settings.key_size, settings.key_size, settings.value_size), dim=-1)
         keys = (settings.linear_num_key_heads, settings.linear_key_head_dim)
         values = (settings.linear_num_value_heads, settings.linear_value_head_dim)
-        out = torch.ops.exkv.gated_delta(
+        out = states.advance(
+            *("recurrent", torch.ops.exkv.gated_delta),
             *(q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)),
-            *(self.decay(step), beta.sigmoid().float(), state["recurrent"], batch.new_lens),
+            *(self.decay(step), beta.sigmoid().float()),
         )
         del mixed, q, k, v  # free them before the gate
         normed = self.norm(out).float().mul_(F.silu(gate.unflatten(-1, values).float()))
@@ -144,9 +152,9 @@ class ShortConv(PlainModule):
 
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
-        state = cache.states(batch, self.kept, x.dtype)
+        states = cache.states(batch, self.kept, x.dtype)
         before, behind, inputs = self.in_proj(x).chunk(3, dim=-1)
-        return self.out_proj(self.conv(before * inputs, state["conv"], batch).mul_(behind))
+        return self.out_proj(self.conv(before * inputs, states).mul_(behind))
 
 
 def short_conv_state(config: ModelConfig, size: int) -> tuple[StateTensor, ...]:

@@ -35,6 +35,7 @@ from .bound_run import Logits
 from .elsewhere import Transport
 from .logits_check import check_logits
 from .runs import Runs
+from .tails import Tails
 from .units import PlacedUnit, Unit, UnitSpec, unit_specs
 
 #: Default sizes of a chunk, in tokens: a plan takes the largest that fits.
@@ -387,6 +388,7 @@ class Transformer:
         each_token: bool = False,
         placed_ids: torch.Tensor | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        settle: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Run tokens through the model, after those that the cache holds.
 
@@ -405,6 +407,8 @@ class Transformer:
             placed_ids: ``input_ids`` on the device where they were chosen, to save the copy. Only
                 for calls of one chunk.
             adapter: the name of a loaded one, or one or None for each row.
+            settle: new tokens of each row behind which a cache with room for snapshots of recurrent
+                states takes one, 0 for none; None for the first with ``each_token``, else none.
 
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
@@ -434,16 +438,68 @@ class Transformer:
         with cache.use("model.forward"):
             lengths = self._check_input(input_ids, cache, new_lens, adapter)
             options = (last_id_only, preprocess_only, keep_chunks, each_token)
-            try:
-                return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
-            except RuntimeError as error:
-                if keep_chunks or not self._in_segments or not is_out_of_memory(error):
-                    raise
-            # Calls of other shapes, and growth, may have left pieces that no request fits.
-            cache.defragment()
-            return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
+            if cache.has_snapshots:
+                if settle is None and each_token:
+                    settle = [min(new, 1) for new in lengths.new]
+                if settle is not None and any(settle):
+                    lengths = replace(lengths, settled=tuple(settle))
+                tails = Tails.of(cache, lengths)
+                if tails.tokens and not self.rotary.varies:
+                    return self._from_snapshots(input_ids, cache, lengths, tails, *options)
+            return self._forward_or_defragment(input_ids, cache, lengths, placed_ids, *options)
 
     __call__ = forward
+
+    def _from_snapshots(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        lengths: Lengths,
+        tails: Tails,
+        last_id_only: bool,
+        preprocess_only: bool,
+        keep_chunks: bool,
+        each_token: bool,
+    ) -> torch.Tensor | None:
+        """A call of rows that return to their snapshots, and run their tokens again: together with
+        the new ones, if a call takes so many, or else before."""
+        ids, call = tails.before(input_ids, lengths)
+        if call.chunk > (self.logits_len if each_token else self.max_input_len):
+            ids, call = tails.alone(lengths)
+            with tails.returned(cache):
+                if call.chunk:
+                    self._forward_or_defragment(ids, cache, call, None, False, True, False, False)
+            options = (last_id_only, preprocess_only, keep_chunks, each_token)
+            return self._forward_or_defragment(input_ids, cache, lengths, None, *options)
+        with tails.returned(cache):
+            logits = self._forward_or_defragment(
+                ids, cache, call, None, last_id_only, preprocess_only, False, each_token
+            )
+        if logits is None or last_id_only:
+            return logits
+        return tails.without(logits, lengths, each_token)
+
+    def _forward_or_defragment(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache,
+        lengths: Lengths,
+        placed_ids: torch.Tensor | None,
+        last_id_only: bool,
+        preprocess_only: bool,
+        keep_chunks: bool,
+        each_token: bool,
+    ) -> torch.Tensor | None:
+        """:meth:`_forward_cached`, once more where memory is free in pieces only."""
+        options = (last_id_only, preprocess_only, keep_chunks, each_token)
+        try:
+            return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
+        except RuntimeError as error:
+            if keep_chunks or not self._in_segments or not is_out_of_memory(error):
+                raise
+        # Calls of other shapes, and growth, may have left pieces that no request fits.
+        cache.defragment()
+        return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
 
     def _forward_cached(
         self,
@@ -539,7 +595,10 @@ class Transformer:
             part = tuple(min(new - d, size) for new, d in zip(lengths.new, done, strict=True))
             ends = zip(lengths.final, past, part, strict=True)
             later = tuple(final - p - n for final, p, n in ends)
-            yield first, replace(lengths, past=past, new=part, later=later)
+            borders = zip(lengths.settled, done, part, strict=False)
+            settled = tuple(count - d if d < count <= d + n else 0 for count, d, n in borders)
+            settled = settled if any(settled) else ()
+            yield first, replace(lengths, past=past, new=part, later=later, settled=settled)
 
     def _make_room(self, cache: KVCache, lengths: Lengths) -> None:
         """Make room for all that a call writes; errors as of ``cache.make_room``."""
@@ -547,7 +606,8 @@ class Transformer:
             cache.make_room(lengths.final)
             return
         again = self._rows_to_renew(cache, lengths)
-        starts = [0 if row in again else past for row, past in enumerate(lengths.past)]
+        past = enumerate(lengths.past)
+        starts = [cache.settled[row] if row in again else start for row, start in past]
         cache.make_room(lengths.final, starts)
 
     def _rows_to_renew(self, cache: KVCache, lengths: Lengths) -> list[int]:
@@ -611,6 +671,8 @@ class Transformer:
         changes."""
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
         wanted = Logits.EACH if each_token else wanted
+        if cache is not None:
+            cache.unsettle(lengths.settled)
         x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
         chosen = lengths.adapters
         units = self.units if chosen is None else self._adapted.find(self.units, chosen)
@@ -640,7 +702,7 @@ class Transformer:
         if cache is not None:
             ids = input_ids.tolist()
             tokens = [row[:new] for row, new in zip(ids, lengths.new, strict=True)]
-            cache.advance(tokens, self.keys_of(chosen, len(tokens)))
+            cache.advance(tokens, self.keys_of(chosen, len(tokens)), lengths.settled)
         if not head:
             return None
         logits = x if self.transport is None else self.transport.logits(x, lengths, wanted)

@@ -118,10 +118,17 @@ class CacheShape:
 
     @classmethod
     def planned(
-        cls, model: HasConfig, kind: type[KVCache], max_seq_len: int, batch_size: int
+        cls,
+        model: HasConfig,
+        kind: type[KVCache],
+        max_seq_len: int,
+        batch_size: int,
+        *,
+        snapshots: bool = False,
     ) -> CacheShape:
         """The shape of a cache that isn't built."""
-        layers = tuple(make_layers(kind.layer_specs(model, max_seq_len, batch_size)))
+        specs = kind.layer_specs(model, max_seq_len, batch_size, snapshots=snapshots)
+        layers = tuple(make_layers(specs))
         return cls(
             kind=kind,
             layers=layers,

@@ -267,12 +267,29 @@ def with_states(top: str) -> dict[str, object]:
     result["saved and forked"] = same(
         [model.forward(tokens, forks[0]).cpu()], [expected.forward(tokens, forks[1])]
     )
+    result["verified"] = same(*map(verified, (model, expected)))
     texts = [tokens_of_jobs(each) for each in (model, expected)]
     result["jobs"] = texts[0] == texts[1] and all(map(len, texts[0]))
     model.unload()
     result["clean"] = held(cluster) == empty
     cluster.close()
     return result
+
+
+def verified(model: Model) -> list[torch.Tensor]:
+    """Logits of tokens that are verified, of which some are taken back, twice."""
+    cache = Cache(model, 64, 2, snapshots=True)
+    model.forward(IDS[:, :20], cache, new_lens=[20, 9])
+    found = []
+    for kept in ([22, 10], [24, 14]):
+        found.append(model.forward(IDS[:, 20:24], cache, each_token=True).cpu())
+        settled = list(cache.settled)
+        cache.crop(kept)
+        found.append(model.forward(IDS[:, 3:4], cache).cpu())
+        assert cache.settled == settled and all(settled)
+    cache.free()
+    model.forget_cache(cache)
+    return found
 
 
 def tokens_of_jobs(model: Model) -> list[list[int]]:

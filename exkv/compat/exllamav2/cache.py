@@ -63,7 +63,9 @@ class ExLlamaV2CacheBase(Adapter):
         self._holder: ref[ExLlamaV2DynamicGenerator] | None = None
         if copy_from is None:
             length = model.config.max_seq_len if max_seq_len == -1 else max_seq_len
-            self.exkv = self.kind(model.exkv, length, batch_size, lazy, **self.properties)
+            self.exkv = self.kind(
+                model.exkv, length, batch_size, lazy, snapshots=True, **self.properties
+            )
         elif type(copy_from) is not type(self) or lazy:
             raise ValueError(
                 f"copy_from is a {type(copy_from).__name__}, lazy {lazy}: a {name} copies one of "

@@ -9,7 +9,7 @@ is speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupl
 """
 
 from .draft import Draft
-from .limits import Limits, check_promised, check_same_vocabulary
+from .limits import Limits, check_promised, check_returns, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 from .proposals import Speculation
 
@@ -20,5 +20,6 @@ __all__ = [
     "NGrams",
     "Speculation",
     "check_promised",
+    "check_returns",
     "check_same_vocabulary",
 ]

@@ -30,6 +30,16 @@ def check_promised(model: Transformer) -> None:
         )
 
 
+def check_returns(cache: KVCache) -> None:
+    """ValueError for a cache whose recurrent states have no snapshots to return to."""
+    if cache.model.config.has_states and not cache.has_snapshots:
+        raise ValueError(
+            "proposed tokens that are rejected leave recurrent states that this cache can't return "
+            f"from: make it with snapshots=True ({type(cache).__name__}(model, ..., "
+            "snapshots=True)), which takes the bytes of its states once more"
+        )
+
+
 class Limits:
     """Limits of one model and one cache.
 
@@ -41,7 +51,9 @@ class Limits:
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        self._arrangements = {layer.spec.arrangement for layer in cache.layers}
+        returns = cache.has_snapshots
+        layers = [layer for layer in cache.layers if not (layer.spec.state and returns)]
+        self._arrangements = {layer.spec.arrangement for layer in layers}
         on_host = all(device in (CPU, ELSEWHERE) for device in model.device_map.values())
         self._most_tokens = MOST_TOKENS if on_host else None
 
@@ -63,7 +75,8 @@ class Limits:
         """How many of ``most`` tokens a row may store behind its next one, and drop without running
         any again."""
         kept = len(self._cache.sequences[row]) + 1
-        most = min(most, self._model.logits_len - 1, self._cache.row_limit(row) - kept)
+        again = self._cache.tails(row + 1).get(row, 0)  # tokens that run again in the same call
+        most = min(most, self._model.logits_len - 1 - again, self._cache.row_limit(row) - kept)
         while most > 0 and not self._returns(row, kept + most, kept):
             most -= 1
         return max(most, 0)

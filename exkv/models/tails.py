@@ -1,0 +1,73 @@
+"""Tokens that rows run again: those behind their snapshots of recurrent states, where later ones
+were taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from exkv.batch import Lengths, pad_rows
+from exkv.cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """The tokens behind their snapshots of some rows of a call.
+
+    Attributes:
+        tokens: row -> token ids; () where the snapshot is of all that the row has.
+    """
+
+    tokens: Mapping[int, list[int]]
+
+    @classmethod
+    def of(cls, cache: KVCache, lengths: Lengths) -> Tails:
+        """Of the rows that a call brings tokens for."""
+        rows = cache.tails(len(lengths.new)).items()
+        found = {row: cache.sequences[row][-n:] if n else [] for row, n in rows}
+        return cls({row: ids for row, ids in found.items() if lengths.new[row]})
+
+    @contextmanager
+    def returned(self, cache: KVCache) -> Iterator[None]:
+        """Return rows to their snapshots; on an error they have their tokens again."""
+        cache.return_to_snapshots(self.tokens)
+        try:
+            yield
+        except BaseException:
+            for row, tokens in self.tokens.items():
+                cache.sequences[row] += tokens
+                cache.stale.add(row)
+            raise
+
+    def alone(self, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """A call of nothing else, before one of these lengths."""
+        rows = [self.tokens.get(row, []) for row in range(len(lengths.new))]
+        return self._call(rows, replace(lengths, later=lengths.new, settled=()))
+
+    def before(self, ids: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        """A call of them and of its own tokens (B, T)."""
+        own = zip(ids.tolist(), lengths.new, strict=True)
+        rows = [[*self.tokens.get(row, ()), *new[:n]] for row, (new, n) in enumerate(own)]
+        pairs = enumerate(lengths.settled)
+        settled = tuple(n + len(self.tokens.get(row, ())) if n else 0 for row, n in pairs)
+        return self._call(rows, replace(lengths, settled=settled))
+
+    def _call(self, rows: list[list[int]], lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+        ids, new = pad_rows(rows)
+        past = tuple(n - len(self.tokens.get(row, ())) for row, n in enumerate(lengths.past))
+        return ids, replace(lengths, past=past, new=tuple(new))
+
+    def without(self, logits: torch.Tensor, lengths: Lengths, each_token: bool) -> torch.Tensor:
+        """Logits of the call's own tokens, of those of :meth:`before`: (N, 1, V) with
+        ``each_token``, else (B, T, V)."""
+        skipped = [len(self.tokens.get(row, ())) for row in range(len(lengths.new))]
+        if each_token:
+            counts = zip(skipped, lengths.new, strict=True)
+            own = [at >= n for n, new in counts for at in range(n + new)]
+            return logits[torch.tensor(own, device=logits.device)]
+        rows = torch.arange(len(skipped), device=logits.device).unsqueeze(-1)
+        at = torch.arange(lengths.chunk) + torch.tensor(skipped).unsqueeze(-1)
+        return logits[rows, at.clamp_(max=logits.shape[1] - 1).to(logits.device)]
