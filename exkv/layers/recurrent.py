@@ -94,9 +94,9 @@ class GatedDelta(PlainModule, ABC):
         return self.out_proj(normed.to(x.dtype).flatten(2))
 
     def decay(self, step: Tensor) -> Tensor:
-        """The logarithm of what is kept of the state at each token, float32 (B, T, H_v)."""
+        """The logarithm of what is kept of the state at each token, float32 (B, T, H_v, 1)."""
         steps = F.softplus(step.float() + self.dt_bias)
-        return steps.mul_(-self.A_log.float().exp())
+        return steps.mul_(-self.A_log.float().exp()).unsqueeze(-1)
 
 
 class FusedGatedDelta(GatedDelta):

@@ -5,13 +5,16 @@ Both change their state in place, to what it is behind each row's last real toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .registry import define_op
 
-#: Tokens of a block of the gated delta rule.
-_BLOCK = 64
+#: Tokens of a block of the gated delta rule, and of a part of one.
+_BLOCK, _PART = 64, 8
 _EPS = 1e-6
 
 
@@ -82,15 +85,16 @@ def gated_delta(
     """The gated delta rule (Yang, Kautz and Hatamizadeh, 2025, arXiv 2412.06464): for each token
     ``state <- exp(decay) * state``, then ``state <- state + k (beta * (v - k state))``, and the
     output is ``q state``; all in float32. Queries and keys are divided by their norms, queries also
-    by the root of their size.
+    by the root of their size. With a decay for each channel of the keys it is Kimi's delta
+    attention (Kimi Team, 2025, arXiv 2510.26692).
 
-    Several tokens are computed in blocks, each of which is one triangular system (the paper's
-    section 3.3).
+    Several tokens are computed in blocks, each of which is one triangular system (the first
+    paper's section 3.3).
 
     Args:
         q, k: (B, T, H_k, D_k).
         v: (B, T, H_v, D_v); H_v is a multiple of H_k, whose heads serve neighbours.
-        decay: float32 (B, T, H_v), at most 0.
+        decay: float32 (B, T, H_v, 1 or D_k), at most 0.
         beta: float32 (B, T, H_v).
         state: float32 (B, H_v, D_k, D_v); becomes that behind the last token.
         new_lens: int32 (B,), real tokens of each row; None if all T are.
@@ -98,9 +102,10 @@ def gated_delta(
     Returns:
         (B, T, H_v, D_v) in v's dtype; undefined at padding.
     """
+    beta = beta.unsqueeze(-1)
     if new_lens is not None:  # padding leaves the state as it is
         real = torch.arange(v.shape[1], device=v.device) < new_lens.unsqueeze(-1)
-        decay, beta = (x * real.unsqueeze(-1) for x in (decay, beta))
+        decay, beta = (x * real[..., None, None] for x in (decay, beta))
     blocks = zip(*(x.split(_BLOCK, dim=1) for x in (q, k, v, decay, beta)), strict=True)
     return torch.cat([_block(state, *block) for block in blocks], dim=1)
 
@@ -110,18 +115,63 @@ def _block(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: 
     groups = v.shape[2] // k.shape[2]
     keys = _normed(k, groups)
     queries = _normed(q, groups).mul_(q.shape[-1] ** -0.5)
-    since = decay.transpose(1, 2).cumsum(-1).unsqueeze(-1)  # (B, H, T, 1), of the start
-    beta = beta.transpose(1, 2).unsqueeze(-1)
-    between = (since - since.transpose(-1, -2)).tril_().exp_().tril_()  # (B, H, T, T)
+    since = decay.transpose(1, 2).cumsum(2)  # (B, H, T, 1 or D_k), of the start
+    beta = beta.transpose(1, 2)
+    products = _products if decay.shape[-1] == 1 else _products_of_channels
+    among_keys, with_queries = products((keys, queries), keys, since)
     # What each token adds, given what those before it in the block add.
-    wanted = v.float().transpose(1, 2).sub(since.exp() * (keys @ state)).mul_(beta)
-    system = (keys @ keys.transpose(-1, -2)).mul_(between).mul_(beta)
+    wanted = v.float().transpose(1, 2).sub((keys * since.exp()) @ state).mul_(beta)
+    system = among_keys.mul_(beta)
     added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    out = (queries @ state).mul_(since.exp())
-    out += (queries @ keys.transpose(-1, -2)).mul_(between) @ added
+    out = queries.mul_(since.exp()) @ state
+    out += with_queries @ added
     keys.mul_((since[:, :, -1:] - since).exp_())
-    state.mul_(since[:, :, -1:].exp()).add_(keys.transpose(-1, -2) @ added)
+    state.mul_(since[:, :, -1:].exp().mT).add_(keys.mT @ added)
     return out.transpose(1, 2).to(v.dtype)
+
+
+def _products(rows: Sequence[Tensor], keys: Tensor, since: Tensor) -> list[Tensor]:
+    """Each token's product with each key up to its own, faded by what lies between the two.
+
+    Args:
+        rows: what keys are multiplied by, each (B, H, T, D).
+        keys: (B, H, T, D).
+        since: (B, H, T, 1), the decay up to each token.
+
+    Returns:
+        For each of ``rows`` (B, H, T, T), zeros above the diagonal.
+    """
+    between = (since - since.mT).tril_().exp_().tril_()  # (B, H, T, T)
+    return [(x @ keys.mT).mul_(between) for x in rows]
+
+
+def _products_of_channels(rows: Sequence[Tensor], keys: Tensor, since: Tensor) -> list[Tensor]:
+    """The same with ``since`` (B, H, T, D). No factor is above 1: tokens are taken in parts (the
+    FLA project's chunks of chunks), keys before a part fade up to its first token, and its rows
+    from there; within a part each pair of tokens has its own factors."""
+    tokens = keys.shape[2]
+    part = min(_PART, tokens)
+    rest = (0, 0, 0, -tokens % part)
+    last = since[:, :, -1:]
+    since = torch.cat((since, last.expand(-1, -1, rest[-1], -1)), dim=2)
+    parts = since.unflatten(2, (-1, part))  # (B, H, P, part, D)
+    first = parts[:, :, :, :1]
+    before = (first - since.unsqueeze(2)).clamp_(max=0).exp_()  # (B, H, P, T, D)
+    keys = F.pad(keys, rest)
+    far = before.mul_(keys.unsqueeze(2)).mT
+    from_first = (parts - first).exp_()
+    near = (parts.unsqueeze(4) - parts.unsqueeze(3)).clamp_(max=0).exp_()
+    near.mul_(keys.unflatten(2, (-1, part)).unsqueeze(3))  # (B, H, P, part, part, D)
+    found = []
+    for x in rows:
+        own = F.pad(x, rest).unflatten(2, (-1, part))
+        product = (own * from_first) @ far  # (B, H, P, part, T)
+        product = product.unflatten(-1, (-1, part))
+        product.diagonal(dim1=2, dim2=4).copy_(
+            (near @ own.unsqueeze(-1)).squeeze(-1).movedim(2, -1)
+        )
+        found.append(product.flatten(4).flatten(2, 3)[:, :, :tokens, :tokens].tril())
+    return found
 
 
 def _normed(x: Tensor, groups: int) -> Tensor:

@@ -459,7 +459,7 @@ Tensor GatedDeltaCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& beta, Tensor state, std::optional<Tensor> new_lens) {
   return GatedDelta(q, k, v, decay, beta, state, new_lens, [](const DeltaParams& p) {
     torch::stable::parallel_for(0, p.rows, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> space(static_cast<size_t>(2 * p.key_dim));
+      std::vector<float> space(static_cast<size_t>(4 * p.key_dim));
       RowsOfIsa().delta(p, space.data(), begin, end);
     });
   });

@@ -8,8 +8,8 @@
 
 namespace exkv {
 
-// q, k (B, T, H_k, D_k), v (B, T, H, D_v); decay and beta float32 (B, T, H); state float32
-// (B, H, D_k, D_v), changed in place; new_lens int32 (B,) -> (B, T, H, D_v).
+// q, k (B, T, H_k, D_k), v (B, T, H, D_v); float32 decay (B, T, H, 1 or D_k), beta (B, T, H) and
+// state (B, H, D_k, D_v), which is changed in place; new_lens int32 (B,) -> (B, T, H, D_v).
 template <typename Launch>
 Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
                   const Tensor& beta, const Tensor& state, const std::optional<Tensor>& new_lens,
@@ -36,7 +36,8 @@ Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
                     " must be float32 with q's rows and v's heads; it is ",
                     torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
   };
-  check("decay", decay, {rows, length, heads});
+  const int64_t channels = decay.dim() == 4 && decay.size(3) == q.size(3) ? q.size(3) : 1;
+  check("decay", decay, {rows, length, heads, channels});
   check("beta", beta, {rows, length, heads});
   check("state", state, {rows, heads, q.size(3), v.size(3)});
   const int64_t inner = v.size(3), matrix = q.size(3) * inner;
@@ -60,6 +61,7 @@ Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   params.length = length;
   params.key_dim = q.size(3);
   params.value_dim = inner;
+  params.channels = channels;
   params.q = ViewOf(queries);
   params.k = ViewOf(keys);
   params.v = ViewOf(values);

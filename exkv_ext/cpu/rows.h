@@ -65,10 +65,11 @@ struct DeltaParams {
   int64_t length;     // T
   int64_t key_dim;    // D_k
   int64_t value_dim;  // D_v
+  int64_t channels;   // decays of a head: 1, or D_k
   TokenView q;        // (B, T, H / groups, D_k)
   TokenView k;
   TokenView v;              // (B, T, H, D_v)
-  const float* decay;       // (B, T, H), logarithms
+  const float* decay;       // (B, T, H, channels), logarithms
   const float* beta;        // (B, T, H)
   const int32_t* new_lens;  // (B,), real tokens; null for all
   float* state;             // (B, H, D_k, D_v)
@@ -83,7 +84,7 @@ struct RowKernels {
   void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
   void (*add)(const GateParams& params, int64_t begin, int64_t end);
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
-  // `space` is for 2 * key_dim floats.
+  // `space` is for 4 * key_dim floats.
   void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);
 };
 

@@ -16,9 +16,10 @@
 // Written in those vectors:
 #include "norm.inc"
 // Written with its pieces:
-#include "delta.inc"
 #include "gate.inc"
 #include "rope.inc"
+// And with those of both:
+#include "delta.inc"
 #pragma GCC pop_options
 
 namespace exkv {

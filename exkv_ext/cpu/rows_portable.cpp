@@ -10,9 +10,10 @@
 // Written in those vectors:
 #include "norm.inc"
 // Written with its pieces:
-#include "delta.inc"
 #include "gate.inc"
 #include "rope.inc"
+// And with those of both:
+#include "delta.inc"
 
 namespace exkv {
 const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta};

@@ -416,11 +416,11 @@ def _causal_conv(m: Maker) -> list:
 def _gated_delta(m: Maker) -> list:
     dtype, rows, length, keys, dim = m.dtype(), m.size(3), m.size(), m.size(40), m.size(40)
     groups, count = m.size(3), m.size(3)
-    heads = groups * count
+    heads, channels = groups * count, keys if m.rng.random() < 0.5 else 1
     new_lens = m.counts(rows, length) if m.rng.random() < 0.5 else None
     return [*(m.floats(rows, length, count, keys, dtype=dtype) for _ in "qk"),
             m.floats(rows, length, heads, dim, dtype=dtype),
-            -m.floats(rows, length, heads).abs(), m.floats(rows, length, heads).sigmoid(),
+            -m.floats(rows, length, heads, channels).abs(), m.floats(rows, length, heads).sigmoid(),
             m.floats(rows, heads, keys, dim), new_lens]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from native import needs_kernels
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 import exkv  # noqa: F401 # defines the ops
@@ -20,8 +21,16 @@ WAYS = [
 SIZES = [(2, 128, 4, 128), (1, 16, 3, 40), (2, 6, 2, 5)]
 
 
-def inputs(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float32, rows: int = 2):
-    """q, k, v, decay, beta, and a state."""
+def inputs(
+    tokens: int,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    rows: int = 2,
+    *,
+    fading: float | None = None,
+):
+    """q, k, v, decay, beta, and a state; decays of channels about ``fading`` times those of
+    heads."""
     generator = torch.Generator().manual_seed(tokens)
     key_heads, key_dim, heads, dim = sizes
 
@@ -31,20 +40,20 @@ def inputs(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float
     both = random(rows, tokens, 2 * key_heads, key_dim).to(dtype)
     q, k = both.chunk(2, dim=2)  # as views, whose tokens lie apart
     v = random(rows, tokens, heads, dim).to(dtype)
-    decay, beta = -random(rows, tokens, heads).abs(), random(rows, tokens, heads).sigmoid()
+    beta = random(rows, tokens, heads).sigmoid()
+    decay = -random(rows, tokens, heads, 1 if fading is None else key_dim).abs()
+    if fading is not None:  # channels that keep everything beside ones that keep nothing
+        decay *= fading * torch.linspace(0, 1, key_dim) ** 3
     return q, k, v, decay, beta, random(rows, heads, key_dim, dim)
 
 
 def theirs(q, k, v, decay, beta, state):
-    wide = (x.float() for x in (q, k, v))
-    return torch_recurrent_gated_delta_rule(
-        *wide,
-        g=decay,
-        beta=beta,
-        initial_state=state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
+    wide = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    q, k, v = (x.float() for x in (q, k, v))
+    if decay.shape[-1] == 1:
+        return torch_recurrent_gated_delta_rule(q, k, v, g=decay[..., 0], beta=beta, **wide)
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in (q, k))
+    return recurrent_kimi_delta_attention(q, k, v, g=decay, beta=beta, **wide)
 
 
 @pytest.mark.parametrize("op", WAYS)
@@ -52,6 +61,21 @@ def theirs(q, k, v, decay, beta, state):
 @pytest.mark.parametrize("tokens", [1, 3, 64, 150])
 def test_outputs_and_states_are_those_of_a_loop_over_tokens(op, sizes, tokens):
     *given, state = inputs(tokens, sizes)
+    expected, after = theirs(*given, state)
+    out = op(*given, state, None)
+    torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(state, after, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", WAYS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 64, 150])
+@pytest.mark.parametrize("fading", [0.01, 1, 100])
+def test_channels_that_fade_by_themselves_are_those_of_a_loop_over_tokens(
+    op, sizes, tokens, fading
+):
+    """Within a block of 64 tokens the slowest channel keeps all, the fastest e^-5000."""
+    *given, state = inputs(tokens, sizes, fading=fading)
     expected, after = theirs(*given, state)
     out = op(*given, state, None)
     torch.testing.assert_close(out, expected, rtol=2e-4, atol=2e-5)
@@ -70,8 +94,9 @@ def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
 
 
 @pytest.mark.parametrize("op", WAYS)
-def test_padding_leaves_a_rows_state_as_it_is(op):
-    *given, state = inputs(70, SIZES[1], rows=3)
+@pytest.mark.parametrize("fading", [None, 1])
+def test_padding_leaves_a_rows_state_as_it_is(op, fading):
+    *given, state = inputs(70, SIZES[1], rows=3, fading=fading)
     lens = torch.tensor([70, 11, 0], dtype=torch.int32)
     before, padded = state.clone(), state.clone()
     out = op(*given, padded, lens)
@@ -105,6 +130,10 @@ def test_tensors_that_contradict_each_other_are_named():
         run(q, k, v, decay, beta, state[..., :-1], None)
     with pytest.raises(RuntimeError, match="a multiple of its heads"):
         run(q, k, v[:, :, :3], decay[..., :3], beta[..., :3], state[:, :3], None)
+    with pytest.raises(RuntimeError, match="decay must be float32 with q's rows"):
+        run(q, k, v, decay[..., 0], beta, state, None)
+    with pytest.raises(RuntimeError, match="decay must be float32 with q's rows"):
+        run(q, k, v, decay.expand(-1, -1, -1, 2), beta, state, None)
     with pytest.raises(RuntimeError, match="beta must be float32"):
         run(q, k, v, decay, beta.half(), state, None)
     with pytest.raises(RuntimeError, match="new_lens must be int32"):
