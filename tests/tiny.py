@@ -259,6 +259,16 @@ LATENT = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 14,
 }
+#: The same beside experts in groups, under Kimi Linear's names, and without a query vector.
+KIMI = {
+    **LATENT,
+    "q_lora_rank": None,
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
 #: YaRN whose temperature is in the scale of the scores.
 LATENT_YARN = {
     "rope_parameters": {**ROPE["yarn"], "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.0}
@@ -393,6 +403,14 @@ TINY = {
     "GraniteForCausalLM": small("Granite", **FACTORS),
     "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
     "Jais2ForCausalLM": small("Jais2"),
+    "KimiLinearForCausalLM": small(
+        "KimiLinear",
+        linear_head_dim=8,
+        linear_num_heads=3,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse"],
+        **KIMI,
+    ),
     "Lfm2ForCausalLM": small("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
     "Lfm2MoeForCausalLM": small(
         "Lfm2Moe", num_dense_layers=1, layer_types=["full_attention", "conv"], **MIXTURE

@@ -23,6 +23,7 @@ from .mlp import (
 from .norm import LayerNorm, RMSNorm
 from .recurrent import FusedGatedDelta, ShortConv, SplitGatedDelta
 from .rope import RotaryTables
+from .separate_delta import KimiDelta, SeparateGatedDelta
 
 __all__ = [
     "Attention",
@@ -33,6 +34,7 @@ __all__ = [
     "FusedGatedDelta",
     "FusedGatedMLP",
     "GatedMLP",
+    "KimiDelta",
     "LatentAttention",
     "LayerNorm",
     "MLP",
@@ -42,6 +44,7 @@ __all__ = [
     "RMSNorm",
     "RotaryTables",
     "ScaledQueryAttention",
+    "SeparateGatedDelta",
     "SharedExperts",
     "ShortConv",
     "SinkAttention",

@@ -51,29 +51,47 @@ class CausalConv(PlainModule):
 
 class GatedDelta(PlainModule, ABC):
     """Linear attention by the gated delta rule, see :func:`exkv.ops.recurrent.gated_delta`, with a
-    norm and a gate behind it. Subclasses have the projections, as checkpoints do."""
+    norm and a gate behind it. Subclasses have the projections, as checkpoints do.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    Args:
+        eps: of the norm; None for the config's.
+        largest_beta: beta is this times a sigmoid.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        eps: float | None = None,
+        largest_beta: float = 1.0,
+    ) -> None:
         super().__init__()
         settings = config.settings(LinearAttentionConfig)
         self.settings, self.act = settings, config.hidden_act
-        heads = settings.linear_num_value_heads
+        self.largest_beta = largest_beta
         channels = 2 * settings.key_size + settings.value_size
         self.make_projections(config.hidden_size, dtype)
+        self.make_decay(dtype)
         self.conv1d = CausalConv(channels, settings.linear_conv_kernel_dim, bias=False, dtype=dtype)
-        self.A_log = weight(heads, dtype=dtype)
-        self.dt_bias = weight(heads, dtype=dtype)
-        self.norm = RMSNorm(settings.linear_value_head_dim, config.rms_norm_eps, dtype=dtype)
+        eps = config.rms_norm_eps if eps is None else eps
+        self.norm = RMSNorm(settings.linear_value_head_dim, eps, dtype=dtype)
         self.out_proj = Linear(settings.value_size, config.hidden_size, bias=False, dtype=dtype)
 
     @abstractmethod
     def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
         """Create the parameters that :meth:`project` uses."""
 
+    def make_decay(self, dtype: torch.dtype) -> None:
+        """Create the parameters that :meth:`decay` uses."""
+        self.A_log = weight(self.settings.linear_num_value_heads, dtype=dtype)
+        self.dt_bias = weight(self.settings.linear_num_value_heads, dtype=dtype)
+
     @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (B, T, hidden) -> queries, keys and values side by side (B, T, 2 * H_k * D_k + H_v *
-        D_v), the gate (B, T, H_v * D_v), and what beta and the decay are made of (B, T, H_v)."""
+        D_v), the gate (B, T, H_v * D_v), what beta is made of (B, T, H_v), and what the decay is
+        made of."""
 
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
@@ -87,14 +105,19 @@ class GatedDelta(PlainModule, ABC):
         out = states.advance(
             *("recurrent", torch.ops.exkv.gated_delta),
             *(q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values)),
-            *(self.decay(step), beta.sigmoid().float()),
+            *(self.decay(step), beta.sigmoid().float().mul_(self.largest_beta)),
         )
         del mixed, q, k, v  # free them before the gate
-        normed = self.norm(out).float().mul_(F.silu(gate.unflatten(-1, values).float()))
+        normed = self.norm(out).float().mul_(self.gated(gate.unflatten(-1, values).float()))
         return self.out_proj(normed.to(x.dtype).flatten(2))
 
+    def gated(self, gate: Tensor) -> Tensor:
+        """What outputs are multiplied by, of the gate in float32."""
+        return F.silu(gate)
+
     def decay(self, step: Tensor) -> Tensor:
-        """The logarithm of what is kept of the state at each token, float32 (B, T, H_v, 1)."""
+        """The logarithm of what is kept of the state at each token, float32 (B, T, H_v, 1 or
+        D_k)."""
         steps = F.softplus(step.float() + self.dt_bias)
         return steps.mul_(-self.A_log.float().exp()).unsqueeze(-1)
 

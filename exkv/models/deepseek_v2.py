@@ -62,22 +62,26 @@ def latent_units(
     *,
     mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP],
     rename: Mapping[str, str],
+    attention: Callable[..., nn.Module] = LatentAttention,
     beside: _Made = lambda config, dtype, name, layer: [],
 ) -> list[UnitSpec]:
     """The units of a model with latent attention.
 
     Args:
+        attention: see :class:`Decoder`; may be of another kind in some layers.
         beside: makes what else lies in larger tensors.
     """
     formats = formats_of(config, dtype)
     of_attention = _ups_of_heads if _are_apart(config) else _ups_in_one
 
     def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-        ups = of_attention(config, dtype, formats, f"{name}.self_attn")
-        return [*ups, *beside(config, dtype, name, layer)]
+        sources = beside(config, dtype, name, layer)
+        if isinstance(layer.get_submodule("self_attn"), LatentAttention):
+            sources += of_attention(config, dtype, formats, f"{name}.self_attn")
+        return sources
 
     decoder = Decoder(
-        attention=LatentAttention,
+        attention=attention,
         mlp_of_layer=mlp_of_layer,
         rename=rename,
         made=made,

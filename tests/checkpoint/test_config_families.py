@@ -97,7 +97,10 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         assert chunks == [size * (kind == CHUNKED) for kind in theirs.layer_types]
     rotated = getattr(theirs, "no_rope_layers", None)
     assert rotated is None or list(config.rotated) == list(map(bool, rotated))
-    rope = theirs.rope_parameters
+    rope = getattr(theirs, "rope_parameters", None)
+    if rope is None:
+        assert set(config.rotated) == {False}
+        return
     assert config.rope_theta == rope.get(FULL, rope)["rope_theta"]
     if SLIDING in rope:
         assert config.local_rope == RopeParameters(rope_theta=rope[SLIDING]["rope_theta"])
@@ -110,7 +113,7 @@ def check_same_heads(config: ModelConfig, theirs: transformers.PreTrainedConfig)
         sizes = dataclasses.asdict(config.latent)
         assert sizes == {key: getattr(theirs, key) for key in sizes}
         assert config.rotary_dim == theirs.qk_rope_head_dim
-        assert config.rope_interleaved == getattr(theirs, "rope_interleave", True)
+        assert config.rope_interleaved == getattr(theirs, "rope_interleave", config.rotates(0))
         assert config.num_key_value_heads == 1
         assert config.head_dim == theirs.kv_lora_rank + theirs.qk_rope_head_dim
         return
