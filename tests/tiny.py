@@ -458,6 +458,11 @@ TINY = {
         },
         **WINDOWS,
     ),
+    "OlmoHybridForCausalLM": small(
+        "OlmoHybrid",
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        **{key: value for key, value in LINEAR.items() if key != "head_dim"},
+    ),
     "Phi3ForCausalLM": phi3,
     "OlmoeForCausalLM": small("Olmoe", num_experts=4, num_experts_per_tok=2),
     # Prompts are shorter than the trained length, beyond which transformers keeps short factors.

@@ -8,7 +8,7 @@ same for llama.cpp's files.
 
 from __future__ import annotations
 
-from .facts import Facts, facts_of
+from .facts import Facts, facts_of, has_tensors
 from .families import (
     ClampedExpertsConfig,
     ExpertsConfig,
@@ -47,6 +47,7 @@ __all__ = [
     "StateTensor",
     "TensorInfo",
     "facts_of",
+    "has_tensors",
     "find_gguf",
     "mount",
     "open_checkpoint",

@@ -56,6 +56,18 @@ def facts_of(config: ModelConfig) -> Facts:
         return replace(_corrected(config, found, checkpoint), apart=checkpoint.apart)
 
 
+def has_tensors(config: ModelConfig, *names: str) -> bool:
+    """Whether the config's checkpoint, if there is one, has tensors whose names begin so."""
+    if config.path is None:
+        return False
+    try:
+        checkpoint = open_checkpoint(config.path)
+    except (OSError, CheckpointError):
+        return False  # whoever loads it is told
+    with checkpoint:
+        return any(name.startswith(names) for name in checkpoint.names())
+
+
 def _stated(config: ModelConfig, names: TensorNames) -> Facts:
     head = names.table if config.tie_word_embeddings else names.head
     return Facts(

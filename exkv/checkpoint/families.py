@@ -355,6 +355,8 @@ class Family:
         units: the model's units, in the order in which a token passes them.
         defaults: keys that a config.json may leave out, and what that means; what is left out here
             means what it means to a Llama.
+        derived: keys whose values follow from those of others, of the values with defaults filled
+            in.
         windows: which layers have a sliding window.
         reads: keys beyond those that every architecture has.
         refuses: keys that change transformers' logits and that exkv doesn't do -> the value that
@@ -390,6 +392,7 @@ class Family:
     model_type: str
     units: Callable[[ModelConfig, torch.dtype], list[UnitSpec]]
     defaults: dict[str, Any] = field(default_factory=dict)
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     windows: Windows = nowhere
     reads: tuple[str, ...] = ()
     refuses: Mapping[str, Any] = field(default_factory=dict)

@@ -22,6 +22,8 @@ HARMLESS = frozenset(
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
         *("num_mtp_layers", "num_nextn_predict_layers", "eod_token_id", "sep_token_id"),
         *("mtp_layer_types", "mtp_mlp_layer_types", "aux_loss_alpha", "seq_aux", "ep_size"),
+        *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
+        *("linear_dt_init_floor",),
         *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
@@ -49,6 +51,10 @@ class Fields(Mapping[str, Any]):
     def over(self, defaults: Mapping[str, Any]) -> Fields:
         """The same with defaults for keys that are left out; both note what is read of either."""
         return Fields({**defaults, **self._values}, self._read)
+
+    def under(self, derived: Mapping[str, Any]) -> Fields:
+        """The same with other values of some keys."""
+        return Fields({**self._values, **derived}, self._read)
 
     def unread(self) -> dict[str, Any]:
         """The keys that nothing asked for, and that may change logits."""

@@ -253,6 +253,7 @@ class Decoder:
         scale: of embeddings, of (config, dtype); None for the config's multiplier.
         head: makes the head, of (config, dtype, norm=norm).
         rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
+        rename_of_layer: the same of (config, index), where layers differ in it; after ``rename``.
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
             the sources of parameters that are not stored as they are, or not by themselves; not
             asked where a checkpoint has all of them apart.
@@ -268,6 +269,7 @@ class Decoder:
     scale: Callable[[ModelConfig, torch.dtype], float] | None = None
     head: Callable[..., nn.Module] = Head
     rename: Mapping[str, str] = field(default_factory=dict)
+    rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
     made_apart: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
 
@@ -302,12 +304,14 @@ class Decoder:
         stored = f"{facts.layers}.{index}"
         made = self.made_apart if facts.apart else self.made
         build, kind = partial(self._module, config, dtype, index), config.kind_of_layer(index)
+        own = self.rename_of_layer(config, index) if self.rename_of_layer else {}
+        names = {**self.rename, **own}
         if kind not in patterns:
             patterns[kind] = Pattern(build)
         return unit_spec(
             f"model.layers.{index}",
             build,
-            lambda name: f"{stored}.{self._stored_name(name)}",
+            lambda name: f"{stored}.{_renamed(name, names)}",
             formats=formats,
             layer=index,
             kind=kind,
@@ -322,10 +326,11 @@ class Decoder:
         mlp = of_layer(config, dtype, index) if of_layer else self.mlp(config, dtype)
         return self.layer(config, dtype, attention, mlp, self.norm(config, dtype))
 
-    def _stored_name(self, name: str) -> str:
-        for ours, theirs in self.rename.items():
-            name = name.replace(ours, theirs)
-        return name
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    for ours, theirs in names.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:

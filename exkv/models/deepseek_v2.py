@@ -12,13 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exkv.checkpoint import (
-    CheckpointError,
-    LatentHeads,
-    ModelConfig,
-    RoutedExpertsConfig,
-    open_checkpoint,
-)
+from exkv.checkpoint import LatentHeads, ModelConfig, RoutedExpertsConfig, has_tensors
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import is_int, is_number
@@ -62,6 +56,7 @@ def latent_units(
     *,
     mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP],
     rename: Mapping[str, str],
+    rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None,
     attention: Callable[..., nn.Module] = LatentAttention,
     beside: _Made = lambda config, dtype, name, layer: [],
 ) -> list[UnitSpec]:
@@ -72,7 +67,8 @@ def latent_units(
         beside: makes what else lies in larger tensors.
     """
     formats = formats_of(config, dtype)
-    of_attention = _ups_of_heads if _are_apart(config) else _ups_in_one
+    apart = has_tensors(config, "model.layers.0.self_attn.k_b_proj.weight")
+    of_attention = _ups_of_heads if apart else _ups_in_one
 
     def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
         sources = beside(config, dtype, name, layer)
@@ -84,6 +80,7 @@ def latent_units(
         attention=attention,
         mlp_of_layer=mlp_of_layer,
         rename=rename,
+        rename_of_layer=rename_of_layer,
         made=made,
         made_apart=made,
     )
@@ -121,18 +118,6 @@ def _ups_of_heads(
 def _sizes(config: ModelConfig) -> tuple[LatentHeads, int]:
     assert config.latent is not None, "checked when the config was made"
     return config.latent, config.num_attention_heads
-
-
-def _are_apart(config: ModelConfig) -> bool:
-    """Whether a checkpoint has keys and values apart."""
-    if config.path is None:
-        return False
-    try:
-        checkpoint = open_checkpoint(config.path)
-    except (OSError, CheckpointError):
-        return False  # whoever loads it is told
-    with checkpoint:
-        return "model.layers.0.self_attn.k_b_proj.weight" in checkpoint
 
 
 def _dequantized(

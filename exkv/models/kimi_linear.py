@@ -11,13 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exkv.checkpoint import (
-    CheckpointError,
-    LinearAttentionConfig,
-    ModelConfig,
-    open_checkpoint,
-    windows,
-)
+from exkv.checkpoint import LinearAttentionConfig, ModelConfig, has_tensors, windows
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.value_checks import check_layers, is_int
 from exkv.layers import KimiDelta, LatentAttention
@@ -38,19 +32,20 @@ _NESTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class KimiLinearConfig(LayerTypeExpertsConfig, LinearAttentionConfig):
-    """Layers of linear attention, and experts. ``linear_attn_config`` is how Moonshot's files state
-    the former; None once it is read."""
-
-    linear_attn_config: Mapping[str, Any] | None = None
+    """Layers of linear attention, and experts."""
 
     def __post_init__(self) -> None:
-        stated = self.linear_attn_config or {}
-        for key, names in _NESTED.items():
-            for name in names if key in stated else ():
-                object.__setattr__(self, name, stated[key])
-        object.__setattr__(self, "linear_attn_config", None)
         LinearAttentionConfig.__post_init__(self)
         LayerTypeExpertsConfig.__post_init__(self)
+
+
+def _unpacked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that ``linear_attn_config`` has."""
+    stated = values.get("linear_attn_config") or {}
+    if not isinstance(stated, dict):
+        raise ValueError(f"linear_attn_config must be an object, not {stated!r}")
+    there = {key: names for key, names in _NESTED.items() if key in stated}
+    return {name: stated[key] for key, names in there.items() for name in names}
 
 
 def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
@@ -60,16 +55,14 @@ def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     linear, full = windows.STATES[0], windows.FULL_ATTENTION
     if types is None:
-        attend = _attending(values.get("linear_attn_config"), layers)
+        attend = _attending(values.get("linear_attn_config") or {}, layers)
         types = [full if layer in attend else linear for layer in range(layers)]
     return None, windows.check_layer_types(types, layers, None, windows.STATES[:1])
 
 
-def _attending(stated: Any, layers: int) -> list[int]:
+def _attending(stated: Mapping[str, Any], layers: int) -> list[int]:
     """The layers with latent attention."""
-    if stated is not None and not isinstance(stated, dict):
-        raise ValueError(f"linear_attn_config must be an object, not {stated!r}")
-    full, linear = ((stated or {}).get(key) for key in ("full_attn_layers", "kda_layers"))
+    full, linear = (stated.get(key) for key in ("full_attn_layers", "kda_layers"))
     if full is None or linear is None:
         return list(range(4, layers, 4))
     for each in (full, linear):
@@ -95,33 +88,26 @@ _NAMES = {
     "self_attn.out_proj": "self_attn.o_proj",
     "mlp.correction": "mlp.gate.e_score_correction_bias",
     "mlp.shared_expert.": "mlp.shared_experts.",
-    "mlp.": "block_sparse_moe.",
 }
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
-def _names_of_mlps(config: ModelConfig) -> dict[str, str]:
-    """transformers saves a dense layer's MLP under the experts' name; Moonshot's files don't."""
-    dense = filter(config.settings(KimiLinearConfig).is_dense, range(config.num_hidden_layers))
-    names = {f"block_sparse_moe.{each}": f"mlp.{each}" for each in _MATRICES}
-    if config.path is None:
-        return names
-    try:
-        checkpoint = open_checkpoint(config.path)
-    except (OSError, CheckpointError):
-        return names  # whoever loads it is told
-    with checkpoint:
-        saved = tuple(f"model.layers.{layer}.block_sparse_moe.gate_proj." for layer in dense)
-        return {} if any(name.startswith(saved) for name in checkpoint.names()) else names
+def _names(config: ModelConfig, layer: int, *, saved: bool) -> dict[str, str]:
+    """Names of a layer's MLP: transformers saves a dense one's under the experts' name, Moonshot's
+    files don't."""
+    dense = config.settings(KimiLinearConfig).is_dense(layer)
+    return {} if dense and not saved else {"mlp.": "block_sparse_moe."}
 
 
 def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    dense = filter(config.settings(KimiLinearConfig).is_dense, range(config.num_hidden_layers))
+    mlps = (f"model.layers.{layer}.block_sparse_moe.gate_proj." for layer in dense)
     return latent_units(
         config,
         dtype,
         attention=_attention,
         mlp_of_layer=glm4_moe.MLP_OF_LAYER,
-        rename=_NAMES | _names_of_mlps(config),
+        rename=_NAMES,
+        rename_of_layer=partial(_names, saved=has_tensors(config, *mlps)),
         beside=partial(separate_convolutions, path="self_attn"),
     )
 
@@ -158,6 +144,7 @@ FAMILY = Family(
         "eos_token_id": 163586,
         "pad_token_id": 163839,
     },
+    derived=_unpacked,
     windows=_layers,
     reads=("attention_bias",),
     refuses={

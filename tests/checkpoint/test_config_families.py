@@ -97,8 +97,8 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         assert chunks == [size * (kind == CHUNKED) for kind in theirs.layer_types]
     rotated = getattr(theirs, "no_rope_layers", None)
     assert rotated is None or list(config.rotated) == list(map(bool, rotated))
-    rope = getattr(theirs, "rope_parameters", None)
-    if rope is None:
+    rope = getattr(theirs, "rope_parameters", {})
+    if rope.get(FULL, rope).get("rope_theta") is None:
         assert set(config.rotated) == {False}
         return
     assert config.rope_theta == rope.get(FULL, rope)["rope_theta"]
