@@ -204,6 +204,7 @@ class ModelConfig:
         try:
             stated = family.translated(values)
             refuse_unsupported(stated, {**_REFUSED, **family.refuses}, family.model_type)
+            stated = stated.under(family.derived(stated.over(family.defaults)))
             fields: dict[str, Any] = {"architecture": architecture, "dtype": _dtype(stated)}
             fields |= read_rope(stated, family) | _read_fields(stated, family)
             fields["quantization"] = _quantization(stated)
@@ -503,7 +504,6 @@ def _quantization(values: Mapping[str, Any]) -> dict[str, Any] | None:
 def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
     """The fields that are in config.json under their own names, defaults filled in."""
     filled = values.over({"model_type": family.model_type, **family.defaults})
-    filled = filled.under(family.derived(filled))
     fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
     fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
     fields["hidden_act"] = _activation(values, family)

@@ -20,30 +20,36 @@ from .decoder import Decoder, matrix_slice
 def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
     """A Granite 3 MoE's, and gate and up of the shared one."""
     routed = granitemoe.experts(config, dtype, name, layer)
+    return routed + shared_expert(config, dtype, name, layer)
+
+
+def shared_expert(
+    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
+) -> list[Source]:
+    """Gate and up of the shared expert of the layer that the checkpoint calls ``name``, if any."""
     inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
     if not inner:
-        return routed
+        return []
     halves = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
     both = [
         matrix_slice(layer, f"mlp.shared_expert.{matrix}", itemgetter(rows))
         for matrix, rows in halves.items()
     ]
     size = (2 * inner, config.hidden_size)
-    return [*routed, sliced_source(f"{name}.shared_mlp.input_linear.weight", size, dtype, both)]
+    return [sliced_source(f"{name}.shared_mlp.input_linear.weight", size, dtype, both)]
 
 
+SHARED = {"mlp.shared_expert.down_proj": "shared_mlp.output_linear"}
+DECODER = Decoder(
+    mlp=routed_experts,
+    rename={**granitemoe.NAMES, **SHARED},
+    made=_experts,
+)
 FAMILY = replace(
     granitemoe.FAMILY,
     architecture="GraniteMoeSharedForCausalLM",
     model_type="granitemoeshared",
-    units=Decoder(
-        mlp=routed_experts,
-        rename={
-            **granitemoe.NAMES,
-            "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
-        },
-        made=_experts,
-    ),
+    units=DECODER,
     defaults=granitemoe.FAMILY.defaults | {"shared_expert_intermediate_size": 0},
     aliases={"shared_expert_intermediate_size": "shared_intermediate_size"},
     gguf=replace(

@@ -97,6 +97,10 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         assert chunks == [size * (kind == CHUNKED) for kind in theirs.layer_types]
     rotated = getattr(theirs, "no_rope_layers", None)
     assert rotated is None or list(config.rotated) == list(map(bool, rotated))
+    if (bases := getattr(theirs, "layer_rope_theta", None)) is not None:
+        ropes = [config.local_rope if config.slides(i) else config.rope for i in range(len(bases))]
+        assert [rope.rope_theta * config.rotates(i) for i, rope in enumerate(ropes)] == bases
+        return
     rope = getattr(theirs, "rope_parameters", {})
     if rope.get(FULL, rope).get("rope_theta") is None:
         assert set(config.rotated) == {False}
