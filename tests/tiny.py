@@ -420,6 +420,21 @@ TINY = {
         mlp_layer_types=["dense", "sparse"],
         **KIMI,
     ),
+    "LagunaForCausalLM": small(
+        "Laguna",
+        head_dim=16,
+        num_attention_heads_per_layer=[6, 4],
+        mlp_layer_types=["sparse", "dense"],
+        shared_expert_intermediate_size=40,
+        moe_routed_scaling_factor=1.5,
+        moe_router_logit_softcapping=0.3,
+        rope_parameters={
+            "full_attention": {**ROPE["yarn"], "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        **MIXTURE,
+        **WINDOWS,
+    ),
     "Lfm2ForCausalLM": small("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
     "Lfm2MoeForCausalLM": small(
         "Lfm2Moe", num_dense_layers=1, layer_types=["full_attention", "conv"], **MIXTURE

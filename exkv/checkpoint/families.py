@@ -61,6 +61,10 @@ class Specific:
         """What these settings say of this layer by itself."""
         return None
 
+    def query_heads(self, layer: int, *, slides: bool) -> int | None:
+        """Heads of queries in this layer; None for the config's."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(Specific):

@@ -232,6 +232,18 @@ class ModelConfig:
             return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
+    def rotary_dim_where(self, *, slides: bool) -> int:
+        """The same of layers that slide, or that don't, which may rotate another part."""
+        local = self.local_rope.partial_rotary_factor if slides and self.local_rope else None
+        return self.rotary_dim if local is None else int(self.head_dim * local)
+
+    def query_heads(self, layer: int) -> int:
+        """Heads of queries in this layer."""
+        slides, own = self.slides(layer), None
+        if self.specific is not None:
+            own = self.specific.query_heads(layer, slides=slides)
+        return self.num_attention_heads if own is None else own
+
     def settings(self, kind: type[_Settings]) -> _Settings:
         """`specific`, for an architecture whose settings are of this kind."""
         assert isinstance(self.specific, kind)  # checked when the config was made
@@ -266,7 +278,7 @@ class ModelConfig:
         """All that is said of this layer by itself: layers of one kind have equal modules."""
         types = self.layer_types[layer] if self.layer_types else None
         own = self.specific.kind_of_layer(layer) if self.specific is not None else None
-        return types, self.rotates(layer), own
+        return types, self.rotates(layer), self.query_heads(layer), own
 
     if not TYPE_CHECKING:
 
@@ -288,6 +300,7 @@ class ModelConfig:
             self._check_rope()
             self._check_windows()
             self._check_specific()
+            self._check_query_heads()
             self._check_vocabulary()
         except ValueError as error:
             where, remedy = _where(self.path), _remedy(self.path)
@@ -369,20 +382,23 @@ class ModelConfig:
             )
 
     def _check_rope(self) -> None:
-        for rope in filter(None, (self.rope, self.local_rope)):
-            if rope.rope_scaling is not None:
-                rope.rope_scaling.check_width(self.rotary_dim)
+        for slides, rope in enumerate((self.rope, self.local_rope)):
+            if rope is not None and rope.rope_scaling is not None:
+                rope.rope_scaling.check_width(self.rotary_dim_where(slides=bool(slides)))
         factor, latent = self.partial_rotary_factor, self.latent
         if latent is not None and factor not in (1, latent.qk_rope_head_dim / latent.qk_head_dim):
             raise ValueError(
                 f"partial_rotary_factor {factor} is not qk_rope_head_dim {latent.qk_rope_head_dim} "
                 f"of the {latent.qk_head_dim} features of a head"
             )
-        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ValueError(
-                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
-                f"is {self.rotary_dim} features; rotary positions rotate pairs of them"
-            )
+        local = self.local_rope.partial_rotary_factor if self.local_rope else None
+        for slides, part in enumerate((factor, factor if local is None else local)):
+            rotated = self.rotary_dim_where(slides=bool(slides))
+            if not 0 < rotated <= self.head_dim or rotated % 2:
+                raise ValueError(
+                    f"partial_rotary_factor {part} of head_dim {self.head_dim} is {rotated} "
+                    "features; rotary positions rotate pairs of them"
+                )
 
     def _check_windows(self) -> None:
         if self.sliding_window is not None:
@@ -419,6 +435,17 @@ class ModelConfig:
                 f"num_hidden_layers {self.num_hidden_layers} with num_local_experts {experts}: "
                 f"exkv takes at most {MOST_NETWORKS} experts in all"
             )
+
+    def _check_query_heads(self) -> None:
+        for layer in range(self.num_hidden_layers):
+            heads = self.query_heads(layer)
+            if heads % self.num_key_value_heads:
+                raise ValueError(
+                    f"layer {layer} has {heads} heads of queries, which is not a multiple of "
+                    f"num_key_value_heads {self.num_key_value_heads}"
+                )
+            if heads != self.num_attention_heads:
+                self._check_matrix(f"heads of layer {layer} by head_dim", heads * self.head_dim)
 
     def _check_vocabulary(self) -> None:
         for key in ("bos_token_id", "pad_token_id"):

@@ -143,13 +143,16 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """One kind of rotary positions: the base of its frequencies, and how they are stretched."""
+    """One kind of rotary positions: the base of its frequencies, how they are stretched, and the
+    part of a head that is rotated, None for the model's."""
 
     rope_theta: float
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float | None = None
 
     def __post_init__(self) -> None:
         set_floats(self, ("rope_theta",))
+        set_floats(self, ("partial_rotary_factor",), null=True)
         if self.rope_theta <= 1:
             raise ValueError(f"rope_theta {self.rope_theta} must be above 1, it is a base")
         if not isinstance(self.rope_scaling, RopeScaling | None):
@@ -210,6 +213,9 @@ def _split_by_layer(
         family,
         theta_key="rope_local_base_freq",
     )
+    if family.partial_rotary_factor is not None:
+        own = _partial_rotary_factor({}, split.get(SLIDING_ATTENTION, {}), family)
+        local = dataclasses.replace(local, partial_rotary_factor=own)
     return split.get(FULL_ATTENTION, {}) | blocks, local
 
 

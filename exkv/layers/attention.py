@@ -58,7 +58,7 @@ class Attention(PlainModule):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_size = config.num_attention_heads * self.head_dim
+        self.q_size = config.query_heads(layer) * self.head_dim
         self.kv_size = config.num_key_value_heads * self.head_dim
         stated = config.multipliers.attention if scale is None else scale
         self.params = AttentionParams(
@@ -143,7 +143,7 @@ class SinkAttention(Attention):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
         super().__init__(config, dtype, layer=layer)
-        self.sinks = weight(config.num_attention_heads, dtype=dtype)
+        self.sinks = weight(config.query_heads(layer), dtype=dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         params = replace(self.params, sinks=self._parameters["sinks"])

@@ -42,7 +42,8 @@ class RotaryTables:
     def __init__(self, config: ModelConfig) -> None:
         self.tables = {MAIN: RotaryTable(config.rope, config.rotary_dim)}
         if config.local_rope is not None:
-            self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
+            width = config.rotary_dim_where(slides=True)
+            self.tables[LOCAL] = RotaryTable(config.local_rope, width)
         if not all(config.rotated):
             self.tables[NONE] = Unrotated()
         if config.query_scaling is not None:

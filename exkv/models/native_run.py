@@ -53,7 +53,8 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     """Upper bound on a CPU run's bytes beyond those of the readable route: buffers between the
     parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``) and of its callbacks; ``rank`` is
     the largest of adapters."""
-    heads, item = config.num_attention_heads, dtype.itemsize
+    heads = max(map(config.query_heads, range(config.num_hidden_layers)))
+    item = dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
     between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
     between = max(between, 2 * item * config.intermediate_size) + 3 * item * rank

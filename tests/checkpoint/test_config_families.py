@@ -33,7 +33,10 @@ SAME = (
 
 
 #: Settings that transformers fills in, of others and the number of layers.
-DERIVED = {"moe_layer_end_index", "mlp_layer_types", "moe_layers", "layer_types"}
+DERIVED = {
+    *("moe_layer_end_index", "mlp_layer_types", "moe_layers", "layer_types"),
+    "num_attention_heads_per_layer",
+}
 #: Whose defaults are no model: heads that don't divide the hidden state.
 UNEVEN = {"Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"}
 #: And an unknown number of experts.
@@ -97,6 +100,8 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         assert chunks == [size * (kind == CHUNKED) for kind in theirs.layer_types]
     rotated = getattr(theirs, "no_rope_layers", None)
     assert rotated is None or list(config.rotated) == list(map(bool, rotated))
+    if (heads := getattr(theirs, "num_attention_heads_per_layer", None)) is not None:
+        assert [config.query_heads(layer) for layer in range(len(heads))] == heads
     if (bases := getattr(theirs, "layer_rope_theta", None)) is not None:
         ropes = [config.local_rope if config.slides(i) else config.rope for i in range(len(bases))]
         assert [rope.rope_theta * config.rotates(i) for i, rope in enumerate(ropes)] == bases
@@ -105,11 +110,15 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
     if rope.get(FULL, rope).get("rope_theta") is None:
         assert set(config.rotated) == {False}
         return
-    assert config.rope_theta == rope.get(FULL, rope)["rope_theta"]
+    main = rope.get(FULL, rope)
+    assert config.rope_theta == main["rope_theta"]
     if SLIDING in rope:
-        assert config.local_rope == RopeParameters(rope_theta=rope[SLIDING]["rope_theta"])
+        local = rope[SLIDING]
+        part = local.get("partial_rotary_factor", config.local_rope.partial_rotary_factor and 1.0)
+        expected = {"rope_theta": local["rope_theta"], "partial_rotary_factor": part}
+        assert config.local_rope == RopeParameters(**expected)
     if config.latent is None:
-        assert config.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+        assert config.partial_rotary_factor == main.get("partial_rotary_factor", 1.0)
 
 
 def check_same_heads(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> None:
@@ -592,6 +601,22 @@ REFUSED = {
     ),
     "one layer's a number": ("Gemma3", {"rope_parameters": {FULL: 3}}, [f"parameters.{FULL}", "3"]),
     "part of a head": ("Qwen2", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+    "gates of nothing": ("Laguna", {"gating": False}, ["gating False", "'per-element'"]),
+    "heads of a layer less": (
+        "Laguna",
+        {"num_attention_heads_per_layer": [48] * 39},
+        ["num_attention_heads_per_layer names 39 layers", "layer 39"],
+    ),
+    "heads that keys' don't divide": (
+        "Laguna",
+        {"num_attention_heads_per_layer": [48] * 39 + [44]},
+        ["layer 39 has 44 heads", "num_key_value_heads 8"],
+    ),
+    "an odd part of some layers'": (
+        "Laguna",
+        {"rope_parameters": {SLIDING: {"partial_rotary_factor": 0.355}}},
+        ["partial_rotary_factor 0.355 of head_dim 128 is 45"],
+    ),
     "more than a head": ("Phi3", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5"]),
     "an odd part": (
         "Phi3",

@@ -102,7 +102,7 @@ def theirs(name: str, **values: Any) -> PreTrainedModel | None:
     """transformers' tiny model with these values in its config; None where it doesn't take them."""
     try:
         return reference(TINY[name](**values))
-    except (ValueError, TypeError, AttributeError, StrictDataclassError):
+    except (ValueError, TypeError, AttributeError, NotImplementedError, StrictDataclassError):
         return None
 
 

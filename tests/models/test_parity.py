@@ -78,6 +78,9 @@ CONFIGS["llama4-two_experts"] = TINY["Llama4ForCausalLM"](
     num_experts_per_tok=2, moe_layers=None, interleave_moe_layer_step=2, use_qk_norm=False,
     attn_temperature_tuning=False, attention_bias=True,
 )  # fmt: skip
+CONFIGS["laguna-per_element"] = TINY["LagunaForCausalLM"](
+    gating="per-element", moe_router_logit_softcapping=0.0, attention_bias=True
+)
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 
