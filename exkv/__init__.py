@@ -37,6 +37,7 @@ try:
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
     from exkv.decode import (
+        MTP,
         Draft,
         Engine,
         EngineStats,
@@ -92,6 +93,7 @@ __all__ = [
     "HybridCache",
     "Job",
     "KVCache",
+    "MTP",
     "KiviCache",
     "Model",
     "ModelConfig",

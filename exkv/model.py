@@ -27,6 +27,7 @@ from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
+from exkv.models.mtp import with_mtp
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
 from exkv.planning.best import planned
 from exkv.planning.budgets import LOADED, devices_to_load
@@ -82,6 +83,7 @@ class Model(Transformer):
         embed_cpu: bool | None = None,
         weights: str | None = None,
         calibration: str | None = None,
+        mtp: bool = False,
     ) -> None:
         """``Transformer``'s arguments, and the format of a checkpoint's float weights.
 
@@ -93,9 +95,18 @@ class Model(Transformer):
                 layers as inputs, which takes the host a pass of the text through the model at each
                 load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's
                 outputs, what fewer bits lose. Without one, the weights' own error counts.
+            mtp: load the checkpoint's head for multi-token prediction, too, which proposes tokens
+                (``exkv.MTP``).
         """
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
+        if mtp and (calibration is not None or weights == BEST):
+            raise ValueError(
+                'mtp with weights="best" or a calibration text, which are for what every token '
+                'passes: take weights="int8" to "int4", or leave out mtp'
+            )
+        if mtp:
+            config = with_mtp(config)
         config = with_weights(config, weights)
         if calibration is not None and weights is None:
             raise ValueError(

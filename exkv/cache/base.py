@@ -167,7 +167,7 @@ class KVCache(Rows):
             PlacementError: a device has no room; the cache stays unbound.
         """
         unbound = self._unbound
-        fits = self.model is model if unbound is None else unbound[0] in (None, model.config)
+        fits = self.model is model if unbound is None else _is_of(model.config, unbound[0])
         if not fits:
             raise ValueError("the cache was built for another model")
         if unbound is None:
@@ -259,7 +259,7 @@ class KVCache(Rows):
         )
         properties = cls.known_options(properties)
         specs = []
-        for layer in range(config.num_hidden_layers):
+        for layer in range(config.cache_layers):
             state = config.state(layer)
             state = with_snapshots(state) if snapshots else state
             specs.append(replace(cls.compose(spec, config, layer, **properties), state=state))
@@ -787,6 +787,7 @@ class KVCache(Rows):
         self.sequences[row] = list(tokens)
         self.settled[row], self.written[row] = 0, len(tokens)
         self.made_with[row] = made_with
+        self.hidden[row] = None
 
     @mirrored
     @changes_cache
@@ -798,9 +799,11 @@ class KVCache(Rows):
         if self.model.config.has_states:
             self.copy_state(row, other, source)
         variant, made_with = other.rotary_variants[source], other.made_with[source]
+        hidden = other.hidden[source]
         self.set_row(row, other.sequences[source], other.pages.rows[source])
         self.rotary_variants[row], self.made_with[row] = variant, made_with
         self.settled[row], self.written[row] = other.settled[source], other.written[source]
+        self.hidden[row] = hidden
         if source in other.stale:
             self.stale.add(row)
         other._cut(source, 0)
@@ -820,6 +823,7 @@ class KVCache(Rows):
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]
         fork.made_with = [self.made_with[row] for row in source]
+        fork.hidden = [self.hidden[row] for row in source]
 
     def _can_share(self, limit: int) -> bool:
         """Whether stored tokens stay in place and visible while rows grow, here and to ``limit``
@@ -1028,6 +1032,12 @@ def check_kind(cache: object) -> None:
             f"cache is a {type(cache).__name__}; it must be one of exkv's, whose classes have the "
             "names of transformers': exkv.DynamicCache, exkv.StaticCache, or exkv.make_cache(model)"
         )
+
+
+def _is_of(config: ModelConfig, wanted: ModelConfig | None) -> bool:
+    """Whether a model of this config is one that a cache was built for, with or without its
+    MTP head."""
+    return wanted is None or config.replace(mtp=wanted.mtp) == wanted
 
 
 def _one(name: str, value: T, default: T, theirs: str, given: T | None) -> T:

@@ -1,4 +1,5 @@
-"""The bookkeeping of a cache: each row's tokens, and what is known about them. No tensors."""
+"""The bookkeeping of a cache: each row's tokens, and what is known about them. No tensors but the
+hidden states from which an MTP head goes on."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from .hidden import Hidden
 from .spec import Prefix
 
 #: ``made_with`` of rows computed with several adapters, or partly with none.
@@ -33,6 +35,8 @@ class Rows:
             none.
         written: most tokens that each row has had since it was empty or recomputed; if more than it
             has now, its ring may have overwritten some.
+        hidden: the last hidden states of each row's newest tokens, where the model has an MTP
+            head; None where none are known.
         alike: int64 (rows, rows), known length of the common prefix of two rows.
         prefix_rows, prefix_lens: shared prefixes of a fork, see :class:`Prefix`; no rows and zeros
             for any other cache.
@@ -44,6 +48,7 @@ class Rows:
     stale: set[int]
     settled: list[int]
     written: list[int]
+    hidden: list[Hidden | None]
     alike: np.ndarray
 
     def __init__(self, prefix: Prefix) -> None:
@@ -90,7 +95,7 @@ class Rows:
         if self.settled[row] > kept:
             self.settled[row] = 0
         if kept == 0:
-            self.made_with[row] = None
+            self.made_with[row] = self.hidden[row] = None
             self.stale.discard(row)
             self.written[row] = 0
         elif lost:
@@ -142,6 +147,7 @@ class Rows:
         variants = [self.rotary_variants[row] for row in source]
         self.rotary_variants = [*variants, *[None] * spare]
         self.made_with = [self.made_with[row] for row in source] + [None] * spare
+        self.hidden = [self.hidden[row] for row in source] + [None] * spare
         # Others hold these lists: change them in place, and only after the common prefix.
         prefixes = [self.prefix_of(row) for row in source]
         tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
@@ -157,6 +163,7 @@ class Rows:
         self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
         self.rotary_variants = [None] * len(self.prefix_lens)
         self.made_with = [None] * len(self.prefix_lens)
+        self.hidden = [None] * len(self.prefix_lens)
         self.stale = set(stale)
         self.settled = [0] * len(self.prefix_lens)
         self.written = self.seq_lens

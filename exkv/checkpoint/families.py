@@ -334,6 +334,24 @@ BESIDE_IMAGES = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPNames:
+    """What a checkpoint calls the parts of its head for multi-token prediction. ``{layer}`` stands
+    for the layer behind the last one, e.g. model.layers.61."""
+
+    layer: str = "{layer}"
+    embedding_norm: str = "{layer}.enorm"
+    hidden_norm: str = "{layer}.hnorm"
+    projection: str = "{layer}.eh_proj"
+    norm: str = "{layer}.shared_head.norm"
+
+    def of(self, layer: str) -> dict[str, str]:
+        """Each part's name behind the layers of this model, of which ``layer`` would be the
+        next."""
+        parts = (each.name for each in dataclasses.fields(self))
+        return {part: getattr(self, part).format(layer=layer) for part in parts}
+
+
 def _layer_list(layers: Any) -> tuple[int, ...]:
     if layers is None:
         return ()
@@ -390,6 +408,8 @@ class Family:
         original_max_position_embeddings: the trained length for longrope where none is stated.
         gguf: how GGUF files have it; None where they have it under another's name, or not at all.
         states: what those layers keep a row that have no keys and values.
+        mtp: what its checkpoints call the head for multi-token prediction; None where exkv reads
+            none.
     """
 
     architecture: str
@@ -423,6 +443,7 @@ class Family:
     original_max_position_embeddings: int | None = None
     gguf: GGUFFamily | None = None
     states: Callable[[ModelConfig], tuple[StateTensor, ...]] | None = None
+    mtp: MTPNames | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "defaults", LLAMA | self.defaults)

@@ -47,7 +47,7 @@ from .value_checks import (
     refuses_assignment,
     set_floats,
 )
-from .windows import SLIDING_ATTENTION, STATES, check_layer_types
+from .windows import FULL_ATTENTION, SLIDING_ATTENTION, STATES, check_layer_types
 
 __all__ = [
     "DTYPES",
@@ -107,6 +107,8 @@ class ModelConfig:
     `latent` are the sizes of multi-head latent attention, None where attention isn't that; where it
     is, there is one key/value head, of the `head_dim` features that a cache stores of a token.
     `multipliers` are the model's factors.  `specific` holds what only this architecture has.
+    `mtp` tells whether the checkpoint's head for multi-token prediction is used, which is a layer
+    behind the last one; see ``exkv.models.mtp``.
     `quantization` is the file's quantization_config as it is, None without one: which of them
     are known is asked of ``exkv.weights``.
 
@@ -146,6 +148,7 @@ class ModelConfig:
     latent: LatentHeads | None = None
     multipliers: Multipliers = Multipliers()
     specific: Specific | None = None
+    mtp: bool = False
     quantization: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
     @classmethod
@@ -249,13 +252,24 @@ class ModelConfig:
         assert isinstance(self.specific, kind)  # checked when the config was made
         return self.specific
 
+    @property
+    def cache_layers(self) -> int:
+        """Layers that a cache has: the decoder layers, and the one of the MTP head."""
+        return self.num_hidden_layers + self.mtp
+
+    def _type(self, layer: int) -> str:
+        """The layer's type; an MTP head attends to everything."""
+        if not self.layer_types or layer >= self.num_hidden_layers:
+            return FULL_ATTENTION
+        return self.layer_types[layer]
+
     def slides(self, layer: int) -> bool:
         """Whether the layer sees a window of tokens only."""
-        return bool(self.layer_types) and self.layer_types[layer] == SLIDING_ATTENTION
+        return self._type(layer) == SLIDING_ATTENTION
 
     def state(self, layer: int) -> tuple[StateTensor, ...]:
         """What the layer keeps of a row in place of keys and values; () where it attends."""
-        if not self.layer_types or self.layer_types[layer] not in STATES:
+        if self._type(layer) not in STATES:
             return ()
         states = FAMILIES[self.architecture].states
         assert states is not None  # see _check_windows
@@ -268,7 +282,7 @@ class ModelConfig:
 
     def rotates(self, layer: int) -> bool:
         """Whether the layer has rotary positions."""
-        return not self.rotated or self.rotated[layer]
+        return not self.rotated or layer >= len(self.rotated) or self.rotated[layer]
 
     def window(self, layer: int) -> int:
         """Tokens that the layer sees at most, the newest; 0 for all."""
@@ -276,7 +290,7 @@ class ModelConfig:
 
     def kind_of_layer(self, layer: int) -> Hashable:
         """All that is said of this layer by itself: layers of one kind have equal modules."""
-        types = self.layer_types[layer] if self.layer_types else None
+        types = self._type(layer)
         own = self.specific.kind_of_layer(layer) if self.specific is not None else None
         return types, self.rotates(layer), self.query_heads(layer), own
 

@@ -19,9 +19,10 @@ from .generator import Generator
 from .hooks import Hooks
 from .job import Event, Handle, Job
 from .scheduler import EngineStats
-from .speculation import Draft, NGrams
+from .speculation import MTP, Draft, NGrams
 
 __all__ = [
+    "MTP",
     "Draft",
     "Engine",
     "EngineStats",

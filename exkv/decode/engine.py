@@ -22,7 +22,7 @@ from .job import Event, Handle, Job
 from .job_chooser import JobChooser
 from .new_job import check_parts, new_handle
 from .scheduler import EngineStats, Scheduler
-from .speculation import Draft, NGrams, Speculation, check_returns
+from .speculation import MTP, Draft, NGrams, Speculation, check_returns
 from .streams import Step, Streams
 
 
@@ -46,7 +46,8 @@ class Engine:
             bound, which is less than ``max_running`` times :attr:`max_tokens` for each priority in
             use.
         draft: a smaller model of the same vocabulary with a cache of its own, a row for each job
-            that it follows. The model verifies its tokens several at once, which changes none.
+            that it follows; or ``exkv.MTP()``, or "mtp", for the head of a model that was built
+            with ``mtp=True``. The model verifies its tokens several at once, which changes none.
         ngrams: propose the tokens that followed the last ones earlier in a job's text;
             :class:`exkv.NGrams`, or how many at a time. The draft is asked only if there are none.
         thread: an executor of one worker, which runs the steps of :meth:`stream`: best the one that
@@ -69,7 +70,7 @@ class Engine:
         max_running: int = 16,
         chunk: int = 256,
         away_tokens: int | None = None,
-        draft: Draft | None = None,
+        draft: Draft | MTP | str | None = None,
         ngrams: NGrams | int | None = None,
         thread: Executor | None = None,
     ) -> None:
@@ -88,7 +89,7 @@ class Engine:
         if speculation.tokens:
             check_returns(cache)
         self.max_running = max_running
-        self.draft = draft
+        self.draft = draft = speculation.draft
         self._held = ExitStack()  # of the draft's cache
         if draft is not None:
             self._held.enter_context(draft.leased("an Engine"))

@@ -30,7 +30,7 @@ from .request import Request, read_request, stopping_criteria
 from .rows import Row
 from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import Draft, NGrams, Speculation, check_returns
+from .speculation import MTP, Draft, NGrams, Speculation, check_returns
 
 #: Tokens that must be saved for beams to share a prompt instead of copying it: attention over a
 #: shared and an own part is two calls and a merge. With 4 beams of the demo model on a CPU a step
@@ -54,7 +54,8 @@ class GenerateOutput:
         beam_indices: int64 (N, new tokens), the row of ``scores`` that each new token was chosen
             from, -1 behind a sequence's end; None without beams, and with beam groups.
         fallbacks: steps that were taken because memory ran out, in order.
-        proposed_tokens, accepted_tokens: with ``assistant_model`` or ``prompt_lookup_num_tokens``.
+        proposed_tokens, accepted_tokens: with ``assistant_model``, ``use_mtp`` or
+            ``prompt_lookup_num_tokens``.
         cache: the one that was passed; None if the call built its own, which is freed.
     """
 
@@ -156,7 +157,7 @@ def complete(
 
 
 def run_loop(
-    task: Task, each: int, runner: Runner, draft: Draft | None, guidance: Guidance | None
+    task: Task, each: int, runner: Runner, draft: Draft | MTP | None, guidance: Guidance | None
 ) -> Completions:
     """Run the loop until all rows have ended; ``each`` is the number of rows of a prompt."""
     config = task.config
@@ -222,9 +223,13 @@ def ready_runner(
     return runner
 
 
-def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | None:
-    """The draft of ``assistant_model``, over its cache or one of the call's own."""
+def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | MTP | None:
+    """The draft of ``assistant_model``, over its cache or one of the call's own; or the model's
+    MTP head."""
     given, config = request.hooks.assistant_model, request.config
+    if config.use_mtp:
+        tokens = min(config.num_assistant_tokens, MTP.most)
+        return MTP(tokens=tokens, confidence=config.assistant_confidence_threshold)
     if given is None:
         return None
     if isinstance(given, Draft):

@@ -27,7 +27,7 @@ from .job_chooser import JobChooser
 from .new_job import check_parts, new_handle
 from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import Draft, NGrams, Speculation, check_returns
+from .speculation import MTP, Draft, NGrams, Speculation, check_returns
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
@@ -83,7 +83,7 @@ class Generator:
         cache: KVCache,
         tokenizer: Tokenizer,
         *,
-        draft: Draft | None = None,
+        draft: Draft | MTP | str | None = None,
         ngrams: NGrams | int | None = None,
     ) -> None:
         check_parts(model, cache, tokenizer)

@@ -16,7 +16,7 @@ it has alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ from .paged_group import PagedGroup
 from .pressure import Pressure
 from .rows import Row, Rows, SwappedRow
 from .snapshots import Snapshots
+from .speculation.draft import Guess
+from .speculation.heads import propose
 
 
 class InPages(Rows[PagedGroup]):
@@ -400,6 +402,15 @@ class InPages(Rows[PagedGroup]):
     def room(self, group: PagedGroup, wanted: Sequence[int]) -> list[int]:
         needed = sum(each.pages_needed() for each in self.groups)
         return group.room(wanted, self._table.pool.available - needed)
+
+    def guess(
+        self,
+        group: PagedGroup,
+        most: Mapping[Row, int],
+        guesses: Mapping[Row, Guess],
+        confidence: float,
+    ) -> dict[Row, list[int]]:
+        return propose(self._model, group.cache, group.parts, most, guesses, confidence)
 
     def drop_rejected(self, rows: Sequence[Row]) -> None:
         parts = {part for row in rows for part in row.parts}

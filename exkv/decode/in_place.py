@@ -7,7 +7,7 @@ row's contents stay for the next prompt. All prompts prefill together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,8 @@ from .guidance import Guidance, logits_of_jobs
 from .rows import Row, Rows
 from .runner import Runner
 from .speculation import Limits
+from .speculation.draft import Guess
+from .speculation.heads import propose
 
 
 class InPlace(Rows[Any]):
@@ -109,6 +111,17 @@ class InPlace(Rows[Any]):
         rows = [row for row, part in enumerate(self._rows) if part and not part.is_negative]
         pairs = zip(rows, wanted, strict=True)
         return self._limits.shared([self._limits.of_row(row, most) for row, most in pairs])
+
+    def guess(
+        self,
+        group: InPlace,
+        most: Mapping[Row, int],
+        guesses: Mapping[Row, Guess],
+        confidence: float,
+    ) -> dict[Row, list[int]]:
+        model, cache = self._runner.model, self._runner.cache
+        with self._runner.using():
+            return propose(model, cache, self._rows, most, guesses, confidence)
 
     def verify(self, proposed: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         following = iter(proposed)

@@ -15,7 +15,7 @@ from exkv.text import Tokenizer
 
 from .hooks import Hooks, StoppingCriterion
 from .prompts import PromptIds, Prompts, read_prompts
-from .speculation import Draft, check_promised, check_same_vocabulary
+from .speculation import Draft, check_has_head, check_promised, check_same_vocabulary
 from .stopping import MaxTime, StopStrings
 
 
@@ -33,7 +33,8 @@ class Request:
     @property
     def speculates(self) -> bool:
         """Whether tokens are proposed."""
-        return bool(self.hooks.assistant_model or self.config.prompt_lookup_num_tokens)
+        config = self.config
+        return bool(self.hooks.assistant_model or config.prompt_lookup_num_tokens or config.use_mtp)
 
     @property
     def sequences_each(self) -> int:
@@ -74,19 +75,23 @@ def read_request(
 
 
 def check_assistant(model: Transformer, hooks: Hooks, config: GenerationConfig) -> None:
-    """ValueError if ``assistant_model`` can't propose tokens in this call."""
-    draft = hooks.assistant_model
-    if draft is None:
+    """ValueError if ``assistant_model`` or ``use_mtp`` can't propose tokens in this call."""
+    draft, lookup = hooks.assistant_model, config.prompt_lookup_num_tokens
+    asked = {"assistant_model": draft, "prompt_lookup_num_tokens": lookup}
+    asked["use_mtp"] = config.use_mtp
+    given = [name for name, value in asked.items() if value]
+    if draft is None and not config.use_mtp:
         return
     if config.num_beams > 1:
         raise ValueError(
-            f"assistant_model with num_beams = {config.num_beams}: tokens are proposed for greedy "
+            f"{given[0]} with num_beams = {config.num_beams}: tokens are proposed for greedy "
             "decoding and sampling only"
         )
-    if config.prompt_lookup_num_tokens:
-        raise ValueError(
-            "assistant_model and prompt_lookup_num_tokens are both given: leave out one of them"
-        )
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are both given: leave out one of them")
+    if draft is None:
+        check_has_head(model)
+        return
     assistant = draft.model if isinstance(draft, Draft) else draft
     if not assistant.loaded:
         raise ValueError("assistant_model is not loaded: call load or load_autosplit first")

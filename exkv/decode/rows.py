@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
@@ -16,6 +16,7 @@ from exkv.sampling.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     from .job import Job
+    from .speculation.draft import Guess
 
 R = TypeVar("R", bound="Row")
 
@@ -231,6 +232,17 @@ class Rows(ABC, Generic[G]):
     @abstractmethod
     def room(self, group: G, wanted: Sequence[int]) -> list[int]:
         """How many of the wanted tokens a group's next call verifies for each row."""
+
+    @abstractmethod
+    def guess(
+        self,
+        group: G,
+        most: Mapping[Row, int],
+        guesses: Mapping[Row, Guess],
+        confidence: float,
+    ) -> dict[Row, list[int]]:
+        """Have the model's MTP head propose tokens behind some rows of a group: see
+        ``exkv.decode.speculation.heads``."""
 
     @abstractmethod
     def drop_rejected(self, rows: Sequence[Row]) -> None:

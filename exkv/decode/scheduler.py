@@ -206,7 +206,8 @@ class Scheduler:
         proposed: Sequence[Sequence[int]] = ()
         if self._speculation is not None:
             room = partial(self.rows.room, group)
-            proposed = self._speculation.propose(rows, room, self._chooser)
+            by_head = partial(self.rows.guess, group)
+            proposed = self._speculation.propose(rows, room, self._chooser, by_head)
         if any(proposed):
             begun = self._in_memory(lambda: group.verify(proposed))
         else:

@@ -43,7 +43,6 @@ _FORWARD = "run model.forward in a loop of your own (examples/own_loop.py)"
 _NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "assistant_tokenizer": ((), _SPECULATION),
     "assistant_ensemble_weight": ((), _LOSSLESS),
-    "use_mtp": ((), _SPECULATION),
     "top_h": ((), _LOGITS),
     "watermarking_config": ((), _LOGITS),
     "dola_layers": ((), "transformers 5 has it no longer either: " + _FORWARD),

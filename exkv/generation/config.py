@@ -79,7 +79,10 @@ class GenerationConfig:
             these came up before, in the prompt or since; the model checks them in one call. It
             changes no token (see ``exkv.decode.speculation``).
         max_matching_ngram_size: of these last ones, which are looked for, at most; None for 2.
-        num_assistant_tokens: that the call's ``assistant_model`` proposes at a time, at most.
+        use_mtp: have the checkpoint's head for multi-token prediction propose tokens, of a model
+            that was built with ``mtp=True``.
+        num_assistant_tokens: that the call's ``assistant_model``, or this head, proposes at a time,
+            at most.
         assistant_confidence_threshold: it stops behind a token that it finds less likely.
 
     None switches a field off (and is False for a switch), where nothing else is said above.
@@ -133,6 +136,7 @@ class GenerationConfig:
     guidance_scale: float = 1.0
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
+    use_mtp: bool = False
     num_assistant_tokens: int = 20
     assistant_confidence_threshold: float = 0.4
 

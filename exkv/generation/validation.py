@@ -77,6 +77,7 @@ BOUNDS = huggingface.BOUNDS | {
     "output_scores": switch(),
     "output_logits": switch(),
     "use_cache": switch(),
+    "use_mtp": switch(),
 }
 
 

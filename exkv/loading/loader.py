@@ -273,10 +273,10 @@ class _Load:
     def _probe(self, unit: Unit, device: torch.device) -> None:
         """Run the unit's part of the worst calls, and measure what they take."""
         assert unit.module is not None
-        last = unit is self.model.units[-1]
+        kept = unit is self.model.units[-1] or unit.spec.is_mtp
         for shape, lengths in self.workload.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
-            with self.measured.probe(device, logits=last):
+            with self.measured.probe(device, kept_of=unit.index if kept else None):
                 batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
                 out = run_unit(
                     self.workload.model,

@@ -130,6 +130,7 @@ class ReportBuilder:
     def __init__(self, before: Mapping[torch.device, Memory]) -> None:
         self._before = before
         self._bytes: dict[tuple[torch.device, str], int] = {}
+        self._kept: dict[torch.device, dict[int, int]] = {}
 
     @contextlib.contextmanager
     def allocation(self, device: torch.device, line: str) -> Iterator[None]:
@@ -149,14 +150,17 @@ class ReportBuilder:
         self._raise(device, "workspace", max(peaks, default=0) - left)
 
     @contextlib.contextmanager
-    def probe(self, device: torch.device, *, logits: bool) -> Iterator[None]:
-        """Raise the workspace line to the block's peak, and the logits line, if it makes them, to
-        what the block leaves allocated."""
+    def probe(self, device: torch.device, *, kept_of: int | None) -> Iterator[None]:
+        """Raise the workspace line to the block's peak, and where callers keep the output of the
+        unit ``kept_of``, its part of the logits line to what the block leaves allocated."""
         before = _allocated(device)
         with devices.peak_memory(device) as peaks:
             yield
         self._raise(device, "workspace", max(peaks, default=0))
-        self._raise(device, "logits", _allocated(device) - before if logits else 0)
+        if kept_of is not None:
+            kept = self._kept.setdefault(device, {})
+            kept[kept_of] = max(kept.get(kept_of, 0), _allocated(device) - before)
+        self._bytes[device, "logits"] = sum(self._kept.get(device, {}).values())
 
     def _raise(self, device: torch.device, line: str, nbytes: int) -> None:
         key = (device, line)

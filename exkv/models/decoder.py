@@ -38,6 +38,7 @@ from exkv.layers.descriptions import (
 from exkv.layers.linear import linear_at
 from exkv.weights import FormatOf, Slice, Source, formats_of
 
+from .mtp import mtp_unit
 from .units import Pattern, UnitSpec, unit_spec
 
 
@@ -200,7 +201,11 @@ class Head(PlainModule):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend | None) -> torch.Tensor:
         """x (B, T, hidden) -> logits (B, T, vocabulary)."""
-        logits = self.lm_head(self.norm(x))
+        return self.project(self.norm(x))
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of hidden states behind the norm."""
+        logits = self.lm_head(x)
         if self.multiplier != 1:
             logits.mul_(self.multiplier)
         if self.softcap is not None:
@@ -239,8 +244,8 @@ def _head(head: Head) -> LogitsHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The units of an architecture: embedding, ``num_hidden_layers`` layers, head. Called as
-    ``Family.units`` is.
+    """The units of an architecture: embedding, ``num_hidden_layers`` layers, an MTP head if
+    it is used, head. Called as ``Family.units`` is.
 
     Attributes:
         attention: makes a layer's attention, or what a layer with a state has in its place, of
@@ -289,6 +294,7 @@ class Decoder:
                 self._layer(config, dtype, index, facts, formats, patterns)
                 for index in range(config.num_hidden_layers)
             ),
+            *([self._mtp_head(config, dtype, facts, formats)] if config.mtp else ()),
             _head_spec(partial(self.head, config, dtype, norm=norm), facts, formats),
         ]
 
@@ -317,6 +323,20 @@ class Decoder:
             kind=kind,
             made=None if made is None else partial(made, config, dtype, stored),
             pattern=patterns[kind],
+        )
+
+    def _mtp_head(
+        self, config: ModelConfig, dtype: torch.dtype, facts: Facts, formats: FormatOf
+    ) -> UnitSpec:
+        return mtp_unit(
+            config,
+            dtype,
+            partial(self._module, config, dtype, config.num_hidden_layers),
+            self.norm(config, dtype),
+            facts=facts,
+            formats=formats,
+            stored_name=self._stored_name,
+            made=self.made_apart if facts.apart else self.made,
         )
 
     def _module(self, config: ModelConfig, dtype: torch.dtype, index: int) -> nn.Module:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from exkv.checkpoint import RoutedExpertsConfig
-from exkv.checkpoint.families import Family
+from exkv.checkpoint.families import Family, MTPNames
 
 from . import deepseek_v2, glm4_moe
 
@@ -51,4 +51,5 @@ FAMILY = Family(
         marks={"expert_gating_func": (2,)},  # sigmoid
         additions=deepseek_v2.of_gguf,
     ),
+    mtp=MTPNames(),
 )

@@ -33,7 +33,7 @@ class LayerTypeExpertsConfig(RoutedExpertsConfig):
         types = self.mlp_layer_types
         if types is None:
             return RoutedExpertsConfig.is_dense(self, layer)
-        return types[layer : layer + 1] != ("sparse",)
+        return layer < len(types) and types[layer] != "sparse"
 
 
 FAMILY = Family(

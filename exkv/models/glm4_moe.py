@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import BESIDE_IMAGES, Family, MTPNames
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.layers import Attention, mixture_or_mlp, routed_experts
 
@@ -79,6 +79,7 @@ FAMILY = Family(
     partial_rotary_factor=0.5,
     aliases={"num_local_experts": "n_routed_experts"},
     gguf=GGUF,
+    mtp=MTPNames(),
 )
 #: The text model alone, of one that sees images, too (GLM-4.5V and 4.6V). Its rotary positions have
 #: three axes, which are one in a text.
@@ -92,4 +93,5 @@ WITH_IMAGES = replace(
     text_config="text_config",
     names=BESIDE_IMAGES,
     gguf=None,
+    mtp=None,
 )

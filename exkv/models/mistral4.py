@@ -58,6 +58,7 @@ FAMILY = replace(
         "eos_token_id": 2,
         "pad_token_id": 11,
     },
+    mtp=None,
     refuses={},
     specific=RoutedExpertsConfig,
     rope_parameters=_ROPE,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ExpertsConfig, LinearAttentionConfig, ModelConfig, StateTensor, windows
-from exkv.checkpoint.families import Family
+from exkv.checkpoint.families import Family, MTPNames
 from exkv.layers import Attention, FusedGatedDelta, Linear, SharedExperts, mixture_or_mlp
 from exkv.layers.attention import Attend
 
@@ -109,4 +109,11 @@ FAMILY = Family(
     specific=LinearExpertsConfig,
     aliases={"num_local_experts": "num_experts"},
     states=states,
+    mtp=MTPNames(
+        layer="mtp.layers.0",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        projection="mtp.fc",
+        norm="mtp.norm",
+    ),
 )

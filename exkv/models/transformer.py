@@ -34,6 +34,7 @@ from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
 from .elsewhere import Transport
 from .logits_check import check_logits
+from .mtp import follow
 from .runs import Runs
 from .tails import Tails
 from .units import PlacedUnit, Unit, UnitSpec, unit_specs
@@ -683,7 +684,14 @@ class Transformer:
             if self.transport is not None and unit.device == devices.ELSEWHERE:
                 x, done = self.transport.pass_on(x, done, end, lengths)
                 continue
-            module, device = self._standing(unit)
+            if unit.spec.is_mtp:
+                if cache is not None:
+                    module, device = self.standing(unit)
+                    batch = self._batch_on(device, batch, lengths)
+                    follow(self, module, x, input_ids, batch, cache)
+                done += 1
+                continue
+            module, device = self.standing(unit)
             run = self._runs.find(units, done, cache, lengths, self.dtype, wanted)
             if run is not None and (out := run(x, lengths, self.rotary, wanted)) is not None:
                 x, done = out, done + run.count
@@ -711,7 +719,12 @@ class Transformer:
             self._logits_checked = True
         return logits
 
-    def _standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
+    def embedded(self, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Embeddings (B, T, hidden) of ids (B, T), on this device."""
+        module, there = self.standing(self.units[0])
+        return devices.move(module(devices.move(ids, there), None, None), device)
+
+    def standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
         """The unit's module and device; reads it now if ``load(lazy=True)`` only placed it."""
         assert unit.device is not None
         if unit.module is None:

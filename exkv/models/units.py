@@ -41,6 +41,8 @@ class UnitSpec:
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
         kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
             layers alike in both are planned as one.
+        is_mtp: whether it is an MTP head (``exkv.models.mtp``), which takes embeddings
+            beside hidden states, and off whose output some is kept between calls.
     """
 
     name: str
@@ -50,6 +52,7 @@ class UnitSpec:
     find_sources: Callable[[], tuple[Source, ...]]
     tied: dict[str, tuple[int, str]]
     kind: Hashable = None
+    is_mtp: bool = False
 
     @property
     def sources(self) -> tuple[Source, ...]:

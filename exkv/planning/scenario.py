@@ -178,7 +178,7 @@ class Workload:
             )
         weights = sum(unit.nbytes.values()) + self._adapter_bytes(unit)
         cache, host_cache = self._cache_bytes(unit)
-        last = unit is self.model.units[-1]
+        kept = unit is self.model.units[-1] or unit.spec.is_mtp
         choice = self.model.choice
         return UnitCost(
             name=unit.name,
@@ -186,7 +186,7 @@ class Workload:
             cache=cache,
             host_cache=host_cache,
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
-            logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
+            logits=max(int(table[unit.index, 1]) for table in peaks.values()) if kept else 0,
             traffic=weights + self._read(unit) if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
             pinned=Place(CPU, home) if self.embed_cpu and unit.index == 0 else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.cache import CacheLayer, NoCacheLayer
-from exkv.models import Unit
+from exkv.models import Unit, mtp
 
 from .model import ModelShape
 
@@ -36,6 +37,8 @@ def run_unit(
     """The unit's output for an input of zeros; the prediction and the probe alike."""
     rows, chunk = len(batch.lengths.past), batch.lengths.chunk
     device = batch.past_lens.device
+    if unit.spec.is_mtp:
+        return _predicted(model, module, store, batch)
     if unit.index == 0:
         x = torch.zeros((rows, chunk), dtype=torch.int64, device=device)
     else:
@@ -49,6 +52,19 @@ def run_unit(
         return module(x, batch, NoCacheLayer())
     with amid_others(store, batch):
         return module(x, batch, store)
+
+
+def _predicted(
+    model: ModelShape, module: nn.Module, store: CacheLayer | None, batch: Batch
+) -> torch.Tensor:
+    """What an MTP head keeps of a call, for an input of zeros."""
+    rows, chunk, size = len(batch.lengths.past), batch.lengths.chunk, model.config.hidden_size
+    zeros = partial(torch.zeros, dtype=model.dtype, device=batch.past_lens.device)
+    first, embedded, x = zeros(rows, 1, size), zeros(rows, chunk, size), zeros(rows, chunk, size)
+    if store is None:
+        return mtp.store(module, embedded, x, first, batch, NoCacheLayer())
+    with amid_others(store, batch):
+        return mtp.store(module, embedded, x, first, batch, store)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,11 @@ from exkv.ops import REFERENCES
 from exkv.ops.registry import FAKES
 
 #: What nobody below planning speaks of.
-#: (A field of checkpoints is called ``nextn_predict_layers``.)
-WORDS = re.compile(r"(?<!nextn_)predict|\bprobe|dry.?run|ShapeTensor|first_query|shortened=", re.I)
+#: (A field of checkpoints is called ``nextn_predict_layers``, and heads are for multi-token
+#: prediction.)
+WORDS = re.compile(
+    r"(?<!nextn_)(?<!multi-token )predict|\bprobe|dry.?run|ShapeTensor|first_query|shortened=", re.I
+)
 #: They may ask whether any mode of torch's is on, for what they keep or bind; see there.
 ASK_FOR_MODES = {"exkv/layers/rope.py", "exkv/models/runs.py"}
 

@@ -1,7 +1,8 @@
 """Speculation: tokens are proposed cheaply, and the model verifies several in one call.
 
 ``ngrams`` proposes what followed the same tokens earlier in the text, ``draft`` what a smaller
-model would choose, and ``proposals`` asks both; ``limits`` bounds how many a call verifies. The
+model would choose, ``heads`` what the model's own MTP head would, and ``proposals`` asks
+them; ``limits`` bounds how many a call verifies. The
 scheduler chooses each token exactly as without proposals, with the same random numbers, for as long
 as its choices were proposed. So tokens are the same, sampled ones too, whatever is proposed. This
 is speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupling of Daliri et al.
@@ -9,16 +10,19 @@ is speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupl
 """
 
 from .draft import Draft
+from .heads import MTP, check_has_head
 from .limits import Limits, check_promised, check_returns, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 from .proposals import Speculation
 
 __all__ = [
+    "MTP",
     "Draft",
     "Limits",
     "NGramIndex",
     "NGrams",
     "Speculation",
+    "check_has_head",
     "check_promised",
     "check_returns",
     "check_same_vocabulary",

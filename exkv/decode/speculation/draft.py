@@ -130,10 +130,13 @@ class Draft(Leased):
     ) -> list[tuple[int, int, bool]]:
         """Each row's next token, and whether it is likely enough to continue behind it."""
         tokens = [guesses[row](logits[row : row + 1], found[row]) for row in going]
-        sure = [True] * len(going)
-        if self.confidence:
-            picked = logits[going].float().softmax(-1).cpu()
-            sure = [
-                float(p[token]) >= self.confidence for p, token in zip(picked, tokens, strict=True)
-            ]
+        sure = likely(logits[going], tokens, self.confidence)
         return list(zip(going, tokens, sure, strict=True))
+
+
+def likely(logits: Tensor, tokens: Sequence[int], confidence: float) -> list[bool]:
+    """Whether each row's token has at least this probability; logits (N, V)."""
+    if not confidence:
+        return [True] * len(tokens)
+    picked = logits.float().softmax(-1).cpu()
+    return [float(p[token]) >= confidence for p, token in zip(picked, tokens, strict=True)]

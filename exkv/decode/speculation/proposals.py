@@ -1,21 +1,26 @@
-"""Proposals for jobs, by lookup in their own text or by a draft model, for the scheduler to verify.
-See ``exkv.decode.speculation``."""
+"""Proposals for jobs, by lookup in their own text, by a draft model or by the model's own
+MTP head, for the scheduler to verify. See ``exkv.decode.speculation``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from exkv.models import Transformer
 
 from ..chooser import Chooser
 from ..rows import Row
-from .draft import Draft
+from .draft import Draft, Guess
+from .heads import MTP, check_has_head
 from .limits import check_promised, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 
 #: Wanted tokens of each job -> how many the next call takes.
 Room = Callable[[Sequence[int]], list[int]]
+
+#: Has the MTP head propose behind some rows: from the most tokens for each, how each
+#: chooses, and a confidence.
+ByHead = Callable[[Mapping[Row, int], Mapping[Row, Guess], float], Mapping[Row, list[int]]]
 
 #: Tokens to look up for a new job.
 FIRST = 4
@@ -25,17 +30,19 @@ class Speculation:
     """Proposes by lookup, or by the draft if that finds nothing.
 
     Args:
+        draft: a model, or how to use the model's own MTP head; "mtp" for ``MTP()``.
         chunk: prompt tokens that the draft runs in a step, at most; None for all.
 
     Raises:
         TypeError: not a draft, or no n-grams.
-        ValueError: a draft of another vocabulary, or a model that was placed without room for it.
+        ValueError: a draft of another vocabulary, or a model that was placed without room for it or
+            has no MTP head.
     """
 
     def __init__(
         self,
         model: Transformer,
-        draft: Draft | None,
+        draft: Draft | MTP | str | None,
         ngrams: NGrams | int | None,
         chunk: int | None = None,
     ) -> None:
@@ -45,13 +52,19 @@ class Speculation:
             raise TypeError(
                 f"ngrams is {ngrams!r:.60}; it must be NGrams, a number of tokens or None"
             )
-        if not isinstance(draft, Draft | None):
-            raise TypeError(f"draft is {draft!r:.60}; it must be Draft(model, cache)")
-        if draft is not None:
+        draft = MTP() if draft == "mtp" else draft
+        if not isinstance(draft, Draft | MTP | None):
+            raise TypeError(
+                f'draft is {draft!r:.60}; it must be Draft(model, cache), MTP() or "mtp"'
+            )
+        if isinstance(draft, Draft):
             check_same_vocabulary(model, draft.model)
+        if isinstance(draft, MTP):
+            check_has_head(model)
         if draft is not None or ngrams is not None:
             check_promised(model)
-        self.draft = draft
+        self.draft = draft if isinstance(draft, Draft) else None
+        self._head = draft if isinstance(draft, MTP) else None
         self._ngrams = ngrams
         self._chunk = chunk
         self._texts: dict[Row, NGramIndex] = {}
@@ -61,16 +74,21 @@ class Speculation:
     @property
     def tokens(self) -> int:
         """Proposed for a job at a time, at most."""
-        drafted = 0 if self.draft is None else self.draft.tokens
+        drafts = self.draft or self._head
+        drafted = 0 if drafts is None else drafts.tokens
         return max(drafted, 0 if self._ngrams is None else self._ngrams.tokens)
 
-    def propose(self, jobs: Sequence[Row], room: Room, chooser: Chooser[Any]) -> list[list[int]]:
+    def propose(
+        self, jobs: Sequence[Row], room: Room, chooser: Chooser[Any], by_head: ByHead
+    ) -> list[list[int]]:
         """Propose tokens behind the newest of each decoding job."""
         found = [self._looked_up(row) for row in jobs]
         most = room(
             [len(tokens) or self._drafted(row) for row, tokens in zip(jobs, found, strict=True)]
         )
         found = [tokens[:count] for tokens, count in zip(found, most, strict=True)]
+        if self._head is not None:
+            self._ask_head(self._head, jobs, found, most, chooser, by_head)
         if self.draft is not None:
             self._ask(self.draft, jobs, found, most, chooser)
         return [chooser.valid(row, ids) for row, ids in zip(jobs, found, strict=True)]
@@ -113,6 +131,8 @@ class Speculation:
 
     def _drafted(self, row: Row) -> int:
         """Tokens that the draft would propose."""
+        if self._head is not None:
+            return max(min(self._head.tokens, self._left(row)), 0)
         if self.draft is None or self._left(row) <= 0:
             return 0
         if row not in self._rows:
@@ -121,6 +141,24 @@ class Speculation:
                 return 0
             self._rows[row] = min(free)
         return min(self.draft.tokens, self._left(row))
+
+    def _ask_head(
+        self,
+        head: MTP,
+        jobs: Sequence[Row],
+        found: list[list[int]],
+        most: Sequence[int],
+        chooser: Chooser[Any],
+        by_head: ByHead,
+    ) -> None:
+        """Ask the MTP head for jobs without a proposal."""
+        asked = {row: at for at, row in enumerate(jobs) if most[at] and not found[at]}
+        if not asked:
+            return
+        guesses = {row: chooser.guessing(row) for row in asked}
+        proposed = by_head({row: most[at] for row, at in asked.items()}, guesses, head.confidence)
+        for row, at in asked.items():
+            found[at] = proposed[row]
 
     def _ask(
         self,

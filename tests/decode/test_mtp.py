@@ -1,0 +1,269 @@
+"""A checkpoint's own head for multi-token prediction: its logits are transformers', its proposals
+change no token, and one that agrees with the model is always right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cases import KINDS
+from heads import APART, BEHIND, Theirs, agreeing, with_head
+from simproc import run_sim
+from tiny import TINY, reference, save
+
+from exkv import MTP, Cache, Engine, Generator, Job, Model, PagedCache, SamplingParams, Tokenizer
+from exkv.decode.speculation.heads import propose
+from exkv.loading.report import LINES
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7] * 3, [11, 12, 13], [40, 41, 42, 43, 40, 41]]
+GREEDY = SamplingParams.greedy()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: with_head(name, tmp_path_factory.mktemp(name)) for name in (*BEHIND, *APART)}
+
+
+def loaded(folder, **options):
+    model = Model(folder, **{"max_input_len": 16, "mtp": True, **options})
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(folders):
+    return loaded(folders["Glm4MoeForCausalLM"])
+
+
+@pytest.fixture(scope="module", params=BEHIND[:2])
+def agreed(request, tmp_path_factory):
+    return loaded(agreeing(request.param, tmp_path_factory.mktemp("agreeing")))
+
+
+def generated(model, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": 30, "return_dict_in_generate": True, **options}
+    return model.generate(prompts, **options)
+
+
+def made_by_head(model):
+    """Logits of all that the model's head makes from now on."""
+    found = []
+    project = model.units[-1].module.project
+    module = model.units[-2].module
+    handle = module.register_forward_hook(lambda module, inputs, out: found.append(project(out)))
+    return found, handle
+
+
+# Logits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*BEHIND, *APART])
+@torch.no_grad()
+def test_the_heads_logits_are_transformers(folders, name):
+    theirs, model = Theirs(folders[name]), loaded(folders[name])
+    ids = torch.randint(3, 300, (1, 40))
+    hidden = theirs.hidden(ids)
+    # Nothing comes before the first token, where exkv has zeros.
+    before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
+    _, expected = theirs.step(ids, before, 0)
+    found, handle = made_by_head(model)
+    logits = model.forward(ids, Cache(model, max_seq_len=48))  # in three chunks
+    handle.remove()
+    assert torch.allclose(torch.cat(found, dim=1), expected, atol=1e-4)
+    assert torch.allclose(logits, theirs.model(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Cache, PagedCache])
+@torch.no_grad()
+def test_proposals_are_transformers_head_on_its_own_output(folders, kind):
+    """Rows of unlike length, after a call whose last tokens were dropped again."""
+    folder = folders["DeepseekV3ForCausalLM"]
+    model, prompts = loaded(folder), [PROMPTS[0], PROMPTS[2]]
+    cache = kind(model, max_seq_len=48, batch_size=2)
+    newest, rejected = [17, 18], [200, 201]
+    for ids in ([each[:-1] for each in prompts], [[each[-1], *rejected] for each in prompts]):
+        width = max(map(len, ids))
+        padded = torch.tensor([each + [0] * (width - len(each)) for each in ids])
+        model.forward(padded, cache, new_lens=list(map(len, ids)))
+    cache.crop([len(prompt) for prompt in prompts])
+    found, handle = made_by_head(model)
+    rows = [Stub(token) for token in newest]
+    proposed = propose(model, cache, rows, {row: 3 for row in rows}, dict.fromkeys(rows, best), 0.0)
+    handle.remove()
+    for row, prompt in enumerate(prompts):
+        theirs = Theirs(folder)
+        ids = torch.tensor([[*prompt, newest[row]]])
+        hidden = theirs.hidden(ids[:, :-1])
+        hidden = torch.cat((torch.zeros_like(hidden[:, :1]), hidden), dim=1)
+        first, tokens = 0, []
+        for step in found:
+            hidden, logits = theirs.step(ids, hidden, first)
+            assert torch.allclose(step[row], logits[0, -1:], atol=1e-4)
+            first += ids.shape[1]
+            ids, hidden = logits[:, -1:].argmax(-1), hidden[:, -1:]
+            tokens.append(int(ids))
+        assert proposed[rows[row]] == tokens and len(tokens) == 3
+
+
+class Stub:
+    def __init__(self, newest):
+        self.newest = newest
+
+
+def best(logits, proposed):
+    return int(logits.argmax())
+
+
+# Tokens -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_changes_over_any_cache(model, kind):
+    caches = [KINDS[kind](model, 60, 3) for _ in range(2)]
+    expected = generated(model, cache=caches[0])
+    found = generated(
+        model, cache=caches[1], use_mtp=True, num_assistant_tokens=3,
+        assistant_confidence_threshold=0,
+    )  # fmt: skip
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert found.proposed_tokens > 0
+    assert caches[0].sequences == caches[1].sequences
+
+
+def test_greedy_tokens_are_transformers_with_its_head(folders):
+    folder = folders["Glm4MoeForCausalLM"]
+    theirs, model = Theirs(folder).model, loaded(folder)
+    for prompt in PROMPTS:
+        options = {"max_new_tokens": 20, "do_sample": False, "use_mtp": True}
+        expected = theirs.generate(torch.tensor([prompt]), **options)
+        found = generated(model, torch.tensor([prompt]), **options)
+        assert found.sequences.tolist() == expected.tolist()
+        assert found.proposed_tokens > 0
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_k": 4, "seed": 3}], ids=str)
+def test_a_head_that_agrees_is_always_right(agreed, sampled):
+    """Its keys and values are then those of the model, wherever tokens came from."""
+    rows = PROMPTS[:1] if sampled else PROMPTS  # drawn ones are others where several rows draw
+    options = {"use_mtp": True, "num_assistant_tokens": 4, "assistant_confidence_threshold": 0}
+    found = generated(agreed, rows, **options, **sampled)
+    assert found.sequences.tolist() == generated(agreed, rows, **sampled).sequences.tolist()
+    assert found.accepted_tokens == found.proposed_tokens > 20 * len(rows)
+
+
+def test_confidence_ends_proposals(agreed):
+    options = {"use_mtp": True, "num_assistant_tokens": 4}
+    ways = [generated(agreed, **options, assistant_confidence_threshold=c) for c in (0, 0.3, 1)]
+    proposed = [way.proposed_tokens / way.sequences.numel() for way in ways]
+    assert proposed[0] > proposed[1] >= proposed[2] > 0
+    assert len({str(way.sequences.tolist()) for way in ways}) == 1
+
+
+@pytest.mark.parametrize("pages", [64, 10], ids=["room", "preempted"])
+def test_jobs_of_an_engine(agreed, pages):
+    """Pages found in the prefix cache have the head's keys and values, too."""
+    prompts = [*PROMPTS, [*PROMPTS[0], 60, 61]]
+    cache, draft = PagedCache(agreed, max_seq_len=16 * pages, page=16), MTP(tokens=4, confidence=0)
+    with Engine(agreed, cache, Tokenizer(agreed.config), draft=draft) as engine:
+        jobs = [Job(prompt=ids, max_new_tokens=40, settings=GREEDY) for ids in prompts]
+        handles = [engine.submit(job) for job in jobs]
+        while engine.busy:
+            engine.iterate()
+        for handle in handles:
+            (row,) = generated(agreed, [handle.prompt], max_new_tokens=40).sequences.tolist()
+            assert [*handle.prompt, *handle.tokens] == row
+        stats = engine.stats
+    assert stats.found_tokens and bool(stats.put_away) == (pages == 10)
+    # A job that comes back has lost one hidden state.
+    assert stats.proposed_tokens - stats.accepted_tokens <= 4 * stats.put_away
+    assert stats.accepted_tokens > 60
+
+
+def test_a_generator_takes_it_by_name(agreed):
+    generator = Generator(agreed, Cache(agreed, 64), Tokenizer(agreed.config), draft="mtp")
+    plain = Generator(agreed, Cache(agreed, 64), Tokenizer(agreed.config))
+    texts = [each.generate_simple("the key", GREEDY, 20) for each in (plain, generator)]
+    assert texts[0] == texts[1]
+    assert generator.stats.accepted_tokens > 0
+
+
+# Plans ------------------------------------------------------------------------------------------
+
+
+def predicted_and_measured(folder):
+    lines = []
+    for kind, *sizes, chunk in [(Cache, 48, 3, 16), (Cache, 64, 2, 64), (PagedCache, 64, 2, 32)]:
+        model = Model(folder, max_input_len=chunk, mtp=True)
+        cache = kind(model, *sizes)
+        model.load_autosplit(cache)
+        unit = model.plan.units[-2]
+        weights = sum(each.nbytes for each in model.units[-2].module.parameters())
+        lines.append([unit.name, unit.weights >= weights, len(set(model.cache_map.values()))])
+        for row in model.report.devices:
+            pairs = [[getattr(row.ledger, line), row.measured.get(line, 0)] for line in LINES]
+            lines.append([str(row.ledger.device), row.units, pairs])
+        prompts = [[5, 6, 7] * 9, [11, 12, 13]]
+        found = model.generate(prompts, max_new_tokens=8, use_mtp=True, cache=cache)
+        cache.reset()
+        assert found.tolist() == model.generate(prompts, max_new_tokens=8, cache=cache).tolist()
+        model.unload()
+    return lines
+
+
+def test_planned_is_measured_on_simulated_devices(tmp_path):
+    """To the byte without experts, whose calls take what tokens choose."""
+    folder = with_head("Glm4MoeForCausalLM", tmp_path, first_k_dense_replace=3)
+    found = run_sim(predicted_and_measured, "250K,500K,64M", args=[str(folder)])
+    for name, *rest in found:
+        if not name.startswith("sim"):
+            assert [name, *rest] == ["model.layers.2", True, 2]
+            continue
+        for predicted, measured in rest[1]:
+            assert predicted == measured
+    assert sum(rest[0] > 0 for name, *rest in found if name.startswith("sim")) >= 6
+
+
+# Refusals ---------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_a_head_is_refused(tmp_path):
+    folder = save(reference(TINY["Glm4MoeForCausalLM"]()), tmp_path)
+    with pytest.raises(ValueError, match=r"has no head .*model\.layers\.2\.eh_proj is missing"):
+        Model(folder, mtp=True)
+
+
+def test_an_architecture_without_heads_is_refused(tiny_folder):
+    with pytest.raises(ValueError, match="reads no heads .* of LlamaForCausalLM, only"):
+        Model(tiny_folder, mtp=True)
+
+
+def test_a_model_that_was_built_without_its_head_is_refused(folders, tiny_model, tiny_tokenizer):
+    model = loaded(folders["Glm4MoeForCausalLM"], mtp=False)
+    with pytest.raises(ValueError, match=r"built without its head .*mtp=True"):
+        generated(model, use_mtp=True)
+    with pytest.raises(ValueError, match=r"built without its head .*mtp=True"):
+        Engine(tiny_model, PagedCache(tiny_model, 64), tiny_tokenizer, draft="mtp")
+    with pytest.raises(TypeError, match="draft is 'other'; it must be .* or \"mtp\""):
+        Engine(tiny_model, PagedCache(tiny_model, 64), tiny_tokenizer, draft="other")
+
+
+def test_what_does_not_go_with_it_is_refused(model):
+    with pytest.raises(ValueError, match="use_mtp with num_beams = 2"):
+        generated(model, use_mtp=True, num_beams=2)
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens and use_mtp are both given"):
+        generated(model, use_mtp=True, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match='mtp with weights="best"'):
+        Model(model.config.path, mtp=True, weights="best")
+    with pytest.raises(ValueError, match="tokens is 17"):
+        MTP(tokens=17)
+
+
+def test_a_damaged_head_is_named(folders, tmp_path):
+    source = folders["Glm4MoeForCausalLM"]
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
+    with pytest.raises(ValueError, match="model.layers"):
+        loaded(tmp_path)
