@@ -153,7 +153,8 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
     ("--dtype",): {"choices": DTYPES, "help": "of arithmetic and floats (what the model says)"},
     ("--draft",): {
         "metavar": "MODEL",
-        "help": "a small model whose guesses this one checks, for speed",
+        "help": "a small model whose guesses this one checks, for speed; mtp for guesses of the "
+        "model's own head, if its checkpoint has one",
     },
     ("--embed-cpu",): {
         "action": "store_true",

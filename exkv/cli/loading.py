@@ -14,7 +14,7 @@ from typing import Any, cast
 from exkv.cache import CACHES, KVCache
 from exkv.checkpoint import ModelConfig
 from exkv.decode import Generator
-from exkv.decode.speculation import Draft
+from exkv.decode.speculation import OWN_HEAD, Draft
 from exkv.decode.speculation.limits import check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
@@ -70,7 +70,9 @@ class Prepared:
 
     def generator(self) -> Generator:
         """A generator of the loaded model."""
-        draft = None if self.draft is None else Draft(self.models[1], self.draft)
+        draft: Draft | str | None = OWN_HEAD if self.model.config.mtp else None
+        if self.draft is not None:
+            draft = Draft(self.models[1], self.draft)
         return Generator(self.model, self.cache, self.tokenizer, draft=draft)
 
 
@@ -93,7 +95,7 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
     config = ModelConfig.from_pretrained(args.model)
     tokenizer = Tokenizer(config)
     models = [model_of(config, args, model_kind(args))]
-    if args.draft:
+    if args.draft and args.draft != OWN_HEAD:
         models.append(model_of(ModelConfig.from_pretrained(args.draft), args))
         check_same_vocabulary(*models)
     found = [without(replaced, budget) for budget in budgets(args, models[0])]
@@ -106,7 +108,7 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
         model=models[0],
         cache=caches[0],
         tokenizer=tokenizer,
-        draft=caches[1] if args.draft else None,
+        draft=caches[1] if len(caches) > 1 else None,
         plans=planned(_scenario(models, shapes, args, found))[1],
         shortened=shortened,
     )
@@ -122,6 +124,7 @@ def model_of(
         embed_cpu=args.embed_cpu,
         weights=args.weights,
         calibration=args.calibration or None,
+        mtp=args.draft == OWN_HEAD,
     )
 
 
@@ -164,7 +167,7 @@ def _scenario(
     budgets: Sequence[Budget],
 ) -> Scenario:
     """With a draft, logits of each proposed token are needed, otherwise the last token's."""
-    pairs, alone = zip(models, shapes, strict=True), len(models) == 1
+    pairs, alone = zip(models, shapes, strict=True), not args.draft
     return Scenario(
         workloads=tuple(Workload.of(m, [shape], last_id_only=alone or None) for m, shape in pairs),
         budgets=tuple(budgets),

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from exkv.cache import CACHES
 from exkv.checkpoint import ModelConfig
+from exkv.decode.speculation import OWN_HEAD
 from exkv.errors import UnsupportedArchitecture
 from exkv.model import Model
 from exkv.planning import (
@@ -67,7 +68,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "help": "tokens a row (the model's positions); max for the longest that fits",
     },
     "--cache": {"choices": None, "metavar": "KIND", "help": f"{', '.join(CACHES)}, or best (fp16)"},
-    "--draft": {"help": "a second model with a cache alike, around the first"},
+    "--draft": {
+        "help": "a second model with a cache alike, around the first; or mtp, the model's own head"
+    },
     "--hosts": {
         "metavar": "NAME=LIST",
         "help": "cards of several hosts by size: a=24G,24G b=12G,8G,cpu:32G; each host is entered "
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     except UnsupportedArchitecture as refused:
         return plan_foreign(args, _budgets(args), refused)
     names = ["model"]
-    if args.draft:
+    if args.draft and args.draft != OWN_HEAD:
         models.append(_model(args.draft, args))
         names.append("draft")
     if args.draft_first:
@@ -211,7 +214,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--watch and {given[0]}: one of them, --watch draws on the terminal")
     if args.link and not args.hosts:
         raise ValueError("--link joins hosts: give --hosts NAME=LIST ... too")
-    if args.draft_first and not args.draft:
+    if args.draft_first and args.draft in (None, OWN_HEAD):
         raise ValueError("--draft-first needs --draft MODEL")
     if args.cache not in (*CACHES, "best"):
         raise ValueError(f"--cache {args.cache!r} is none of {', '.join(CACHES)}, best")

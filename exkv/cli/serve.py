@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from exkv import PlacementError
+from exkv.decode.speculation import OWN_HEAD
 from exkv.serve.hosting import CACHE_BITS, ModelFolder, Prepared, ServeOptions, model_folder
 
 from .flags import add_loading_flags, count, number, whole
@@ -153,5 +154,5 @@ def options(args: argparse.Namespace) -> ServeOptions:
         embed_cpu=args.embed_cpu,
         objective=args.objective,
         order=args.order,
-        draft=Path(args.draft) if args.draft else None,
+        draft=Path(args.draft) if args.draft and args.draft != OWN_HEAD else args.draft,
     )

@@ -83,6 +83,11 @@ class ClusterModel(Model):
                 "calibration rounds weights on one host: write the integers once, with `exkv "
                 "quantize IN OUT --calibration FILE`, and load that folder over hosts"
             )
+        if self.config.mtp:
+            raise ValueError(
+                "a head for multi-token prediction runs on one host, beside the last layer: leave "
+                "out mtp over hosts, and give a draft model, which lies with the driver"
+            )
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []

@@ -21,7 +21,7 @@ from exkv.cache import KVCache, PagedCache
 from exkv.cache.paging.growth import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.decode import Engine
-from exkv.decode.speculation import Draft, check_same_vocabulary
+from exkv.decode.speculation import MTP, OWN_HEAD, Draft, check_same_vocabulary
 from exkv.loading.options import LoadOptions
 from exkv.model import Model
 from exkv.planning import (
@@ -69,8 +69,8 @@ class ServeOptions:
         dtype: of arithmetic and floats; None for what the model says.
         embed_cpu: keep the embedding in host memory; None where only that fits.
         objective, order: how to spread over the devices, as of :func:`exkv.place`.
-        draft: a smaller model of the same vocabulary that proposes tokens, with a cache alike; None
-            for none.
+        draft: a smaller model of the same vocabulary that proposes tokens, with a cache alike;
+            "mtp" for the model's own head, None for none.
     """
 
     max_seq_len: int | None = None
@@ -89,7 +89,7 @@ class ServeOptions:
     embed_cpu: bool | None = None
     objective: str = "pack"
     order: str = "listed"
-    draft: Path | None = None
+    draft: Path | str | None = None
 
     def __post_init__(self) -> None:
         if self.max_seq_len is not None and self.max_seq_len > _MOST_TOKENS:
@@ -179,7 +179,7 @@ class Prepared:
         self.tokenizer = Tokenizer(config)
         self.usual = SamplingParams.recommended(path)
         self.models = [_model(config, options, make)]
-        if options.draft is not None:
+        if isinstance(options.draft, Path):
             self.models.append(_model(ModelConfig.from_pretrained(options.draft), options))
             check_same_vocabulary(*self.models)
         self.limit = min(model.config.max_position_embeddings for model in self.models)
@@ -249,7 +249,7 @@ class Prepared:
             gpu_split=own.gpu_split,
             reserve_vram=own.reserve,
             devices=own.devices,
-            last_id_only=True,
+            last_id_only=own.draft is None,
             objective=own.objective,
             order=own.order,
             **announced,
@@ -278,9 +278,9 @@ class Prepared:
             engine=engine, name=self.name, usual=self.usual, path=self.path, options=options
         )
 
-    def _draft(self) -> Draft | None:
+    def _draft(self) -> Draft | MTP | None:
         if len(self.models) == 1:
-            return None
+            return None if self.options.draft is None else MTP(tokens=_DRAFTED)
         return Draft(self.models[1], self._rows_of_draft(), tokens=_DRAFTED)
 
     def _rows_of_draft(self) -> KVCache:
@@ -310,12 +310,13 @@ class Prepared:
         started = time.perf_counter()
         answer = self.answer(leaving, as_long_as_fits)
         values = as_values(answer, ["model", "draft"], time.perf_counter() - started)
+        draft = self.options.draft
         asked = {
             "model": self.name,
             "max_seq_len": values["found"].get("max_seq_len", self.cache.max_seq_len),
             "cache": self.options.cache,
             "weights_as": self.options.weights,
-            "draft": self.options.draft and self.options.draft.name,
+            "draft": draft.name if isinstance(draft, Path) else draft,
         }
         return {"asked": asked, **values, "away_bytes_at_most": self._away_bytes()}
 
@@ -369,6 +370,7 @@ def _model(config: ModelConfig, options: ServeOptions, make: Callable[..., Model
         weights=options.weights,
         embed_cpu=options.embed_cpu,
         calibration=options.calibration,
+        mtp=options.draft == OWN_HEAD,
     )
     if options.chunk_size is None:
         model.chunks = _CHUNKS

@@ -16,6 +16,8 @@ from fastapi import FastAPI, Query
 from fastapi.responses import StreamingResponse
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from exkv.decode.speculation import OWN_HEAD
+
 from .answers import UNCACHED, RequestError, event
 from .hosting import CACHE_BITS, ModelFolder, ServedModel, ServeOptions
 from .serving import Serving, in_new_thread
@@ -31,7 +33,7 @@ Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class DraftRequest(BaseModel):
-    """The draft model, in TabbyAPI's format."""
+    """The draft model, in TabbyAPI's format; "mtp" for the model's own head."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -76,7 +78,7 @@ class LoadRequest(BaseModel):
             ValueError: an invalid value.
             RequestError: the folder has no such draft.
         """
-        draft = None if self.draft_model is None else _path(folder, self.draft_model.name)
+        draft = None if self.draft_model is None else _draft(folder, self.draft_model.name)
         tokens = self.cache_size or self.max_seq_len
         changes: dict[str, Any] = {
             "max_seq_len": tokens,
@@ -164,7 +166,7 @@ def add_models(app: FastAPI, serving: Serving) -> None:
                 max_seq_len=tokens,
                 weights=weights,
                 cache=mode or usual.cache,
-                draft=_path(serving.folder, draft) if draft else None,
+                draft=_draft(serving.folder, draft) if draft else None,
             )
             prepared = serving.prepare(_path(serving.folder, name), options, name)
             return prepared.plan(serving.leaving, longest)
@@ -220,6 +222,11 @@ def _add_changes(app: FastAPI, serving: Serving, usual: ServeOptions) -> None:
     async def unload(asked: UnloadRequest | None = None) -> dict[str, str]:
         await serving.unload(now=asked is not None and asked.skip_queue)
         return {"status": "unloaded"}
+
+
+def _draft(folder: ModelFolder | None, name: str) -> Path | str:
+    """A draft's path, or the word for the model's own head; errors as of :func:`_path`."""
+    return name if name == OWN_HEAD else _path(folder, name)
 
 
 def _path(folder: ModelFolder | None, name: str) -> Path:

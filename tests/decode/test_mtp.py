@@ -3,6 +3,7 @@ change no token, and one that agrees with the model is always right."""
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import pytest
@@ -13,8 +14,11 @@ from simproc import run_sim
 from tiny import TINY, reference, save
 
 from exkv import MTP, Cache, Engine, Generator, Job, Model, PagedCache, SamplingParams, Tokenizer
+from exkv.cli import chat, serve
+from exkv.cli.loading import prepare
 from exkv.decode.speculation.heads import propose
 from exkv.loading.report import LINES
+from exkv.serve.hosting import Prepared
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7] * 3, [11, 12, 13], [40, 41, 42, 43, 40, 41]]
 GREEDY = SamplingParams.greedy()
@@ -222,6 +226,28 @@ def test_planned_is_measured_on_simulated_devices(tmp_path):
         for predicted, measured in rest[1]:
             assert predicted == measured
     assert sum(rest[0] > 0 for name, *rest in found if name.startswith("sim")) >= 6
+
+
+# Commands ---------------------------------------------------------------------------------------
+
+
+def test_the_word_stands_for_it_in_flags(agreed):
+    folder = str(agreed.config.path)
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for each in (chat, serve):
+        each.add_to(commands)
+    flags = [folder, "--draft", "mtp", "--devices", "cpu", "--max-seq-len", "64"]
+    prepared = prepare(parser.parse_args(["chat", *flags]))
+    prepared.load()
+    generator = prepared.generator()
+    generator.generate_simple("the key", SamplingParams.greedy(), 20)
+    assert 0 < generator.stats.accepted_tokens <= generator.stats.proposed_tokens
+    prepared.model.unload()
+    served = Prepared(agreed.config.path, serve.options(parser.parse_args(["serve", *flags])))
+    planned = served.plan()
+    assert (planned["asked"]["draft"], list(planned["plans"])) == ("mtp", ["model"])
+    assert [unit["name"] for unit in planned["plans"]["model"]["units"]][-2] == "model.layers.1"
 
 
 # Refusals ---------------------------------------------------------------------------------------

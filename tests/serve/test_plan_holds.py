@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from heads import agreeing
 from simproc import run_sim
 
 from exkv import Job, PlacementError, SamplingParams, sim
@@ -20,16 +21,22 @@ from exkv.serve.serving import Serving
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 WORDS = "the key is in a kitchen and anna put it there where tom had his lamp".split()  # noqa: SIM905
 OPTIONS = ServeOptions(page=16, chunk_size=64)
+LONG = {"max_position_embeddings": 2048, "vocab_size": 320}
 PLAIN = SamplingParams(top_k=0, top_p=1.0, token_repetition_penalty=1.0)
 
 
-def peaks_under_load(seed: int, devices: int, drafts: bool) -> list[list[int]]:
+def peaks_under_load(
+    seed: int, devices: int, draft: str | None, folder: str = str(DEMO)
+) -> list[list[int]]:
     """Of each device that holds units: what was planned, the peak, and what is held at the end
     beside what was held before."""
     options = ServeOptions(
-        max_seq_len=768, chunk_size=64, max_running=6, draft=DEMO if drafts else None
+        max_seq_len=768,
+        chunk_size=64,
+        max_running=6,
+        draft=Path(draft) if draft == str(DEMO) else draft,
     )
-    prepared = Prepared(DEMO, options)
+    prepared = Prepared(Path(folder), options)
     for _ in prepared.load():
         pass
     serving = Serving(prepared.serve(), limits=Limits(jobs=1000))
@@ -39,6 +46,8 @@ def peaks_under_load(seed: int, devices: int, drafts: bool) -> list[list[int]]:
     for device in planned:
         torch.accelerator.reset_peak_memory_stats(device)
     asyncio.run(_load(serving, random.Random(seed)))
+    stats = serving.loaded.engine.stats
+    assert bool(stats.accepted_tokens) == (draft is not None)
     return [
         [
             total,
@@ -91,10 +100,11 @@ def _job(source: random.Random, shared: str, number: int) -> Job:
     )
 
 
-def test_the_peak_is_never_above_the_plan_and_all_is_given_back():
-    for devices, sizes, drafts in ((1, "32M", True), (2, "2M,16M", False)):
-        found = run_sim(peaks_under_load, sizes, args=[7, devices, drafts])
-        for planned, peak, before, after in found:
+def test_the_peak_is_never_above_the_plan_and_all_is_given_back(tmp_path):
+    demo, with_head = str(DEMO), str(agreeing("Glm4MoeForCausalLM", tmp_path, **LONG))
+    cases = [("32M", 7, 1, demo), ("2M,16M", 7, 2, None), ("1M,16M", 7, 2, "mtp", with_head)]
+    for sizes, *args in cases:
+        for planned, peak, before, after in run_sim(peaks_under_load, sizes, args=args):
             assert peak <= planned
             assert after == before
 

@@ -10,13 +10,14 @@ is speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupl
 """
 
 from .draft import Draft
-from .heads import MTP, check_has_head
+from .heads import MTP, OWN_HEAD, check_has_head
 from .limits import Limits, check_promised, check_returns, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 from .proposals import Speculation
 
 __all__ = [
     "MTP",
+    "OWN_HEAD",
     "Draft",
     "Limits",
     "NGramIndex",

@@ -23,6 +23,9 @@ from exkv.sampling.bounds import check_count
 from ..rows import Row
 from .draft import Guess, likely
 
+#: What is given in a draft's place for ``MTP()``.
+OWN_HEAD = "mtp"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTP:

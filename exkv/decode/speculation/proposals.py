@@ -11,7 +11,7 @@ from exkv.models import Transformer
 from ..chooser import Chooser
 from ..rows import Row
 from .draft import Draft, Guess
-from .heads import MTP, check_has_head
+from .heads import MTP, OWN_HEAD, check_has_head
 from .limits import check_promised, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 
@@ -52,7 +52,7 @@ class Speculation:
             raise TypeError(
                 f"ngrams is {ngrams!r:.60}; it must be NGrams, a number of tokens or None"
             )
-        draft = MTP() if draft == "mtp" else draft
+        draft = MTP() if draft == OWN_HEAD else draft
         if not isinstance(draft, Draft | MTP | None):
             raise TypeError(
                 f'draft is {draft!r:.60}; it must be Draft(model, cache), MTP() or "mtp"'
