@@ -166,9 +166,12 @@ class Checkpoint:
         Raises CheckpointError if the file was changed or replaced since it was opened; whoever
         truncates it later, while a view is in use, still gets the process killed (SIGBUS).
         """
-        info = self.info(name)
+        return self.view(self.info(name))
+
+    def view(self, info: TensorInfo) -> torch.Tensor:
+        """The same of what lies at a place of one of its files."""
         file = self._file(info)
-        file.check(f"tensor {name!r} can't be read")
+        file.check(f"tensor {info.name!r} can't be read")
         mapped = file.mapped()
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)

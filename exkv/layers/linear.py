@@ -102,7 +102,25 @@ class Linear(Matrix):
 
     def forward(self, x: Tensor) -> Tensor:
         parameters = parameters_of(self)
-        return self.format.linear(x, parameters, parameters["bias"])
+        return self.format.linear(self.aligned(x), parameters, parameters["bias"])
+
+    def aligned(self, x: Tensor) -> Tensor:
+        """x with its inputs in the order of the matrix's columns."""
+        return x
+
+
+class TransposedLinear(Linear):
+    """A linear layer on features (..., groups * heads * size) whose matrix has the first heads of
+    all groups first. Columns of packed blocks can't be moved without quantizing them anew."""
+
+    def __init__(
+        self, inputs: int, outputs: int, *, groups: int, heads: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=dtype)
+        self.order = (groups, heads, -1)
+
+    def aligned(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, self.order).transpose(-3, -2).flatten(-3)
 
 
 class ExactLinear(Linear):

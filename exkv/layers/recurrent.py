@@ -14,7 +14,7 @@ from exkv.batch import Batch
 from exkv.checkpoint import LinearAttentionConfig, ModelConfig, StateTensor
 from exkv.ops.activations import ACTIVATIONS
 
-from .linear import Linear, PlainModule, weight
+from .linear import Linear, PlainModule, TransposedLinear, weight
 from .norm import RMSNorm
 
 
@@ -146,7 +146,26 @@ class FusedGatedDelta(GatedDelta):
 
 
 class SplitGatedDelta(GatedDelta):
-    """With a matrix for queries, keys and values, and one each for the rest (Qwen 3.5)."""
+    """With a matrix for queries, keys and values, and one each for the rest (Qwen 3.5).
+
+    Args:
+        transposed: whether columns of the last matrix go by the heads of values of one of keys, and
+            then by those of keys, as llama.cpp's files have them.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, *, transposed: bool = False
+    ) -> None:
+        super().__init__(config, dtype)
+        if transposed:
+            groups = self.settings.linear_num_key_heads
+            self.out_proj = TransposedLinear(
+                self.settings.value_size,
+                config.hidden_size,
+                groups=groups,
+                heads=self.settings.linear_num_value_heads // groups,
+                dtype=dtype,
+            )
 
     def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
         sizes = self.settings

@@ -191,7 +191,7 @@ class _Rounding(contextlib.ExitStack):
         return self
 
     def _round(self, path: str, linear: Linear, inputs: tuple[Any, ...]) -> None:
-        (x,) = inputs
+        x = linear.aligned(*inputs)
         if self.records:
             self._floats[path] = x
         if self.records or path in self.found:

@@ -3,29 +3,74 @@ beside a model of images, whose three axes of rotary positions are one in a text
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from exkv.checkpoint import LinearAttentionConfig
+import torch
+
+from exkv.checkpoint import LinearAttentionConfig, ModelConfig, facts_of
 from exkv.checkpoint.families import BESIDE_IMAGES
+from exkv.checkpoint.gguf.names import Rows
 from exkv.layers import SplitGatedDelta
 
 from . import qwen3_next
 from .decoder import Decoder
-from .qwen3_next import NAMES, linear_or_attention, norm
+from .qwen3_next import NAMES, head_sizes, linear_or_attention, norm
+from .units import UnitSpec
 
-DECODER = Decoder(
-    attention=partial(linear_or_attention, linear=SplitGatedDelta),
-    norm=norm,
-    head_norm=norm,
-    rename=NAMES,
+
+def _heads_of_values(*, behind_keys: bool = False) -> Rows:
+    """Of heads of values, which files have by those of one head of keys, and then by those of keys;
+    in front of them may be queries and keys."""
+
+    def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
+        size, groups, heads = head_sizes(own)
+        before = 2 * size * groups * behind_keys
+        if count <= before or (count - before) % (groups * heads):
+            raise ValueError(f"they are not {before} and those of {groups * heads} heads")
+        values = torch.arange(before, count).view(heads, groups, -1).transpose(0, 1).reshape(-1)
+        return torch.cat((torch.arange(before), values))
+
+    return rows
+
+
+GGUF = replace(
+    qwen3_next.GGUF,
+    architecture="qwen35",
+    rows={
+        "attn_qkv": {"linear_attn.in_proj_qkv": _heads_of_values(behind_keys=True)},
+        "attn_gate": {"linear_attn.in_proj_z": _heads_of_values()},
+        "ssm_beta": {"linear_attn.in_proj_b": _heads_of_values()},
+        "ssm_alpha": {"linear_attn.in_proj_a": _heads_of_values()},
+        "ssm_conv1d": {"linear_attn.conv1d": _heads_of_values(behind_keys=True)},
+        "ssm_dt.bias": {"linear_attn.dt_bias": _heads_of_values()},
+        "ssm_a": {"linear_attn.A_log": _heads_of_values()},
+    },
 )
+
+
+def decoder(config: ModelConfig) -> Decoder:
+    """What the layers consist of, without experts."""
+    linear = partial(SplitGatedDelta, transposed=facts_of(config).apart)
+    return Decoder(
+        attention=partial(linear_or_attention, linear=linear),
+        norm=norm,
+        head_norm=norm,
+        rename=NAMES,
+    )
+
+
+def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    return decoder(config)(config, dtype)
+
 
 TEXT = replace(
     qwen3_next.FAMILY,
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
-    units=DECODER,
+    units=_units,
     defaults=qwen3_next.FAMILY.defaults
     | {
         "vocab_size": 248320,
@@ -38,10 +83,12 @@ TEXT = replace(
     aliases={},
     rope_aliases={"mrope": "default"},
     names=BESIDE_IMAGES,
+    gguf=GGUF,
 )
 FAMILY = replace(
     TEXT,
     architecture="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",
     text_config="text_config",
+    gguf=None,
 )

@@ -18,7 +18,7 @@ from .units import UnitSpec
 
 def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
     return replace(
-        qwen3_5.DECODER,
+        qwen3_5.decoder(config),
         mlp_of_layer=partial(mixture_or_mlp, experts=partial(SharedExperts, gated=True)),
         rename=qwen3_5.NAMES | qwen2_moe.NAMES,
         made=experts_as_stored(config),
@@ -45,10 +45,12 @@ TEXT = replace(
         "intermediate_size": "moe_intermediate_size",
     },
     stacked_experts=True,
+    gguf=replace(qwen3_5.GGUF, architecture="qwen35moe"),
 )
 FAMILY = replace(
     TEXT,
     architecture="Qwen3_5MoeForConditionalGeneration",
     model_type="qwen3_5_moe",
     text_config="text_config",
+    gguf=None,
 )

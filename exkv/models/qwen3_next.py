@@ -3,7 +3,7 @@ others attention with a gate; experts beside a shared one in place of the MLP.""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,13 +12,30 @@ import torch
 from torch import Tensor, nn
 
 from exkv.batch import Batch
-from exkv.checkpoint import ExpertsConfig, LinearAttentionConfig, ModelConfig, StateTensor, windows
+from exkv.checkpoint import (
+    ExpertsConfig,
+    LinearAttentionConfig,
+    ModelConfig,
+    StateTensor,
+    facts_of,
+    windows,
+)
 from exkv.checkpoint.families import Family, MTPNames
-from exkv.layers import Attention, FusedGatedDelta, Linear, SharedExperts, mixture_or_mlp
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
+from exkv.checkpoint.value_checks import is_int
+from exkv.layers import (
+    Attention,
+    FusedGatedDelta,
+    Linear,
+    SharedExperts,
+    SplitGatedDelta,
+    mixture_or_mlp,
+)
 from exkv.layers.attention import Attend
 
 from . import qwen2_moe
 from .decoder import Decoder, rms_norm
+from .units import UnitSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +90,120 @@ NAMES = {
 }
 norm = partial(rms_norm, offset=True)
 
-FAMILY = Family(
-    architecture="Qwen3NextForCausalLM",
-    model_type="qwen3_next",
-    units=Decoder(
-        attention=partial(linear_or_attention, linear=FusedGatedDelta),
+
+def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    """With each head's rows of the projections side by side, which GGUF files have apart."""
+    linear = SplitGatedDelta if facts_of(config).apart else FusedGatedDelta
+    return Decoder(
+        attention=partial(linear_or_attention, linear=linear),
         mlp_of_layer=partial(mixture_or_mlp, experts=partial(SharedExperts, gated=True)),
         norm=norm,
         head_norm=norm,
         rename=NAMES | qwen2_moe.NAMES,
-    ),
+    )(config, dtype)
+
+
+#: Metadata of the linear attention.
+_HEADS = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+
+
+def head_sizes(own: Callable[[str], Any]) -> tuple[int, int, int]:
+    """Features of a key, heads of keys, and heads of values to each of these."""
+    keys = ("ssm.state_size", "ssm.group_count", "ssm.time_step_rank")
+    size, heads, values = (own(key) for key in keys)
+    for key, value in zip(keys, (size, heads, values), strict=True):
+        if not is_int(value) or value < 1:
+            raise ValueError(f"{key} is {value!r}; it must be a positive integer")
+    if values % heads:
+        raise ValueError(f"ssm.time_step_rank {values} is not a multiple of group_count {heads}")
+    return size, heads, values // heads
+
+
+def _of_heads(index: int, *, gates: bool) -> Callable[[Callable[[str], Any], int], torch.Tensor]:
+    """The index-th part of what each head of keys has side by side, of all of them: query, key,
+    values and gates of them, or beta and the decay of values."""
+
+    def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
+        size, heads, values = head_sizes(own)
+        each, rest = divmod(count, heads)
+        sizes = [size, size, *[(each - 2 * size) // 2] * 2] if gates else [values, values]
+        if rest or min(sizes) < 1 or sum(sizes) != each:
+            raise ValueError(f"they are not those of {heads} heads of {sum(sizes)}")
+        return torch.arange(count).view(heads, each).split(sizes, 1)[index].reshape(-1)
+
+    return rows
+
+
+def _mixed(own: Callable[[str], Any], count: int) -> torch.Tensor:
+    """Queries, keys and values of :func:`_of_heads`, all heads' of each."""
+    return torch.cat([_of_heads(index, gates=True)(own, count) for index in range(3)])
+
+
+def of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of heads by those of all; which layers are recurrent, without what lies behind them."""
+    inner, heads = values.get("ssm_inner_size"), values.get("linear_num_value_heads")
+    recurrent, layers = values.get("recurrent_layers"), values.get("num_hidden_layers")
+    linear, *_ = windows.STATES
+    types = None
+    if isinstance(recurrent, list) and is_int(layers):
+        types = [linear if each else windows.FULL_ATTENTION for each in recurrent[:layers]]
+    if is_int(inner) and is_int(heads) and heads:
+        inner //= heads
+    return {
+        "linear_value_head_dim": inner,
+        "layer_types": types,
+        **dict.fromkeys(("ssm_inner_size", "recurrent_layers")),
+    }
+
+
+#: Files of the first weeks have the projections as checkpoints do (``ssm_in``).
+GGUF = GGUFFamily(
+    architecture="qwen3next",
+    names={
+        **EXPERTS,
+        **shared("mlp.shared_expert"),
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_dt.bias": "linear_attn.dt_bias",
+        "ssm_a": "linear_attn.A_log",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
+    rows={
+        "ssm_in": {
+            "linear_attn.in_proj_qkv": _mixed,
+            "linear_attn.in_proj_z": _of_heads(3, gates=True),
+        },
+        "ssm_ba": {
+            "linear_attn.in_proj_b": _of_heads(0, gates=False),
+            "linear_attn.in_proj_a": _of_heads(1, gates=False),
+        },
+    },
+    dims={"ssm_conv1d": 3, "ffn_gate_inp_shexp": 2},
+    norm_offset=1.0,
+    plain_norms=("linear_attn.norm.weight",),
+    restore={"linear_attn.A_log": lambda x: x.neg().log()},
+    metadata={
+        **_HEADS,
+        "ssm.inner_size": "ssm_inner_size",
+        "attention.recurrent_layers": "recurrent_layers",
+        "full_attention_interval": "full_attention_interval",
+    },
+    additions=of_gguf,
+)
+
+FAMILY = Family(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    units=_units,
     defaults={
         "vocab_size": 151936,
         "hidden_size": 2048,
@@ -116,4 +237,5 @@ FAMILY = Family(
         projection="mtp.fc",
         norm="mtp.norm",
     ),
+    gguf=GGUF,
 )

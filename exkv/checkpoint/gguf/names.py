@@ -7,11 +7,12 @@ part of its ``Family``, and ``gguf.py`` goes by it.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -39,10 +40,10 @@ POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)")
 #: Files from before April 2024 have a tensor for each expert.
 _EXPERT = re.compile(r"(ffn_[a-z]+)\.(0|[1-9]\d{0,3})")
-_END = re.compile(r"(.+)\.(weight|bias)")
+_ENDING = re.compile(r"(.+)\.(weight|bias)")
 
 
 def shared(module: str) -> dict[str, str]:
@@ -51,6 +52,10 @@ def shared(module: str) -> dict[str, str]:
     return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
 
 
+#: From what reads the architecture's metadata by key, and the rows of a file's tensor: where in it
+#: each row of a checkpoint's tensor lies, int64, or None for as they are. ValueError where the
+#: metadata is none that fits.
+Rows = Callable[[Callable[[str], Any], int], torch.Tensor | None]
 #: Values as a config.json has them -> what only the architecture knows to add.
 Additions = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -65,10 +70,13 @@ class GGUFFamily:
             for an expert's number, and the tensor holds all experts. A part with its ``.weight`` or
             ``.bias`` stands for a parameter that checkpoints have under another ending.
         ends: of what is in no layer, likewise.
-        dims: parts that are a vector -> the dimensions of the checkpoint's tensor: 2 for a matrix
-            of one row. Converters differ in them.
+        rows: parts whose rows lie in another order, or are those of several tensors -> the names of
+            these, with the rows of each.
+        dims: parts with fewer dimensions than the checkpoint's tensor -> its dimensions, those
+            before the last being 1: 2 for a matrix of one row. Converters differ in them.
         interleaved: the rows of queries and keys lie as pairs to be rotated, and not as halves.
-        norm_offset: what was added to the weights of norms.
+        norm_offset: what was added to the weights of norms, but for those of ``plain_norms``.
+        restore: ends of names in the checkpoint -> what makes its numbers, float32, of the file's.
         metadata: metadata -> keys of config.json, beside those of every architecture.
         marks: metadata -> whether it says something, or which numbers (0 for none), where several
             architectures have one name.
@@ -80,38 +88,60 @@ class GGUFFamily:
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Rows]] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
     interleaved: bool = False
     norm_offset: float = 0.0
+    plain_norms: tuple[str, ...] = ()
+    restore: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, bool | tuple[int, ...]] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
     doubts: Mapping[str, str] = field(default_factory=dict)
     additions: Additions = lambda values: {}
 
-    def checkpoint_name(self, name: str) -> str | None:
-        """Hugging Face's name for a tensor, with ``{}`` for an expert; None for one that no
-        checkpoint has."""
+    def checkpoint_names(self, name: str) -> Mapping[str, Rows | None]:
+        """Hugging Face's names for a tensor, with ``{}`` for an expert, and its rows of each, None
+        for all; none where no checkpoint has it."""
         if match := _BLOCK.fullmatch(name):
-            layer, part, kind = match.groups()
-            known = self.names.get(f"{part}.{kind}")
-            if known is None and (of_part := self._in_layer(part)) is not None:
-                known = f"{of_part}.{kind}"
-            return None if known is None else f"model.layers.{int(layer)}.{known}"
-        if match := _END.fullmatch(name):
+            layer, part = match.groups()
+            found = self._in_layer(part)
+            return {f"model.layers.{int(layer)}.{own}": rows for own, rows in found.items()}
+        if match := _ENDING.fullmatch(name):
             known = {**_ENDS, **self.ends}.get(match[1])
-            return None if known is None else f"{known}.{match[2]}"
-        return None
+            return {} if known is None else {f"{known}.{match[2]}": None}
+        return {}
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A tensor's shape in a checkpoint, of its name and shape in the file."""
         match = _BLOCK.fullmatch(name)
-        dims = self.dims.get(match[2]) if match else None
-        return shape if dims is None else (*(1,) * (dims - 1), math.prod(shape))
+        dims = self.dims.get(match[2].rpartition(".")[0]) if match else None
+        if dims is None:
+            return shape
+        long = [size for size in shape if size != 1]
+        return (*long[:-1], *(1,) * (dims - len(long)), *long[-1:])
 
-    def _in_layer(self, part: str) -> str | None:
-        """Hugging Face's name for a layer's part."""
-        if match := _EXPERT.fullmatch(part):
-            stacked = self.names.get(f"{match[1]}_exps")
-            return None if stacked is None else stacked.replace("{}", match[2])
-        return {**_LAYER, **self.names}.get(part)
+    def restoring(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What makes the numbers of the checkpoint's tensor ``name`` of the file's; None where they
+        are the same."""
+        if self.norm_offset and name.endswith("norm.weight"):
+            return None if name.endswith(self.plain_norms) else lambda x: x - self.norm_offset
+        return next((undo for end, undo in self.restore.items() if name.endswith(end)), None)
+
+    def _in_layer(self, part: str) -> Mapping[str, Rows | None]:
+        """Hugging Face's names for a layer's part, without the layer's."""
+        if part in self.rows:
+            return self.rows[part]
+        if part in self.names:
+            return {self.names[part]: None}
+        match = _ENDING.fullmatch(part)
+        if match is None:
+            return {}
+        stem, kind = match.groups()
+        if stem in self.rows:
+            return {f"{own}.{kind}": rows for own, rows in self.rows[stem].items()}
+        known = {**_LAYER, **self.names}.get(stem)
+        if expert := _EXPERT.fullmatch(stem):
+            stacked = self.names.get(f"{expert[1]}_exps")
+            known = None if stacked is None else stacked.replace("{}", expert[2])
+        return {} if known is None else {f"{known}.{kind}": None}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..open_file import CheckpointError
 from ..safetensors import Checkpoint, TensorInfo
 from ..value_checks import is_int
 from .contents import SHOWN, GGUFContents, PlacedTensor
-from .names import GGUFFamily
+from .names import GGUFFamily, Rows
 
 #: What stands for rotary frequencies, which a config holds.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -60,54 +61,65 @@ class GGUFCheckpoint(Checkpoint):
         self._files = {file.path: file for file in contents.files}
         self._identities = {file.path: file.identity for file in contents.files}
         _, _, family = contents.family()
-        self._orders: dict[str, torch.Tensor] = {}
-        self._offsets: dict[str, float] = {}
+        self._made: dict[str, _Made] = {}
         found: dict[str, TensorInfo] = {}
         beyond = layers_of(contents)
         for placed in contents.tensors.values():
-            infos = None if _layer_of(placed) >= beyond else _infos(placed, family)
+            infos = None if _layer_of(placed) >= beyond else _infos(contents, placed, family)
             if infos is None:
                 self.unindexed.append(placed.tensor.name)
                 continue
             _check_new(placed, infos, found)
-            found |= {info.name: info for info in infos}
-            for info in infos[:1]:
-                self._note(contents, family, info)
+            found |= {info.name: info for info, _ in infos}
+            self._made |= {info.name: made for info, made in infos if made.differs}
         return found
-
-    def _note(self, contents: GGUFContents, family: GGUFFamily, info: TensorInfo) -> None:
-        """Keep in mind what the converter did to a tensor."""
-        if family.norm_offset and info.name.endswith("norm.weight"):
-            self._offsets[info.name] = family.norm_offset
-        heads = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(info.name.split(".")[-2])
-        if family.interleaved and heads is not None:
-            count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
-            self._orders[info.name] = _halves(self.folder, info, count)
 
     def tensor(self, name: str) -> torch.Tensor:
         """As :meth:`Checkpoint.tensor` says; a copy where the converter's work is undone."""
-        stored = super().tensor(name)
-        if name in self._orders:
-            return stored[self._orders[name]]
-        if name in self._offsets:
-            return stored.float().sub(self._offsets[name]).to(stored.dtype)
+        made = self._made.get(name)
+        if made is None:
+            return super().tensor(name)
+        stored = self.view(made.whole)
+        if made.order is not None:
+            stored = stored[made.order].reshape(self.info(name).shape)
+        if made.restore is not None:
+            stored = made.restore(stored.float()).to(stored.dtype)
         return stored
 
     def mapping(self, name: str) -> object | None:
-        made_anew = name in self._orders or name in self._offsets
-        return None if made_anew else super().mapping(name)
+        return None if name in self._made else super().mapping(name)
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
-        if name in self._orders:
-            stored, order = super().tensor(name), self._orders[name]
+        made = self._made.get(name)
+        if made is None:
+            super().read_into(name, target, first)
+        elif made.restore is not None or made.order is None:
+            target.copy_(self.tensor(name).view(-1).view(torch.uint8)[first : first + len(target)])
+        else:
+            stored = self.view(made.whole)
             row = stored[0].nbytes
             begin, end = first // row, -(-(first + len(target)) // row)
-            rows = stored[order[begin:end]].view(-1).view(torch.uint8)
+            rows = stored[made.order[begin:end]].view(-1).view(torch.uint8)
             target.copy_(rows[first - begin * row :][: len(target)])
-        elif name in self._offsets:
-            target.copy_(self.tensor(name).view(torch.uint8)[first : first + len(target)])
-        else:
-            super().read_into(name, target, first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """How a checkpoint's tensor is made of the file's.
+
+    Attributes:
+        whole: the file's.
+        order: where each of its rows lies there, int64; None for as they are.
+        restore: makes its numbers of those; None where they are the same.
+    """
+
+    whole: TensorInfo
+    order: torch.Tensor | None
+    restore: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @property
+    def differs(self) -> bool:
+        return self.order is not None or self.restore is not None
 
 
 def layers_of(contents: GGUFContents) -> Any:
@@ -122,32 +134,68 @@ def _layer_of(placed: PlacedTensor) -> int:
     return int(match[1]) if match else -1
 
 
-def _infos(placed: PlacedTensor, family: GGUFFamily) -> list[TensorInfo] | None:
-    """The tensors of a checkpoint that a tensor of the file stands for; None where it isn't known,
-    and none of them where a config has what it says."""
+def _infos(
+    contents: GGUFContents, placed: PlacedTensor, family: GGUFFamily
+) -> list[tuple[TensorInfo, _Made]] | None:
+    """The tensors of a checkpoint that a tensor of the file stands for, and how they are made; None
+    where it isn't known, and none of them where a config has what it says."""
     tensor = placed.tensor
     if tensor.name in ROPE_TENSORS:
         return []
-    name = family.checkpoint_name(tensor.name)
-    if name is None:
+    names = family.checkpoint_names(tensor.name)
+    if not names:
         return None
     shape, dtype = tensor.shape, tensor.type.dtype or torch.uint8
     if tensor.type.dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.block * tensor.type.nbytes)
-    if "{}" not in name:
-        return [_info(placed, name, family.shape(tensor.name, shape), dtype, 0)]
+    if not any("{}" in name for name in names):
+        whole = _info(placed, tensor.name, family.shape(tensor.name, shape), dtype, 0)
+        return [_part(contents, family, whole, name, rows) for name, rows in names.items()]
     kind, dims = ("bias", 2) if tensor.name.endswith(".bias") else ("matrix", 3)
     if len(shape) != dims or shape[0] > _MOST_EXPERTS:
         raise CheckpointError(
             f"{placed.file.path}: tensor {tensor.name!r} is {list(tensor.shape)}; expected is a "
             f"{kind} for each of at most {_MOST_EXPERTS} experts: download it again"
         )
-    return [_info(placed, name.format(i), shape[1:], dtype, i) for i in range(shape[0])]
+    wholes = [_info(placed, tensor.name, shape[1:], dtype, i) for i in range(shape[0])]
+    return [
+        _part(contents, family, whole, name.format(i), rows)
+        for i, whole in enumerate(wholes)
+        for name, rows in names.items()
+    ]
 
 
-def _check_new(placed: PlacedTensor, infos: list[TensorInfo], found: Container[str]) -> None:
+def _part(
+    contents: GGUFContents, family: GGUFFamily, whole: TensorInfo, name: str, rows: Rows | None
+) -> tuple[TensorInfo, _Made]:
+    """A checkpoint's tensor, and how it is made of ``whole``."""
+    order = None if rows is None else _order(contents, whole, rows)
+    heads = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(name.split(".")[-2])
+    if family.interleaved and heads is not None:
+        count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
+        order = _halves(contents.path, name, whole.shape[0], count)
+    made = _Made(whole=whole, order=order, restore=family.restoring(name))
+    if order is None:
+        return replace(whole, name=name), made
+    nbytes = whole.nbytes // whole.shape[0] * len(order)
+    return replace(whole, name=name, shape=(len(order), *whole.shape[1:]), nbytes=nbytes), made
+
+
+def _order(contents: GGUFContents, whole: TensorInfo, rows: Rows) -> torch.Tensor | None:
+    count = whole.shape[0] if whole.shape else 0
+    try:
+        return rows(contents.own, count)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{contents.path}: tensor {whole.name!r} has {count} rows: {error}: download it again"
+        ) from None
+
+
+def _check_new(
+    placed: PlacedTensor, infos: list[tuple[TensorInfo, _Made]], found: Container[str]
+) -> None:
     """CheckpointError where another tensor of the file stands for the same weights."""
-    if twice := [info.name for info in infos if info.name in found]:
+    if twice := [info.name for info, _ in infos if info.name in found]:
         raise CheckpointError(
             f"{placed.file.path}: tensor {placed.tensor.name!r} is {twice[0]}, and so is another: "
             f"download the model again"
@@ -169,16 +217,15 @@ def _info(
     )
 
 
-def _halves(path: Path, info: TensorInfo, heads: Any) -> torch.Tensor:
+def _halves(path: Path, name: str, rows: int, heads: Any) -> torch.Tensor:
     """Where each row of a projection lies, int64 (rows,).
 
     The converter puts the rows of a head that are rotated together, i and D / 2 + i, one behind
     the other: row 2 i of a head in the file is row i of the checkpoint, 2 i + 1 is D / 2 + i.
     """
-    rows = info.shape[0]
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or rows % (2 * heads):
         raise CheckpointError(
-            f"{path}: tensor {info.name!r} has {rows} rows, which are not {quoted(heads)} heads of "
+            f"{path}: tensor {name!r} has {rows} rows, which are not {quoted(heads)} heads of "
             f"pairs: download it again"
         )
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
@@ -191,5 +238,5 @@ def packed_types(contents: GGUFContents) -> dict[str, str]:
         info.name.removesuffix(".weight"): placed.tensor.type.name
         for placed in contents.tensors.values()
         if placed.tensor.type.dtype is None
-        for info in _infos(placed, family) or ()
+        for info, _ in _infos(contents, placed, family) or ()
     }
