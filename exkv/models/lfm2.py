@@ -11,6 +11,7 @@ from torch import nn
 
 from exkv.checkpoint import ModelConfig, StateTensor, windows
 from exkv.checkpoint.families import Family, Specific, TensorNames
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import check_at_most, check_layers, check_size, is_int, set_floats
 from exkv.layers import Attention, GatedMLP, ShortConv
 from exkv.layers.recurrent import short_conv_state
@@ -104,6 +105,38 @@ NAMES = {
     "mlp.down_proj": "feed_forward.w2",
 }
 
+
+def of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with convolutions are those without heads of keys; sizes of MLPs are what they are."""
+    heads = values.get("num_key_value_heads")
+    known = {"block_auto_adjust_ff_dim": False}
+    if not isinstance(heads, list) or not all(map(is_int, heads)) or not any(heads):
+        return known
+    types = [windows.FULL_ATTENTION if each else "conv" for each in heads]
+    return {**known, "num_key_value_heads": max(heads), "layer_types": types}
+
+
+GGUF = GGUFFamily(
+    architecture="lfm2",
+    names={
+        "attn_norm": "operator_norm",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "attn_output": "self_attn.out_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
+    ends=dict.fromkeys(("token_embd_norm", "output_norm"), "model.embedding_norm"),
+    dims={"shortconv.conv": 3},
+    metadata={"shortconv.l_cache": "conv_L_cache"},
+    additions=of_gguf,
+)
+
 FAMILY = Family(
     architecture="Lfm2ForCausalLM",
     model_type="lfm2",
@@ -128,4 +161,5 @@ FAMILY = Family(
     },
     names=(TensorNames(norm="model.embedding_norm"),),
     states=_states,
+    gguf=GGUF,
 )

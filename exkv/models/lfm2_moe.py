@@ -73,4 +73,16 @@ FAMILY = replace(
         "num_local_experts": "num_experts",
         "first_k_dense_replace": "num_dense_layers",
     },
+    gguf=replace(
+        lfm2.GGUF,
+        architecture="lfm2moe",
+        names={
+            **lfm2.GGUF.names,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+            "ffn_gate_exps": "feed_forward.experts.{}.w1",
+            "ffn_up_exps": "feed_forward.experts.{}.w3",
+            "ffn_down_exps": "feed_forward.experts.{}.w2",
+        },
+    ),
 )
