@@ -16,6 +16,7 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import ExpertsConfig, ModelConfig, QueryScaling, windows
 from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.gguf.names import GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import MLP, Attention, GatedMLP, ScaledQueryAttention, SharedExperts
 from exkv.layers.mlp import run_experts
@@ -155,6 +156,40 @@ def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, .
     return smollm3.rotated({**{key: values[key] for key in named}, **stated}, types)
 
 
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What files don't say, as llama.cpp has it: Maverick, with 128 experts, divides no heads by
+    their root mean square; a window of 0 stands for rotary positions in all layers and no
+    chunks."""
+    found = {"use_qk_norm": values.get("num_local_experts") != 128}
+    layers: Any = values.get("num_hidden_layers")
+    if values.get("sliding_window", 0) is not None or not is_int(layers):
+        return found
+    return {
+        **found,
+        "attention_chunk_size": None,
+        "attn_temperature_tuning": False,
+        "no_rope_layers": [1] * layers,
+    }
+
+
+GGUF = GGUFFamily(
+    architecture="llama4",
+    names={
+        **shared("feed_forward.shared_expert"),
+        **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        **{
+            f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj"
+            for part in ("gate", "up", "down")
+        },
+        "ffn_gate_inp": "feed_forward.router",
+    },
+    metadata={
+        "feed_forward_length": "intermediate_size_mlp",
+        "expert_feed_forward_length": "intermediate_size",
+    },
+    additions=_of_gguf,
+)
+
 FAMILY = Family(
     architecture="Llama4ForCausalLM",
     model_type="llama4_text",
@@ -198,6 +233,7 @@ FAMILY = Family(
     query_scaling=_query_scaling,
     aliases={"decoder_sparse_step": "interleave_moe_layer_step"},
     stacked_experts=True,
+    gguf=GGUF,
 )
 #: The text model alone, of one that sees images, too, as all published ones do.
 WITH_IMAGES = replace(
@@ -206,4 +242,5 @@ WITH_IMAGES = replace(
     model_type="llama4",
     text_config="text_config",
     names=BESIDE_IMAGES,
+    gguf=None,
 )
