@@ -1,11 +1,18 @@
 """GLM 4 (Zhipu AI, 2025: GLM-4-0414): norms before and after attention and MLP, gate and up in one
 matrix, and positions that rotate neighbours in half of each head."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from exkv.checkpoint.families import BESIDE_IMAGES, Family
 from exkv.checkpoint.gguf.names import GGUFFamily
+from exkv.checkpoint.value_checks import is_int
 from exkv.layers import Attention, FusedGatedMLP
 
 from .decoder import Decoder, SandwichLayer
@@ -22,6 +29,25 @@ DECODER = Decoder(
     layer=SandwichLayer,
     rename=_NAMES,
 )
+
+
+def _pairs(own: Callable[[str], Any], count: int, *, heads: str) -> torch.Tensor | None:
+    """Rows of queries or keys of a model beside one of images (GLM-4.1V), whose file has the
+    rotated ones as halves, since llama.cpp turns no pairs by three axes."""
+    sections = own("rope.dimension_sections")
+    if not isinstance(sections, list) or not any(sections):
+        return None
+    number, rotated = own(f"attention.{heads}"), own("rope.dimension_count")
+    good = is_int(number) and is_int(rotated) and number > 0 and count % number == 0
+    if not good or rotated % 2 or not 0 < rotated <= count // number:
+        raise ValueError(
+            f"they are not {number!r} heads, of attention.{heads}, of which {rotated!r} features "
+            "are rotated, by rope.dimension_count"
+        )
+    rows = torch.arange(count).view(number, -1)
+    pairs = rows[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+    return torch.cat((pairs, rows[:, rotated:]), 1).flatten()
+
 
 FAMILY = Family(
     architecture="Glm4ForCausalLM",
@@ -49,6 +75,10 @@ FAMILY = Family(
             "ffn_up": "mlp.gate_up_proj",
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
+        },
+        rows={
+            "attn_q": {"self_attn.q_proj": partial(_pairs, heads="head_count")},
+            "attn_k": {"self_attn.k_proj": partial(_pairs, heads="head_count_kv")},
         },
     ),
 )
