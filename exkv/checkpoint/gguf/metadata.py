@@ -85,7 +85,7 @@ def config_values(contents: GGUFContents) -> dict[str, Any]:
     values |= {"architectures": [name], "model_type": family.model_type}
     values["vocab_size"] = _vocab_size(contents)
     values["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    values |= _biases_and_norms(contents, family)
+    values |= _by_tensors(contents, family)
     values["torch_dtype"] = _dtype(contents)
     values |= _tokens(contents.metadata) | _windows(contents)
     if "head_dim" not in values and is_int(values["num_attention_heads"]):
@@ -115,19 +115,27 @@ def _warn_of_assumed(contents: GGUFContents, gguf: GGUFFamily) -> None:
             )
 
 
-def _biases_and_norms(contents: GGUFContents, family: Family) -> dict[str, bool]:
-    """Settings that follow from the tensors that there are in the first layer."""
+def _by_tensors(contents: GGUFContents, family: Family) -> dict[str, Any]:
+    """Settings that follow from the tensors that there are, most of them in the first layer."""
     parts = {
         "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
         "mlp_bias": ("ffn_down.bias",),
         "use_qk_norm": ("attn_q_norm.weight",),
     }
     known = {*family.reads, *_settings(family)}
-    return {
+    found: dict[str, Any] = {
         key: any(f"blk.0.{part}" in contents.tensors for part in each)
         for key, each in parts.items()
         if key in known
     }
+    if "lm_head_bias" in known:
+        found["lm_head_bias"] = "output.bias" in contents.tensors
+    layers = layers_of(contents)
+    if "mlp_layer_types" in known and is_int(layers) and layers < len(contents.tensors):
+        routers = (f"blk.{layer}.ffn_gate_inp.weight" for layer in range(layers))
+        kinds = {True: "sparse", False: "dense"}
+        found["mlp_layer_types"] = [kinds[name in contents.tensors] for name in routers]
+    return found
 
 
 def _warn_of_doubts(contents: GGUFContents, gguf: GGUFFamily) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..value_checks import is_int
+
 _ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -56,6 +58,38 @@ def shared(module: str) -> dict[str, str]:
 #: each row of a checkpoint's tensor lies, int64, or None for as they are. ValueError where the
 #: metadata is none that fits.
 Rows = Callable[[Callable[[str], Any], int], torch.Tensor | None]
+
+
+def _thirds(index: int) -> Rows:
+    """The rows of queries, keys or values, which may lie in one tensor."""
+
+    def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
+        heads = own("attention.head_count")
+        sizes = [heads, *[own("attention.head_count_kv") or heads] * 2]
+        if not all(is_int(size) and size > 0 for size in sizes) or count % sum(sizes):
+            raise ValueError(f"they are not {sizes!r} heads of queries, keys and values")
+        each = count // sum(sizes)
+        return torch.arange(count).split([size * each for size in sizes])[index]
+
+    return rows
+
+
+def _half(index: int) -> Rows:
+    """The rows of gates or of ups, which may lie in one tensor."""
+
+    def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
+        if count % 2 or not count:
+            raise ValueError("they are not as many gates as ups")
+        return torch.arange(count).chunk(2)[index]
+
+    return rows
+
+
+#: What the converter writes as one tensor on demand: of these parts.
+_FUSED: dict[str, dict[str, Rows]] = {
+    "attn_qkv": {f"attn_{part}": _thirds(index) for index, part in enumerate("qkv")},
+    "ffn_gate_up_exps": {"ffn_gate_exps": _half(0), "ffn_up_exps": _half(1)},
+}
 #: Values as a config.json has them -> what only the architecture knows to add.
 Additions = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -80,6 +114,8 @@ class GGUFFamily:
         metadata: metadata -> keys of config.json, beside those of every architecture.
         marks: metadata -> whether it says something, or which numbers (0 for none), where several
             architectures have one name.
+        scalars: metadata with a number for each layer, or one for all -> the parameter of a layer
+            that it is, and its shape.
         assumed: metadata that files may lack -> what is taken for it, for a warning.
         doubts: patterns of a model's lowercase name -> what its file can't say, for a warning.
         additions: what else there is to say.
@@ -96,6 +132,7 @@ class GGUFFamily:
     restore: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, bool | tuple[int, ...]] = field(default_factory=dict)
+    scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
     doubts: Mapping[str, str] = field(default_factory=dict)
     additions: Additions = lambda values: {}
@@ -140,7 +177,11 @@ class GGUFFamily:
         stem, kind = match.groups()
         if stem in self.rows:
             return {f"{own}.{kind}": rows for own, rows in self.rows[stem].items()}
-        known = {**_LAYER, **self.names}.get(stem)
+        names = {**_LAYER, **self.names}
+        known = names.get(stem)
+        if known is None and stem in _FUSED:
+            parts = _FUSED[stem].items()
+            return {f"{names[part]}.{kind}": rows for part, rows in parts if part in names}
         if expert := _EXPERT.fullmatch(stem):
             stacked = self.names.get(f"{expert[1]}_exps")
             known = None if stacked is None else stacked.replace("{}", expert[2])

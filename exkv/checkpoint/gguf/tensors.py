@@ -20,7 +20,7 @@ import torch
 from ..files import quoted
 from ..open_file import CheckpointError
 from ..safetensors import Checkpoint, TensorInfo
-from ..value_checks import is_int
+from ..value_checks import is_int, is_number
 from .contents import SHOWN, GGUFContents, PlacedTensor
 from .names import GGUFFamily, Rows
 
@@ -72,6 +72,8 @@ class GGUFCheckpoint(Checkpoint):
             _check_new(placed, infos, found)
             found |= {info.name: info for info, _ in infos}
             self._made |= {info.name: made for info, made in infos if made.differs}
+        for info, made in _scalars(contents, family):
+            found[info.name], self._made[info.name] = info, made
         return found
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -79,9 +81,11 @@ class GGUFCheckpoint(Checkpoint):
         made = self._made.get(name)
         if made is None:
             return super().tensor(name)
+        if made.value is not None:
+            return made.value
         stored = self.view(made.whole)
         if made.order is not None:
-            stored = stored[made.order].reshape(self.info(name).shape)
+            stored = stored[made.order]
         if made.restore is not None:
             stored = made.restore(stored.float()).to(stored.dtype)
         return stored
@@ -93,7 +97,7 @@ class GGUFCheckpoint(Checkpoint):
         made = self._made.get(name)
         if made is None:
             super().read_into(name, target, first)
-        elif made.restore is not None or made.order is None:
+        elif made.order is None or made.restore is not None:
             target.copy_(self.tensor(name).view(-1).view(torch.uint8)[first : first + len(target)])
         else:
             stored = self.view(made.whole)
@@ -111,11 +115,13 @@ class _Made:
         whole: the file's.
         order: where each of its rows lies there, int64; None for as they are.
         restore: makes its numbers of those; None where they are the same.
+        value: itself, where the metadata has it.
     """
 
     whole: TensorInfo
-    order: torch.Tensor | None
-    restore: Callable[[torch.Tensor], torch.Tensor] | None
+    order: torch.Tensor | None = None
+    restore: Callable[[torch.Tensor], torch.Tensor] | None = None
+    value: torch.Tensor | None = None
 
     @property
     def differs(self) -> bool:
@@ -168,8 +174,14 @@ def _infos(
 def _part(
     contents: GGUFContents, family: GGUFFamily, whole: TensorInfo, name: str, rows: Rows | None
 ) -> tuple[TensorInfo, _Made]:
-    """A checkpoint's tensor, and how it is made of ``whole``."""
+    """A checkpoint's tensor, and how it is made of ``whole``: where it lies in one piece, that
+    piece is all that it is made of."""
     order = None if rows is None else _order(contents, whole, rows)
+    if order is not None and bool((order.diff() == 1).all()):
+        row = whole.nbytes // whole.shape[0]
+        shape, first = (len(order), *whole.shape[1:]), int(order[0])
+        nbytes, offset = row * len(order), whole.offset + row * first
+        whole, order = replace(whole, shape=shape, nbytes=nbytes, offset=offset), None
     heads = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(name.split(".")[-2])
     if family.interleaved and heads is not None:
         count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
@@ -189,6 +201,32 @@ def _order(contents: GGUFContents, whole: TensorInfo, rows: Rows) -> torch.Tenso
         raise CheckpointError(
             f"{contents.path}: tensor {whole.name!r} has {count} rows: {error}: download it again"
         ) from None
+
+
+def _scalars(contents: GGUFContents, family: GGUFFamily) -> list[tuple[TensorInfo, _Made]]:
+    """Parameters of layers that the metadata has."""
+    found: list[tuple[TensorInfo, _Made]] = []
+    layers, file = layers_of(contents), contents.files[0].path
+    for key, (part, shape) in family.scalars.items():
+        stated = contents.metadata.get(key)
+        each = stated if isinstance(stated, list) else [stated] * (layers if is_int(layers) else 0)
+        if len(each) != layers or not all(map(is_number, each)):
+            raise CheckpointError(
+                f"{contents.path}: {key} is {quoted(stated)}; expected is a number for each of "
+                f"{quoted(layers)} layers: download it again"
+            )
+        for layer, number in enumerate(each):
+            value = torch.full(shape, number, dtype=torch.float32)
+            info = TensorInfo(
+                name=f"model.layers.{layer}.{part}",
+                dtype=value.dtype,
+                shape=shape,
+                nbytes=value.nbytes,
+                file=file,
+                offset=0,
+            )
+            found.append((info, _Made(whole=info, value=value)))
+    return found
 
 
 def _check_new(
