@@ -16,6 +16,7 @@ from torch import nn
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific, TensorNames
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import PlainMLP
 from exkv.weights import Slice, Source, sliced_source
 
@@ -96,5 +97,15 @@ FAMILY = Family(
             norm="gpt_neox.final_layer_norm",
             head="embed_out",
         ),
+        TensorNames(),  # of GGUF files
+    ),
+    gguf=GGUFFamily(
+        architecture="gptneox",
+        names={
+            "attn_output": "attention.dense",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+        metadata={"use_parallel_residual": "use_parallel_residual"},
     ),
 )
