@@ -8,6 +8,7 @@ from torch import Tensor
 
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import MLP, PlainMLP, PlainModule
 from exkv.layers.linear import weight
 from exkv.ops.activations import xielu
@@ -73,4 +74,14 @@ FAMILY = Family(
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     },
+    gguf=GGUFFamily(
+        architecture="apertus",
+        names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        scalars={
+            "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+            "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
+            "xielu.beta": ("mlp.act_fn.beta", ()),
+            "xielu.eps": ("mlp.act_fn.eps", ()),
+        },
+    ),
 )
