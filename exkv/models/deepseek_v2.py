@@ -64,17 +64,19 @@ def latent_units(
 
     Args:
         attention: see :class:`Decoder`; may be of another kind in some layers.
-        beside: makes what else lies in larger tensors.
+        beside: makes what else lies in larger tensors, but in GGUF files.
     """
     formats = formats_of(config, dtype)
     apart = has_tensors(config, "model.layers.0.self_attn.k_b_proj.weight")
     of_attention = _ups_of_heads if apart else _ups_in_one
 
+    def ups(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
+        if not isinstance(layer.get_submodule("self_attn"), LatentAttention):
+            return []
+        return of_attention(config, dtype, formats, f"{name}.self_attn")
+
     def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-        sources = beside(config, dtype, name, layer)
-        if isinstance(layer.get_submodule("self_attn"), LatentAttention):
-            sources += of_attention(config, dtype, formats, f"{name}.self_attn")
-        return sources
+        return [*ups(config, dtype, name, layer), *beside(config, dtype, name, layer)]
 
     decoder = Decoder(
         attention=attention,
@@ -82,7 +84,7 @@ def latent_units(
         rename=rename,
         rename_of_layer=rename_of_layer,
         made=made,
-        made_apart=made,
+        made_apart=ups,
     )
     return decoder(config, dtype)
 

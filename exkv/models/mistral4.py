@@ -4,6 +4,7 @@ checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from exkv.layers import mixture_or_mlp, routed_experts
 from . import deepseek_v2, deepseek_v3, ministral3
 from .qwen3_vl_moe import stacked_experts
 
+_GROWTH = "llama_4_scaling_beta"
 #: Of a config.json that says nothing of rotary positions.
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
@@ -24,8 +26,18 @@ _ROPE: dict[str, Any] = {
     "beta_slow": 1.0,
     "mscale_all_dim": 1.0,
     "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
+    _GROWTH: 0.1,
 }
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Files of the Mistral format alone have the queries' growth, which belongs to the scaling."""
+    found = deepseek_v2.of_gguf(values)
+    growth = values.get(_GROWTH)
+    if growth is not None and found["rope_scaling"]:
+        found["rope_scaling"] = {**found["rope_scaling"], _GROWTH: growth}
+    return {**found, "norm_topk_prob": values.get("norm_topk_prob", False), _GROWTH: None}
+
 
 FAMILY = replace(
     deepseek_v3.FAMILY,
@@ -64,6 +76,13 @@ FAMILY = replace(
     rope_parameters=_ROPE,
     stacked_experts=True,
     partial_rotary_factor=1.0,
-    gguf=None,
+    gguf=replace(
+        deepseek_v2.GGUF,
+        architecture="mistral4",
+        metadata={**deepseek_v2.GGUF.metadata, "attention.temperature_scale": _GROWTH},
+        marks={},
+        assumed={"attention.temperature_scale": "queries don't grow beyond the trained length"},
+        additions=_of_gguf,
+    ),
     query_scaling=partial(ministral3.query_scaling, unstated=_ROPE),
 )
