@@ -7,16 +7,22 @@ transformers keeps the short ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from exkv.checkpoint import ModelConfig, windows
 from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import set_floats
 from exkv.layers import Experts
 
 from .decoder import Decoder, Head, MakeNorm, layer_norm
+
+#: ``short_mscale`` and ``long_mscale`` of Phi-3.5-MoE.
+_MSCALE = 1.243163121016122
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,16 @@ def _experts(config: ModelConfig, dtype: torch.dtype) -> Experts:
 def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
     bias = config.settings(SparseMixerConfig).lm_head_bias
     return Head(config, dtype, norm=norm, bias=bias)
+
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Phi-3.5-MoE's own factor of cosines and sines, in place of that which the converter computes
+    as for Phi-3."""
+    scaling = values.get("rope_scaling", {})
+    if scaling.get("rope_type") != "longrope":
+        return {}
+    return {"rope_scaling": {**scaling, "attention_factor": _MSCALE}}
 
 
 FAMILY = Family(
@@ -66,4 +82,14 @@ FAMILY = Family(
     ),
     rope_theta=1e6,
     rope_keys={"short_mscale": "attention_factor", "long_mscale": "attention_factor"},
+    gguf=GGUFFamily(
+        architecture="phimoe",
+        names={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        },
+        additions=_of_gguf,
+    ),
 )
