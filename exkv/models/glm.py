@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, FusedGatedMLP
 
 from . import glm4
@@ -13,5 +14,5 @@ FAMILY = replace(
     architecture="GlmForCausalLM",
     model_type="glm",
     units=Decoder(attention=partial(Attention, out_bias=False), mlp=FusedGatedMLP),
-    gguf=None,
+    gguf=GGUFFamily(architecture="chatglm", names={"ffn_up": "mlp.gate_up_proj"}),
 )

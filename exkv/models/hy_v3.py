@@ -1,11 +1,28 @@
 """Hy3 (Tencent): norms of heads before the rotary positions, routing by sigmoid scores
 with a correction bias, a shared expert, and dense layers first."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
+from exkv.checkpoint.value_checks import is_int
 
 from . import glm4_moe, qwen2_moe
 from .decoder import Decoder, rms_norm
 from .exaone_moe import LayerTypeExpertsConfig
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How many shared experts there are, by what they have in all."""
+    count: Any = values.get("shared_size")
+    each: Any = values.get("moe_intermediate_size")
+    if is_int(count) and is_int(each) and each:
+        count //= each
+    return {"n_shared_experts": count, "shared_size": None}
+
 
 FAMILY = Family(
     architecture="HYV3ForCausalLM",
@@ -48,4 +65,15 @@ FAMILY = Family(
         "n_shared_experts": "num_shared_experts",
         "routed_scaling_factor": "router_scaling_factor",
     },
+    gguf=GGUFFamily(
+        architecture="hy_v3",
+        names={
+            **EXPERTS,
+            **shared("mlp.shared_mlp"),
+            "ffn_gate_inp": "mlp.router.gate",
+            **dict.fromkeys(("exp_probs_b", "exp_probs_b.bias"), "mlp.expert_bias"),
+        },
+        metadata={"expert_shared_feed_forward_length": "shared_size"},
+        additions=_of_gguf,
+    ),
 )

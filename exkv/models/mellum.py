@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from exkv.checkpoint import windows
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily
 
 from . import qwen3_moe
 from .exaone_moe import LayerTypeExpertsConfig
@@ -49,5 +50,9 @@ FAMILY = replace(
     ),
     rope_theta=5e5,
     rope_local_base_freq=1e4,
-    gguf=None,
+    gguf=GGUFFamily(
+        architecture="mellum",
+        names=EXPERTS,
+        metadata={"rope.freq_base_swa": "rope_local_base_freq"},
+    ),
 )
