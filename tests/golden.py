@@ -1,5 +1,6 @@
 """llama.cpp's golden tokenizations: vocabularies as GGUF files (``NAME.gguf``), texts
-(``NAME.gguf.inp``), and the ids that these are (``NAME.gguf.out``).
+(``NAME.gguf.inp``), and the ids that these are (``NAME.gguf.out``); and its converter of
+checkpoints.
 
 They come with the source package of llama-cpp-python. ``make test`` runs this file, which fetches
 that package from PyPI and keeps nothing else of it; nothing is built or installed.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,9 @@ PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 PREFIX = "ggml-vocab-"
+#: The converter, with the ``gguf`` package that it was written for (``gguf-py``).
+CONVERTER = FOLDER / "converter"
+_CONVERTER = re.compile(r".*/vendor/llama\.cpp/((?:conversion|gguf-py/gguf)/.*\.py)")
 
 #: Before pip keeps a source package it asks the package's build backend what it is called. This
 #: stands in for the real one, which pip would fetch first, with CMake.
@@ -59,25 +64,32 @@ def fetch() -> None:
 
 
 def unpack(archive: Path) -> None:
-    """Put the files of every vocabulary that has golden tokenizations into FOLDER."""
+    """Put the files of every vocabulary that has golden tokenizations into FOLDER, and the
+    converter."""
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != SHA256:
         raise ValueError(f"{archive.name} has the SHA-256 {found}, expected {SHA256}")
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     with tarfile.open(archive) as tar:
-        for member in _wanted(tar):
+        for member, file in _wanted(tar):
+            file.parent.mkdir(parents=True, exist_ok=True)
             with tar.extractfile(member) as source:
-                (FOLDER / member.name.rpartition(PREFIX)[2]).write_bytes(source.read())
+                file.write_bytes(source.read())
     COMPLETE.touch()
 
 
-def _wanted(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    members = {member.name: member for member in tar.getmembers() if PREFIX in member.name}
-    for name in members:
-        if name.endswith(".inp"):
+def _wanted(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, Path]]:
+    """What is kept, and where."""
+    members = {member.name: member for member in tar.getmembers()}
+    for name, member in members.items():
+        if match := _CONVERTER.fullmatch(name):
+            yield member, CONVERTER / match[1]
+        elif PREFIX in name and name.endswith(".inp"):
             vocabulary = name.removesuffix(".inp")
-            yield from (members[vocabulary + end] for end in ("", ".inp", ".out"))
+            for end in ("", ".inp", ".out"):
+                own = members[vocabulary + end]
+                yield own, FOLDER / own.name.rpartition(PREFIX)[2]
 
 
 def cases(name: str) -> Iterator[tuple[str, list[int]]]:
@@ -96,7 +108,7 @@ if __name__ == "__main__":
         by_pip = isinstance(error, subprocess.CalledProcessError)
         reason = "pip could not fetch it, see above" if by_pip else str(error)
         sys.exit(
-            f"exkv: no golden tokenizations of {PACKAGE} {VERSION}: {reason}. The tests need it "
-            f"once from PyPI; without a network, put {ARCHIVE} into a folder and name that in "
-            "PIP_FIND_LINKS"
+            f"exkv: no golden tokenizations and no converter of {PACKAGE} {VERSION}: {reason}. "
+            f"The tests need it once from PyPI; without a network, put {ARCHIVE} into a folder and "
+            "name that in PIP_FIND_LINKS"
         )

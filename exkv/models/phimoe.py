@@ -47,7 +47,6 @@ def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
     return Head(config, dtype, norm=norm, bias=bias)
 
 
-
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
     """Phi-3.5-MoE's own factor of cosines and sines, in place of that which the converter computes
     as for Phi-3."""

@@ -171,6 +171,30 @@ def write_gguf(
     return dict(_restored(name, config, tensors, _stacked(plain)))
 
 
+def rewrite(
+    file: Path,
+    out: Path,
+    metadata: Mapping[str, Any],
+    change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = dict,
+) -> None:
+    """Write a file of floats again, with other metadata and tensors."""
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(out, architecture)
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            of_items = field.types[-1] if len(field.types) > 1 else None
+            value = metadata.get(name, field.contents())
+            writer.add_key_value(name, value, field.types[0], sub_type=of_items)
+    tensors = {each.name: np.array(each.data) for each in reader.tensors}
+    for name, values in change(tensors).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _apart(stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors of all experts as one for each."""
     return {

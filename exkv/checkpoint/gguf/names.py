@@ -65,7 +65,10 @@ def _thirds(index: int) -> Rows:
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         heads = own("attention.head_count")
-        sizes = [heads, *[own("attention.head_count_kv") or heads] * 2]
+        of_keys = own("attention.head_count_kv") or heads
+        if isinstance(of_keys, list):  # of each layer, 0 for those without
+            of_keys = max(of_keys, default=0)
+        sizes = [heads, of_keys, of_keys]
         if not all(is_int(size) and size > 0 for size in sizes) or count % sum(sizes):
             raise ValueError(f"they are not {sizes!r} heads of queries, keys and values")
         each = count // sum(sizes)
@@ -81,6 +84,17 @@ def _half(index: int) -> Rows:
         if count % 2 or not count:
             raise ValueError("they are not as many gates as ups")
         return torch.arange(count).chunk(2)[index]
+
+    return rows
+
+
+def _inside(outer: Rows, inner: Rows) -> Rows:
+    """Rows among those that another one finds."""
+
+    def rows(own: Callable[[str], Any], count: int) -> torch.Tensor | None:
+        found = outer(own, count)
+        order = None if found is None else inner(own, len(found))
+        return found if found is None or order is None else found[order]
 
     return rows
 
@@ -180,8 +194,11 @@ class GGUFFamily:
         names = {**_LAYER, **self.names}
         known = names.get(stem)
         if known is None and stem in _FUSED:
-            parts = _FUSED[stem].items()
-            return {f"{names[part]}.{kind}": rows for part, rows in parts if part in names}
+            return {
+                f"{own}.{kind}": rows if inside is None else _inside(rows, inside)
+                for part, rows in _FUSED[stem].items()
+                for own, inside in self.rows.get(part, {names.get(part): None}).items()
+            }
         if expert := _EXPERT.fullmatch(stem):
             stacked = self.names.get(f"{expert[1]}_exps")
             known = None if stacked is None else stacked.replace("{}", expert[2])

@@ -185,7 +185,9 @@ def _part(
     heads = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(name.split(".")[-2])
     if family.interleaved and heads is not None:
         count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
-        order = _halves(contents.path, name, whole.shape[0], count)
+        rows_of = whole.shape[0] if order is None else len(order)
+        halves = _halves(contents.path, name, rows_of, count)
+        order = halves if order is None else order[halves]
     made = _Made(whole=whole, order=order, restore=family.restoring(name))
     if order is None:
         return replace(whole, name=name), made

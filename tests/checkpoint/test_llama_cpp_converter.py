@@ -1,0 +1,310 @@
+"""What llama.cpp's own converter writes of every architecture, against transformers' models: names,
+metadata, and whatever it does to the numbers, none of it as this project understood it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import golden
+import pytest
+import torch
+from adapters import linears_of, merged, write_adapter
+from packers.gguf import rewrite
+from packers.llama_cpp import Converter
+from safetensors.torch import load_file, save_file
+from tiny import (
+    ALPHA,
+    LATENT_YARN,
+    TINY,
+    beside_images,
+    is_mixture,
+    llama,
+    longrope,
+    mistral,
+    phi3,
+    reference,
+    save,
+)
+from transformers import PreTrainedModel
+
+from exkv import Cache, Model, ModelConfig
+from exkv.checkpoint import CheckpointError, GGUFContents, open_checkpoint
+from exkv.checkpoint.families import FAMILIES
+from exkv.loading.calibration import rounded_units
+from exkv.weights.groups import GroupFormat
+
+pytestmark = pytest.mark.skipif(
+    not golden.COMPLETE.exists(), reason="`make test` fetches llama.cpp's converter"
+)
+
+IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
+#: The converter has no class for these: nothing is known of files of them.
+UNWRITTEN = (
+    *("CwmForCausalLM", "FlexOlmoForCausalLM", "HeliumForCausalLM", "HyperCLOVAXForCausalLM"),
+    *("MinistralForCausalLM", "VaultGemmaForCausalLM"),
+)
+#: What a file can't say, or the converter takes to be so: Gemma's scores are divided by the root of
+#: a head's features; one number stands for both of DeepSeek's temperatures; and so on.
+ONE_TEMPERATURE = {"rope_parameters": {**LATENT_YARN["rope_parameters"], "mscale": 1.0}}
+LLAMA4 = {
+    **{"num_hidden_layers": 4, "no_rope_layers": None, "attention_chunk_size": 8192},
+    **{"moe_layers": None, "interleave_moe_layer_step": 2, "floor_scale": 8192, "attn_scale": 0.1},
+}
+GEMMA3 = {"num_hidden_layers": 6, "layer_types": None}
+MISTRAL4_ROPE = TINY["Mistral4ForCausalLM"]().rope_parameters | {"mscale": 1.0}
+PHIMOE_ROPE = TINY["PhimoeForCausalLM"]().rope_parameters
+PHIMOE = {
+    "router_jitter_noise": 0.01,
+    "rope_parameters": PHIMOE_ROPE
+    | dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122),
+}
+HUNYUAN = {"max_position_embeddings": 32768}
+CHANGES: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {"num_hidden_layers": 4, "global_attn_every_n_layers": 4},
+    "Cohere2ForCausalLM": {"num_hidden_layers": 4, "layer_types": None},
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), ONE_TEMPERATURE),
+    "Ernie4_5_MoeForCausalLM": {"moe_norm_min": 1e-12},
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
+    "Gemma3ForCausalLM": {**GEMMA3, "query_pre_attn_scalar": 32},
+    "Gemma3ForConditionalGeneration": {**GEMMA3, "query_pre_attn_scalar": 16},
+    "GlmForCausalLM": {"rms_norm_eps": 1e-5},
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
+    "GptOssForCausalLM": {"swiglu_limit": 7.0},
+    "HunYuanDenseV1ForCausalLM": HUNYUAN,
+    "HunYuanMoEV1ForCausalLM": {
+        **{**HUNYUAN, "hidden_size": 512, "head_dim": 128},
+        "rope_parameters": {**ALPHA["rope_parameters"], "alpha": 1000.0},
+    },
+    **dict.fromkeys(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), LLAMA4),
+    "MellumForCausalLM": {"mlp_layer_types": ["sparse", "sparse"]},
+    "Mistral4ForCausalLM": {"rope_parameters": {**MISTRAL4_ROPE, "llama_4_scaling_beta": 0.0}},
+    "MistralForCausalLM": {"sliding_window": None},
+    "PhiForCausalLM": {"num_key_value_heads": 4, "intermediate_size": 256},
+    "PhimoeForCausalLM": PHIMOE,
+    "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "norm_topk_prob": True},
+    "Qwen3VLMoeForConditionalGeneration": {"decoder_sparse_step": 1},
+    "SmolLM3ForCausalLM": {"num_hidden_layers": 4, "no_rope_layers": None},
+}
+#: What published checkpoints' config.json has beside what transformers' classes write.
+SIGMOID = {"scoring_func": "sigmoid"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Cohere2ForCausalLM": {"rotary_pct": 1.0},
+    **dict.fromkeys(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), SIGMOID),
+    # The key that transformers 5 no longer keeps; the converter reads the file itself then.
+    "GPTNeoXForCausalLM": {"rotary_pct": 0.25, "model_type": "of another version"},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": [64, 64], "num_shared_expert": [1, 1]},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
+    "PhimoeForCausalLM": {"architectures": ["PhiMoEForCausalLM"]},
+    "SolarOpenForCausalLM": {"partial_rotary_factor": 1.0},
+}
+#: Settings that take another path through the converter.
+VARIANTS = {
+    "llama3": lambda: llama("llama3"),
+    "linear": lambda: llama("linear", tie_word_embeddings=True),
+    "yarn": lambda: llama("yarn", attention_bias=True, mlp_bias=True),
+    "longrope": lambda: phi3(**longrope()),
+    "Mistral Small 3.1": beside_images(
+        "Mistral3", partial(mistral, sliding_window=None), "Pixtral"
+    ),
+}
+#: Files of these have the name of another architecture, whose family reads them.
+AS_OTHERS = (
+    *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
+    *("Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+    *("Glm4MoeLiteForCausalLM", "Llama4ForConditionalGeneration", "MistralForCausalLM"),
+    *("Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    "SolarOpenForCausalLM",
+)
+WRITTEN = [name for name in TINY if FAMILIES[name].gguf is not None or name in AS_OTHERS]
+#: With layers whose keys and values are no heads', so that nothing is joined with queries; and with
+#: experts' gates and ups, which are joined on demand.
+STATES = [name for name in TINY if name.startswith(("Qwen3Next", "Qwen3_5"))]
+STATES_AND_EXPERTS = [name for name in STATES if is_mixture(name)]
+CASES = [
+    *((name, how) for name in (*WRITTEN, *VARIANTS) for how in ("f32", "q8_0")),
+    *((name, "q8_0 fuse_qkv") for name in WRITTEN if name not in STATES),
+    *((name, "q8_0 fuse_gate_up_exps") for name in STATES_AND_EXPERTS),
+]
+
+
+@pytest.fixture(scope="module")
+def convert() -> Iterator[Converter]:
+    converter = Converter(golden.CONVERTER)
+    yield converter
+    converter.close()
+
+
+def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
+    """transformers' model, saved as published ones are; its matrices have numbers that are
+    converted without loss."""
+    make = VARIANTS[name] if name in VARIANTS else TINY[name]
+    theirs = reference(make(**CHANGES.get(name, {})))
+    if "q8_0" in how:
+        _make_codes(theirs)
+    save(theirs, folder)
+    file = folder / "config.json"
+    values = {**json.loads(file.read_text()), **PUBLISHED.get(name, {})}
+    if name == "Mistral4ForCausalLM":  # which is published beside a model of images
+        images = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+        values = {**images, "text_config": {**values, "architectures": None}}
+    file.write_text(json.dumps(values))
+    if name == "Qwen3VLMoeForConditionalGeneration":
+        _put_inputs_first(folder / "model.safetensors")
+    if name.startswith("Gemma3"):  # whose embedding has rows for tokens only
+        words = {"model": {"vocab": dict.fromkeys(map(str, range(320)))}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(words))
+    return theirs
+
+
+def _put_inputs_first(file: Path) -> None:
+    """Experts' matrices as Qwen has them."""
+    tensors = load_file(file)
+    for key, values in tensors.items():
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[key] = values.transpose(1, 2).contiguous()
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _make_codes(model: PreTrainedModel) -> None:
+    """Weights of codes -127 to 127 with one scale, the largest code in every eighth row and column
+    at the least, so that each block has it in whatever order the converter puts them."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            codes = torch.randint(-127, 128, parameter.shape, generator=generator)
+            codes[..., ::8] = codes[..., ::8, :] = 127
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.data = codes.mul(signs).to(parameter.dtype) / 1024
+
+
+def logits_of(file: Path) -> torch.Tensor:
+    model = Model(file, dtype=torch.float32)
+    model.load(devices=["cpu"])
+    cache = Cache(model, 64, 2)
+    return torch.cat([model.forward(IDS[:, :39], cache), model.forward(IDS[:, 39:], cache)], 1)
+
+
+def expected_of(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.sweep(14)
+@pytest.mark.parametrize(("name", "how"), CASES)
+def test_what_the_converter_writes_answers_as_transformers_model(tmp_path, convert, name, how):
+    theirs = saved(name, tmp_path / "saved", how)
+    convert(tmp_path / "saved", tmp_path / "model.gguf", how)
+    assert_near(logits_of(tmp_path / "model.gguf"), expected_of(theirs))
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_the_converter_has_no_class_for_the_others(tmp_path, convert, name):
+    saved(name, tmp_path / "saved")
+    with pytest.raises(RuntimeError, match=f"Architecture '{name}' not supported"):
+        convert(tmp_path / "saved", tmp_path / "model.gguf")
+    assert FAMILIES[name].gguf is None
+
+
+def test_heads_for_several_tokens_behind_layers_with_states_are_left_alone(tmp_path, convert):
+    """They count as blocks, which no state is in."""
+    theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved")
+    file = tmp_path / "saved/model.safetensors"
+    tensors = load_file(file)
+    attends = "model.layers.1."
+    heads = {k.replace(attends, "mtp.layers.0."): v + 1 for k, v in tensors.items() if attends in k}
+    heads |= {"mtp.fc.weight": torch.ones(64, 128), "mtp.norm.weight": torch.ones(64)}
+    save_file({**tensors, **heads}, file, {"format": "pt"})
+    config = tmp_path / "saved/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mtp_num_hidden_layers": 1}))
+    convert(tmp_path / "saved", tmp_path / "model.gguf", "f32 heads")
+    assert GGUFContents(tmp_path / "model.gguf").own("block_count") == 3
+    assert_near(logits_of(tmp_path / "model.gguf"), expected_of(theirs))
+
+
+def test_projections_of_linear_attention_as_they_were_at_first_are_read(tmp_path, convert):
+    """In one tensor, head by head, as the checkpoint has them."""
+    theirs = saved("Qwen3NextForCausalLM", tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "model.gguf")
+    fused = load_file(tmp_path / "saved/model.safetensors")[
+        "model.layers.0.linear_attn.in_proj_qkvz.weight"
+    ]
+
+    def earlier(tensors: dict) -> dict:
+        later = ("blk.0.attn_qkv.weight", "blk.0.attn_gate.weight")
+        kept = {name: values for name, values in tensors.items() if name not in later}
+        return {**kept, "blk.0.ssm_in.weight": fused.numpy()}
+
+    rewrite(tmp_path / "model.gguf", tmp_path / "first.gguf", {}, earlier)
+    assert_near(logits_of(tmp_path / "first.gguf"), expected_of(theirs))
+
+
+def test_adapters_of_a_matrix_whose_columns_lie_in_another_order(tmp_path, convert):
+    """Heads of values are put in the order of the file behind an adapter's own matrix."""
+    theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved", "q8_0")
+    convert(tmp_path / "saved", tmp_path / "model.gguf", "q8_0")
+    adapter = write_adapter(tmp_path / "adapter", linears_of(theirs, ["out_proj"]))
+    model = Model(tmp_path / "model.gguf", dtype=torch.float32)
+    model.load(devices=["cpu"])
+    model.load_adapter(adapter)
+    found = model.forward(IDS, Cache(model, 64, 2), adapter="adapter")
+    assert_near(found, expected_of(merged(theirs, adapter)))
+
+
+def test_a_matrix_whose_columns_lie_in_another_order_is_rounded_for_its_own_inputs(
+    tmp_path, convert
+):
+    """The error that is left is as small as where they lie in the checkpoint's."""
+    saved("Qwen3_5ForCausalLM", tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "model.gguf")
+    errors = []
+    for path in (tmp_path / "saved", tmp_path / "model.gguf"):
+        config, seen = ModelConfig.from_pretrained(path), []
+        with open_checkpoint(path) as checkpoint:
+            found = list(rounded_units(config, checkpoint, IDS, of_layer))
+        model = Model(path, dtype=torch.float32)
+        model.load(devices=["cpu"])
+        linear = model.units[1].module.get_submodule(PATH)
+        linear.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        model.forward(IDS)
+        left = linear.weight - found[1][PATH].values(4)
+        errors.append((linear.aligned(seen[0]) @ left.T).square().mean())
+    assert 0 < errors[1] < 1.1 * errors[0]
+
+
+PATH = "self_attn.out_proj"
+
+
+def of_layer(unit) -> dict[str, GroupFormat]:
+    format = GroupFormat(bits=4, group=32, scale=torch.float16)
+    return {PATH: format} if unit.spec.layer == 0 else {}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "problem"),
+    [
+        ("Qwen3_5", "qwen35.ssm.group_count", 0, "linear_num_key_heads must be a positive"),
+        ("Qwen3_5", "qwen35.ssm.time_step_rank", 3, "linear_num_value_heads 3 is not a multiple"),
+        ("Qwen3_5", "qwen35.ssm.state_size", 40, "has 96 rows: they are not 160 and"),
+        ("Qwen3_5", "qwen35.ssm.inner_size", 40, "linear_value_head_dim|ssm_norm|linear_attn"),
+        ("Qwen3Next", "qwen3next.ssm.time_step_rank", 6, "'blk.0.ssm_ba.weight' has 8 rows"),
+        ("Apertus", "xielu.beta", [0.5], "xielu.beta is .0.5.; expected is a number for each of 2"),
+        ("Lfm2", "lfm2.attention.head_count_kv", [0, 0], "num_key_value_heads"),
+        ("Lfm2", "lfm2.attention.head_count_kv", [0, 2, 2], "layer_types"),
+        ("Lfm2", "lfm2.shortconv.l_cache", 5, "conv.conv.weight in model.gguf"),
+    ],
+)
+def test_metadata_of_another_model_is_named(tmp_path, convert, name, key, value, problem):
+    saved(f"{name}ForCausalLM", tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "whole.gguf")
+    rewrite(tmp_path / "whole.gguf", tmp_path / "model.gguf", {key: value})
+    with pytest.raises((CheckpointError, ValueError), match=problem):
+        Model(tmp_path / "model.gguf").load(devices=["cpu"])
