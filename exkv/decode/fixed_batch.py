@@ -277,9 +277,9 @@ def own_specs(
     snapshots: bool = False,
 ) -> list[LayerSpec]:
     """The layers of a cache for the call."""
-    kind, options = own_kind(config), {"snapshots": snapshots, **(config.cache_config or {})}
+    kind, options = own_kind(config), dict(config.cache_config or {})
     try:
-        return kind.layer_specs(model, max_seq_len, rows, **options)
+        return kind.layer_specs(model, max_seq_len, rows, **{"snapshots": snapshots, **options})
     except TypeError as error:
         raise TypeError(
             f"cache_config is {options}, which {config.cache_implementation!r} doesn't take: see "

@@ -335,7 +335,7 @@ class Decoder:
             self.norm(config, dtype),
             facts=facts,
             formats=formats,
-            stored_name=self._stored_name,
+            stored_name=partial(_renamed, names=self.rename),
             made=self.made_apart if facts.apart else self.made,
         )
 
