@@ -229,6 +229,10 @@ IMAGES = {
         **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
         **{"num_heads": 2, "num_position_embeddings": 16},
     },
+    "Step3p7": {
+        **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"image_size": 28, "mlp_ratio": 2.0, "max_position_embeddings": 4},
+    },
 }
 
 
@@ -543,6 +547,34 @@ TINY = {
     "SolarOpenForCausalLM": small("SolarOpen", head_dim=16, intermediate_size=32, **ROUTED),
     "StableLmForCausalLM": small("StableLm", use_qkv_bias=True),
     "Starcoder2ForCausalLM": small("Starcoder2"),
+    "Step3p7ForConditionalGeneration": beside_images(
+        "Step3p7",
+        small(
+            "Step3p7Text",
+            head_dim=16,
+            num_hidden_layers=3,
+            layer_types=[*LAYERS, "full_attention"],
+            mlp_layer_types=["sparse", "dense", "sparse"],
+            sliding_window=WINDOW,
+            num_sliding_attention_heads=6,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            share_expert_dim=40,
+            moe_router_scaling_factor=1.5,
+            query_pre_attn_scalar=12,
+            swiglu_limits=[0, 0, 0.03],
+            swiglu_limits_shared=[0, 0.03, 0.02],
+            pad_token_id=0,
+            rope_parameters={
+                "full_attention": {
+                    **{**ROPE["llama3"], "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        ),
+        "Step3p7",
+    ),
     "VaultGemmaForCausalLM": small(
         "VaultGemma", head_dim=16, query_pre_attn_scalar=48, pad_token_id=0, **WINDOWS
     ),
