@@ -78,12 +78,12 @@ def test_the_heads_logits_are_transformers(folders, name):
     assert torch.allclose(logits, theirs.model(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Cache, PagedCache])
+@pytest.mark.parametrize(("kind", "chunk"), [(Cache, 16), (Cache, 64), (PagedCache, 64)])
 @torch.no_grad()
-def test_proposals_are_transformers_head_on_its_own_output(folders, kind):
+def test_proposals_are_transformers_head_on_its_own_output(folders, kind, chunk):
     """Rows of unlike length, after a call whose last tokens were dropped again."""
     folder = folders["DeepseekV3ForCausalLM"]
-    model, prompts = loaded(folder), [PROMPTS[0], PROMPTS[2]]
+    model, prompts = loaded(folder, max_input_len=chunk), [PROMPTS[0], PROMPTS[2]]
     cache = kind(model, max_seq_len=48, batch_size=2)
     newest, rejected = [17, 18], [200, 201]
     for ids in ([each[:-1] for each in prompts], [[each[-1], *rejected] for each in prompts]):
@@ -182,6 +182,48 @@ def test_jobs_of_an_engine(agreed, pages):
     # A job that comes back has lost one hidden state.
     assert stats.proposed_tokens - stats.accepted_tokens <= 4 * stats.put_away
     assert stats.accepted_tokens > 60
+
+
+@pytest.fixture
+def proposed(monkeypatch):
+    """Proposals, behind the tokens so far."""
+    found = {}
+
+    def recorded(model, cache, rows, most, *how):
+        made = propose(model, cache, rows, most, *how)
+        found.update({(*row.prompt, *row.tokens): made[row] for row in most})
+        return made
+
+    for place in ("in_place", "in_pages"):
+        monkeypatch.setattr(f"exkv.decode.{place}.propose", recorded)
+    return found
+
+
+def test_a_row_is_proposed_what_it_is_alone(model, proposed):
+    """Its hidden state goes with it, from the cache that prefills, and when other rows leave."""
+    options = {"use_mtp": True, "num_assistant_tokens": 4, "assistant_confidence_threshold": 0}
+    lengths = [9, 30, 20]
+    for prompt, length in zip(PROMPTS, lengths, strict=True):
+        generated(model, [prompt], max_new_tokens=length, **options)
+    alone = dict(proposed)
+    assert sum(map(len, alone.values())) > 150
+    proposed.clear()
+    generated(model, PROMPTS, **options)
+    assert {text: proposed[text] for text in alone if len(alone[text]) == 4} == {
+        text: tokens for text, tokens in alone.items() if len(tokens) == 4
+    }
+    proposed.clear()
+    drawn = {"do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    generated(model, PROMPTS[1:2], max_new_tokens=30, **options, **drawn)
+    assert proposed.items() <= alone.items() and len(proposed) > 15
+    proposed.clear()
+    cache, draft = PagedCache(model, max_seq_len=512, page=16), MTP(tokens=4, confidence=0)
+    with Engine(model, cache, Tokenizer(model.config), draft=draft) as engine:
+        engine.run(
+            Job(prompt=ids, max_new_tokens=length, settings=SamplingParams.greedy())
+            for ids, length in zip(PROMPTS, lengths, strict=True)
+        )
+    assert proposed == alone
 
 
 def test_a_generator_takes_it_by_name(agreed):
