@@ -42,6 +42,9 @@ def with_head(architecture: str, folder: Path, **changes: Any) -> Path:
     if not behind:
         tensors = {name.replace(last, "mtp.layers.0."): each for name, each in tensors.items()}
     tensors |= {f"{head}{part}.weight": each for part, each in _parts(architecture, config).items()}
+    if behind:  # as real ones have them, which nothing reads
+        tensors[f"{head}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{head}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     stated = json.loads((folder / "config.json").read_text())
     wanted = {"num_hidden_layers": count, "num_nextn_predict_layers": 1}

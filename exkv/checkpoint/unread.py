@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 
 #: What tensors may lie in a layer and change nothing: rotary frequencies, which follow from the
-#: config; GPT-NeoX's masks; scales of activations, keys and values, which stay floats here; and
-#: what packers of weights note down, which their config says too.
+#: config; GPT-NeoX's masks; scales of activations, keys and values, which stay floats here; what
+#: packers of weights note down, which their config says too; and the copies of the model's table
+#: and head beside an MTP head.
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.\w+|attention\.(masked_)?bias|weight_shape|weight_format"
     r"|(input|output|activation|[qkv])_(scale|global_scale|zero_point))"
+    r"|.*\.\d+\.(embed_tokens|shared_head\.head)\.\w+"
     r"|(.*\.)?(lm_head|embed_out)\.weight"  # the same as the embedding, or it were read
 )
 _LAYER = re.compile(r"(.*?\.\d+)\..*")

@@ -48,6 +48,10 @@ GGUF = GGUFFamily(
         **shared("mlp.shared_experts"),
         "exp_probs_b.bias": NAMES["mlp.correction"],
         "post_attention_norm": "post_attention_layernorm",
+        "nextn.enorm": "enorm",
+        "nextn.hnorm": "hnorm",
+        "nextn.eh_proj": "eh_proj",
+        "nextn.shared_head_norm": "shared_head.norm",
     },
     additions=lambda values: {
         "first_k_dense_replace": values.get("first_k_dense_replace", 0),

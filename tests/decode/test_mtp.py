@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 
+import gguf
 import pytest
 import torch
 from cases import KINDS
 from heads import APART, BEHIND, Theirs, agreeing, with_head
+from packers.gguf import floats, write_gguf
+from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import TINY, reference, save
 
@@ -19,6 +23,15 @@ from exkv.cli.loading import prepare
 from exkv.decode.speculation.heads import propose
 from exkv.loading.report import LINES
 from exkv.serve.hosting import Prepared
+
+Q8 = gguf.GGMLQuantizationType.Q8_0
+
+
+def q8(key, values):
+    """Matrices of whole blocks in 8 bits."""
+    is_matrix = values.ndim > 1 and values.shape[-1] % 32 == 0 and "norm" not in key
+    return Q8 if is_matrix and "gate_inp" not in key else floats(key, values)
+
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7] * 3, [11, 12, 13], [40, 41, 42, 43, 40, 41]]
 GREEDY = SamplingParams.greedy()
@@ -108,6 +121,29 @@ def test_proposals_are_transformers_head_on_its_own_output(folders, kind, chunk)
             ids, hidden = logits[:, -1:].argmax(-1), hidden[:, -1:]
             tokens.append(int(ids))
         assert proposed[rows[row]] == tokens and len(tokens) == 3
+
+
+@pytest.mark.parametrize("type_of", [floats, q8], ids=["floats", "Q8_0"])
+def test_a_gguf_files_head(folders, tmp_path, caplog, type_of):
+    """Its tensors lie behind the layers; those of both ends are left alone."""
+    folder, file = folders["Glm4MoeForCausalLM"], tmp_path / "model.gguf"
+    config = Theirs(folder).model.config
+    tensors = load_file(folder / "model.safetensors")
+    stands_for = write_gguf(file, config, tensors, type_of)
+    shutil.copytree(folder, tmp_path / "folder")
+    stands_for = {**tensors, **stands_for}
+    save_file(stands_for, tmp_path / "folder" / "model.safetensors", metadata={"format": "pt"})
+    made = []
+    for path in (file, tmp_path / "folder"):
+        model = loaded(path, dtype="float32")
+        found, _ = made_by_head(model)
+        model.forward(torch.tensor([PROMPTS[0]]), Cache(model, max_seq_len=48))
+        made.append(torch.cat(found, dim=1))
+    assert torch.allclose(*made, atol=1e-5)
+    assert "not used: blk.2.nextn.embed_tokens.weight, blk.2.nextn.shared_head_head" in caplog.text
+    caplog.clear()
+    assert loaded(file, mtp=False).config.num_hidden_layers == 2
+    assert "blk.2.nextn.eh_proj" in caplog.text
 
 
 class Stub:

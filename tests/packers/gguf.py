@@ -357,7 +357,7 @@ def _llama3_factors(rope: Mapping[str, Any], width: int) -> np.ndarray:
 def _converted(name: str, config: Any, tensors: Mapping[str, torch.Tensor]):
     """GGUF name, values."""
     arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == ARCHITECTURES[name])
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers + 1)  # and an MTP head
     experts: dict[str, dict[int, np.ndarray]] = {}
     for key, tensor in _one_by_one(tensors):
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -437,7 +437,7 @@ def _restored(
 ):
     """The tensors' own names, and what the file has for them."""
     arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == ARCHITECTURES[name])
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers + 1)  # and an MTP head
     for key, tensor in tensors.items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             key_in_file, stored = "token_embd.weight", plain["token_embd.weight"]

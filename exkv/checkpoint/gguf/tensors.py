@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,7 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         if self.unindexed:
-            unused, shown = len(self.unindexed), ", ".join(self.unindexed[:SHOWN])
-            logger.warning("%s: %d of its tensors are not used: %s", path, unused, shown)
+            self._warn(self.unindexed)
 
     def _open(self) -> dict[str, TensorInfo]:
         contents = GGUFContents(self.folder)
@@ -62,10 +61,14 @@ class GGUFCheckpoint(Checkpoint):
         self._identities = {file.path: file.identity for file in contents.files}
         _, _, family = contents.family()
         self._made: dict[str, _Made] = {}
+        #: Of an MTP head: the checkpoint's name -> the file's.
+        self._behind: dict[str, str] = {}
         found: dict[str, TensorInfo] = {}
-        beyond = layers_of(contents)
+        count = layers_of(contents)
         for placed in contents.tensors.values():
-            infos = None if _layer_of(placed) >= beyond else _infos(contents, placed, family)
+            infos = _infos(contents, placed, family)
+            if infos and _layer_of(placed) >= count:
+                self._behind |= {info.name: placed.tensor.name for info, _ in infos}
             if infos is None:
                 self.unindexed.append(placed.tensor.name)
                 continue
@@ -75,6 +78,17 @@ class GGUFCheckpoint(Checkpoint):
         for info, made in _scalars(contents, family):
             found[info.name], self._made[info.name] = info, made
         return found
+
+    def _check_unread(self, tensors: Iterable[str]) -> None:
+        """A head for multi-token prediction may be left alone."""
+        unused = {name: stored for name, stored in self._behind.items() if name not in {*tensors}}
+        if unused:
+            self._warn(list(dict.fromkeys(unused.values())))
+        super()._check_unread([*tensors, *unused])
+
+    def _warn(self, unused: Sequence[str]) -> None:
+        shown = ", ".join(unused[:SHOWN])
+        logger.warning("%s: %d of its tensors are not used: %s", self.folder, len(unused), shown)
 
     def tensor(self, name: str) -> torch.Tensor:
         """As :meth:`Checkpoint.tensor` says; a copy where the converter's work is undone."""
@@ -129,7 +143,7 @@ class _Made:
 
 
 def layers_of(contents: GGUFContents) -> Any:
-    """The layers that a token passes, without the heads for several tokens (MTP) behind them."""
+    """The layers that a token passes, without the MTP heads behind them."""
     blocks, extra = contents.own("block_count"), contents.own("nextn_predict_layers", 0)
     return blocks - extra if is_int(blocks) and is_int(extra) else blocks
 
