@@ -107,6 +107,15 @@ VARIANTS = {
     "linear": lambda: llama("linear", tie_word_embeddings=True),
     "yarn": lambda: llama("yarn", attention_bias=True, mlp_bias=True),
     "longrope": lambda: phi3(**longrope()),
+    "Llama 4 without chunks": partial(
+        TINY["Llama4ForCausalLM"],
+        **LLAMA4
+        | {"layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 1, 1, 1]}
+        | {"attn_temperature_tuning": False},
+    ),
+    "Llama 4 Maverick": partial(
+        TINY["Llama4ForCausalLM"], **LLAMA4, num_local_experts=128, use_qk_norm=False
+    ),
     "Mistral Small 3.1": beside_images(
         "Mistral3", partial(mistral, sliding_window=None), "Pixtral"
     ),
@@ -204,6 +213,21 @@ def test_what_the_converter_writes_answers_as_transformers_model(tmp_path, conve
     theirs = saved(name, tmp_path / "saved", how)
     convert(tmp_path / "saved", tmp_path / "model.gguf", how)
     assert_near(logits_of(tmp_path / "model.gguf"), expected_of(theirs))
+
+
+def test_what_files_of_llama_4_lack_is_as_published(tmp_path, convert):
+    """Of texts longer than these tests', which the first chunk doesn't hold."""
+    saved("Llama4ForCausalLM", tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "model.gguf")
+    paths = tmp_path / "saved", tmp_path / "model.gguf"
+    of_folder, of_file = map(ModelConfig.from_pretrained, paths)
+    assert of_file.query_scaling == of_folder.query_scaling is not None
+    for layer in range(4):
+        rotated = of_file.rotates(layer)
+        assert rotated == of_folder.rotates(layer) == (layer < 3)
+        chunks = [x.specific.chunk(layer, rotated=rotated) for x in (of_file, of_folder)]
+        assert chunks == [8192 * rotated] * 2
+        assert of_file.specific.is_dense(layer) == of_folder.specific.is_dense(layer)
 
 
 @pytest.mark.parametrize("name", UNWRITTEN)
