@@ -653,7 +653,7 @@ def loaded(config: PretrainedConfig, folder: Path, **options: Any) -> Model:
     return model
 
 
-def save_tokenizer(folder: Path, vocab_size: int = 320) -> Path:
+def save_tokenizer(folder: Path, vocab_size: int = 320, **options: Any) -> Path:
     """A sentencepiece model beside the weights: bytes, a few pieces, <s> 1 and </s> 2."""
     text = ["the key is in the kitchen", "anna put the red ball in the garden", "where is it"]
     with (folder / "tokenizer.model").open("wb") as file:
@@ -665,5 +665,6 @@ def save_tokenizer(folder: Path, vocab_size: int = 320) -> Path:
             byte_fallback=True,
             hard_vocab_limit=False,
             minloglevel=2,
+            **options,
         )
     return folder

@@ -28,10 +28,11 @@ from tiny import (
     phi3,
     reference,
     save,
+    save_tokenizer,
 )
 from transformers import PreTrainedModel
 
-from exkv import Cache, Model, ModelConfig
+from exkv import Cache, Model, ModelConfig, Tokenizer
 from exkv.checkpoint import CheckpointError, GGUFContents, open_checkpoint
 from exkv.checkpoint.families import FAMILIES
 from exkv.loading.calibration import rounded_units
@@ -252,6 +253,19 @@ def test_heads_for_several_tokens_behind_layers_with_states_are_left_alone(tmp_p
     convert(tmp_path / "saved", tmp_path / "model.gguf", "f32 heads")
     assert GGUFContents(tmp_path / "model.gguf").own("block_count") == 3
     assert_near(logits_of(tmp_path / "model.gguf"), expected_of(theirs))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GemmaForCausalLM"])
+def test_sentencepiece_as_the_converter_writes_it_tokenizes_as_the_folder(tmp_path, convert, name):
+    """With the normalization of both models: none but Llama's space before a text."""
+    saved(name, tmp_path / "saved")
+    normalization = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    save_tokenizer(tmp_path / "saved", **normalization, add_dummy_prefix="Llama" in name)
+    convert(tmp_path / "saved", tmp_path / "model.gguf", "f32 vocabulary")
+    ours, theirs = Tokenizer(tmp_path / "model.gguf"), Tokenizer(tmp_path / "saved")
+    for text in ("the key is in the  red kitchen\n", "Zürich ✓ where", " "):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
 
 
 def test_projections_of_linear_attention_as_they_were_at_first_are_read(tmp_path, convert):

@@ -2,8 +2,8 @@
 comes with it.
 
 Run as a script it reads lines ``FOLDER<tab>FILE<tab>HOW`` and answers each with a line: nothing, or
-what went wrong. Only its vocabulary step is left out (``tokenizer.ggml.model`` is ``none``), as
-tiny models have no tokenizer that it knows.
+what went wrong. Only its vocabulary step is left out (``tokenizer.ggml.model`` is ``none``) unless
+it is asked for, as most tiny models have no tokenizer that it knows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 
 class Converter:
     """The process. A call converts a folder to a file, RuntimeError with the converter's traceback
     where it can't. ``how`` are words: the matrices' type, ``f32`` or ``q8_0``; ``fuse_qkv`` and
-    ``fuse_gate_up_exps``, its options; ``heads`` with those for several tokens (MTP)."""
+    ``fuse_gate_up_exps``, its options; ``heads`` with those for several tokens (MTP);
+    ``vocabulary`` with the tokenizer."""
 
     def __init__(self, source: Path) -> None:
         self._process = subprocess.Popen(
@@ -50,18 +52,21 @@ def main(source: str) -> None:
     logging.disable(logging.ERROR)
     types = {"f32": gguf.LlamaFileType.ALL_F32, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 
-    def adapt(converter: type, heads: bool) -> None:
-        """Leave out the tokenizer, also in classes between which one chooses by config.json."""
-        converter.set_vocab = lambda self: self._set_vocab_none()
+    own_vocabulary: dict[type, Any] = {}
+
+    def adapt(converter: type, *, heads: bool, vocabulary: bool) -> None:
+        """Leave out what isn't asked for, also in classes of which one chooses by config.json."""
+        own = own_vocabulary.setdefault(converter, converter.set_vocab)
+        converter.set_vocab = own if vocabulary else lambda self: self._set_vocab_none()
         converter.no_mtp = converter.supports_mtp_export and not heads
         for each in vars(converter).values():
             if isinstance(each, type):
-                adapt(each, heads)
+                adapt(each, heads=heads, vocabulary=vocabulary)
 
     def convert(folder: Path, file: Path, kind: str, *options: str) -> None:
         hparams = ModelBase.load_hparams(folder, False)
         converter = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
-        adapt(converter, "heads" in options)
+        adapt(converter, heads="heads" in options, vocabulary="vocabulary" in options)
         fused = {option: True for option in options if option.startswith("fuse_")}
         with torch.inference_mode():
             converter(folder, types[kind], file, model_name="tiny", **fused).write()
