@@ -20,6 +20,7 @@ from . import (  # noqa: F401  (importing them defines the ops)
     recurrent,
     rope,
     sample,
+    ssd,
     weight_groups,
 )
 from .registry import REFERENCES, define_op, has_kernel  # noqa: F401

@@ -35,6 +35,7 @@
 #include "rope_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
+#include "ssd_binding.h"
 
 namespace exkv {
 namespace {
@@ -465,6 +466,16 @@ Tensor GatedDeltaCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   });
 }
 
+Tensor SsdCpu(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b, const Tensor& c,
+              const Tensor& d, Tensor state, std::optional<Tensor> new_lens) {
+  return StateSpaceDuality(x, dt, a, b, c, d, state, new_lens, [](const SsdParams& p) {
+    torch::stable::parallel_for(0, p.rows, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> space(static_cast<size_t>(2 * p.state_dim));
+      RowsOfIsa().ssd(p, space.data(), begin, end);
+    });
+  });
+}
+
 void AppendKvCpu(const AppendArguments& a) {
   AppendKv(a, [](const AppendParams& p) {
     CheckPlaces(p);
@@ -732,6 +743,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("gated_delta", TORCH_BOX(&exkv::GatedDeltaCpu));
+  m.impl("ssd", TORCH_BOX(&exkv::SsdCpu));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCpu>));
   m.impl("decode_attention", TORCH_BOX(&exkv::DecodeAttentionCpu));
 #if defined(__x86_64__)

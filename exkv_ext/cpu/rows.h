@@ -1,6 +1,6 @@
-// Norms, gates, rotary positions and the gated delta rule on the CPU, whose work is a row at a
-// time: one table of kernels for each instruction set. The arithmetic is in norm.inc, gate.inc,
-// rope.inc and delta.inc, which each instruction set's file compiles once.
+// Norms, gates, rotary positions and what layers with a state compute on the CPU, whose work is a
+// row at a time: one table of kernels for each instruction set. The arithmetic is in norm.inc,
+// gate.inc, rope.inc, delta.inc and ssd.inc, which each instruction set's file compiles once.
 #pragma once
 
 #include "../params/attention_params.h"
@@ -77,6 +77,27 @@ struct DeltaParams {
   void* out;                // (B, T, H, D_v)
 };
 
+// A row is a head of a sequence.
+struct SsdParams {
+  FloatType dtype;
+  int64_t rows;       // B * H
+  int64_t heads;      // H
+  int64_t groups;     // heads to a group of b and c
+  int64_t length;     // T
+  int64_t state_dim;  // N
+  int64_t head_dim;   // P
+  TokenView x;        // (B, T, H, P)
+  TokenView b;        // (B, T, H / groups, N)
+  TokenView c;
+  const float* dt;          // (B, T, H)
+  const float* a;           // (H)
+  const float* d;           // (H)
+  const int32_t* new_lens;  // (B,), real tokens; null for all
+  float* state;             // (B, H, N, P)
+  int64_t state_row;        // floats from a sequence's state to the next
+  void* out;                // (B, T, H, P)
+};
+
 // The kernels work on rows [begin, end).
 struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
@@ -86,6 +107,8 @@ struct RowKernels {
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
   // `space` is for 4 * key_dim floats.
   void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);
+  // `space` is for 2 * state_dim floats.
+  void (*ssd)(const SsdParams& params, float* space, int64_t begin, int64_t end);
 };
 
 extern const RowKernels kRowsPortable;

@@ -20,9 +20,10 @@
 #include "rope.inc"
 // And with those of both:
 #include "delta.inc"
+#include "ssd.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta};
+const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd};
 }  // namespace exkv
 #endif

@@ -14,7 +14,8 @@
 #include "rope.inc"
 // And with those of both:
 #include "delta.inc"
+#include "ssd.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta};
+const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd};
 }  // namespace exkv

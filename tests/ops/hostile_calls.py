@@ -424,6 +424,17 @@ def _gated_delta(m: Maker) -> list:
             m.floats(rows, heads, keys, dim), new_lens]  # fmt: skip
 
 
+def _ssd(m: Maker) -> list:
+    dtype, rows, length, keys, dim = m.dtype(), m.size(3), m.size(), m.size(40), m.size(40)
+    groups, count = m.size(3), m.size(3)
+    heads = groups * count
+    new_lens = m.counts(rows, length) if m.rng.random() < 0.5 else None
+    return [m.floats(rows, length, heads, dim, dtype=dtype),
+            m.floats(rows, length, heads).abs(), -m.floats(heads).abs(),
+            *(m.floats(rows, length, count, keys, dtype=dtype) for _ in "bc"), m.floats(heads),
+            m.floats(rows, heads, keys, dim), new_lens]  # fmt: skip
+
+
 MAKERS: dict[str, Callable[[Maker], list]] = {
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
@@ -462,13 +473,14 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "decode_attention": _decode_attention,
     "causal_conv": _causal_conv,
     "gated_delta": _gated_delta,
+    "ssd": _ssd,
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
                 "chosen_experts", "decode_attention", "attention_part_since", "causal_conv",
-                "gated_delta"}  # fmt: skip
+                "gated_delta", "ssd"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------
