@@ -147,6 +147,8 @@ LINEAR = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
+#: Heads of Mamba 2 in two groups, which share what they write to their states.
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2}
 MIXTURE_OF_STATES = {**LINEAR, **MIXTURE, "shared_expert_intermediate_size": 40}
 #: Hunyuan's positions: a base that is stretched by a fixed factor.
 ALPHA = {
@@ -311,6 +313,7 @@ MINISTRAL3 = small(
 TINY = {
     "ApertusForCausalLM": small("Apertus"),
     "ArceeForCausalLM": small("Arcee", mlp_bias=True),
+    "BambaForCausalLM": small("Bamba", attn_layer_indices=[1], mlp_bias=True, **MAMBA2),
     "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
     "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),
     "CwmForCausalLM": small("Cwm", head_dim=16, **WINDOWS),
@@ -335,6 +338,14 @@ TINY = {
         "Glm4vMoe", small("Glm4vMoeText", **ROUTED, **HALF_MROPE), "Glm4v"
     ),
     "GlmForCausalLM": small("Glm", head_dim=16),
+    "GraniteMoeHybridForCausalLM": small(
+        "GraniteMoeHybrid",
+        num_local_experts=4,
+        shared_intermediate_size=40,
+        layer_types=["linear_attention", "full_attention"],
+        **MAMBA2,
+        **FACTORS,
+    ),
     "GraniteMoeSharedForCausalLM": small(
         "GraniteMoeShared", num_local_experts=4, shared_intermediate_size=40, **FACTORS
     ),

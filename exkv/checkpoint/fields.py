@@ -25,6 +25,7 @@ HARMLESS = frozenset(
         *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
         *("linear_dt_init_floor",),
         *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+        *("mamba_chunk_size", "z_loss_coefficient", "num_logits_to_keep"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
     )

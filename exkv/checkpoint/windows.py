@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 #: Layers with a state: of linear attention, and convolutions.
 STATES = ("linear_attention", "conv")
+#: Older names of these types, in files of transformers 4.
+_OLDER = {"attention": FULL_ATTENTION, "mamba": STATES[0]}
 
 #: The window in tokens, and the type of every layer; None and () where all attend to everything.
 WindowOfLayers = tuple[int | None, tuple[str, ...]]
@@ -87,6 +89,21 @@ def with_states(values: Mapping[str, Any]) -> WindowOfLayers:
     if types is None:
         linear, *_ = STATES
         types = [linear if (layer + 1) % period else FULL_ATTENTION for layer in range(layers)]
+    return None, check_layer_types(types, layers, None, STATES[:1])
+
+
+def renamed(types: Any) -> Any:
+    """Types of layers by today's names, where it is a list of them."""
+    if not isinstance(types, list | tuple):
+        return types
+    return [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+
+
+def linear_unless_stated(values: Mapping[str, Any]) -> WindowOfLayers:
+    """The stated ``layer_types``; all layers have a state without."""
+    check_layers(values["num_hidden_layers"])
+    layers, types = values["num_hidden_layers"], values.get("layer_types")
+    types = STATES[:1] * layers if types is None else renamed(types)
     return None, check_layer_types(types, layers, None, STATES[:1])
 
 

@@ -17,34 +17,37 @@ from . import granitemoe
 from .decoder import Decoder, matrix_slice
 
 
-def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
+def experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
     """A Granite 3 MoE's, and gate and up of the shared one."""
     routed = granitemoe.experts(config, dtype, name, layer)
-    return routed + shared_expert(config, dtype, name, layer)
+    return [*routed, *shared_expert(config, dtype, name, layer)]
 
 
 def shared_expert(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
 ) -> list[Source]:
-    """Gate and up of the shared expert of the layer that the checkpoint calls ``name``, if any."""
-    inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
-    if not inner:
+    """Gate and up of the expert of all tokens of the layer that the checkpoint calls ``name``, if
+    it has one."""
+    if not config.settings(ExpertsConfig).shared_expert_intermediate_size:
         return []
-    halves = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
-    both = [
-        matrix_slice(layer, f"mlp.shared_expert.{matrix}", itemgetter(rows))
-        for matrix, rows in halves.items()
-    ]
+    return [halves(config, dtype, name, layer, "mlp.shared_expert")]
+
+
+def halves(
+    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, mlp: str
+) -> Source:
+    """Gate and up of the MLP of all tokens, which the layer has at the path ``mlp``."""
+    inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
+    assert inner is not None, "the family's default is a number"
+    rows = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
+    both = [matrix_slice(layer, f"{mlp}.{each}", itemgetter(half)) for each, half in rows.items()]
     size = (2 * inner, config.hidden_size)
-    return [sliced_source(f"{name}.shared_mlp.input_linear.weight", size, dtype, both)]
+    return sliced_source(f"{name}.shared_mlp.input_linear.weight", size, dtype, both)
 
 
 SHARED = {"mlp.shared_expert.down_proj": "shared_mlp.output_linear"}
-DECODER = Decoder(
-    mlp=routed_experts,
-    rename={**granitemoe.NAMES, **SHARED},
-    made=_experts,
-)
+NAMES = {**granitemoe.NAMES, **SHARED}
+DECODER = Decoder(mlp=routed_experts, rename=NAMES, made=experts)
 FAMILY = replace(
     granitemoe.FAMILY,
     architecture="GraniteMoeSharedForCausalLM",

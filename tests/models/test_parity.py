@@ -81,6 +81,14 @@ CONFIGS["llama4-two_experts"] = TINY["Llama4ForCausalLM"](
 CONFIGS["laguna-per_element"] = TINY["LagunaForCausalLM"](
     gating="per-element", moe_router_logit_softcapping=0.0, attention_bias=True
 )
+CONFIGS["granite4-dense"] = TINY["GraniteMoeHybridForCausalLM"](
+    num_local_experts=0, num_experts_per_tok=0, tie_word_embeddings=True, mamba_proj_bias=True,
+    mamba_conv_bias=False,
+)  # fmt: skip
+CONFIGS["granite4-micro"] = TINY["GraniteMoeHybridForCausalLM"](
+    num_local_experts=0, num_experts_per_tok=0, layer_types=["full_attention"] * 2,
+    position_embedding_type="rope",
+)  # fmt: skip
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 

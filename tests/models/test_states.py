@@ -10,7 +10,12 @@ from tiny import TINY, reference, save, save_tokenizer
 from exkv import CACHES, Engine, Job, KVCache, Model, SamplingParams, Tokenizer
 from exkv.cache import OnHost, PagedCache
 
-NAMES = ["Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"]
+NAMES = [
+    "Qwen3NextForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "KimiLinearForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
 

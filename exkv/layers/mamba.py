@@ -1,0 +1,86 @@
+"""Mamba's layers, which have a state in place of keys and values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from exkv.batch import Batch
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.mamba import Mamba2Config
+from exkv.ops.activations import ACTIVATIONS
+
+from .linear import Linear, PlainModule, weight
+from .recurrent import CausalConv, KeepsState
+
+
+class GatedNorm(PlainModule):
+    """An RMS norm of each of some groups of features, behind a gate."""
+
+    def __init__(self, size: int, groups: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight(size, dtype=dtype)
+        self.groups, self.eps = groups, eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate (B, T, size) -> the same shape."""
+        return self.normed(F.silu(gate.float()).mul_(x)).to(x.dtype)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """x float32 (B, T, size), changed in place."""
+        grouped = x.unflatten(-1, (self.groups, -1))
+        grouped.mul_(torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps))
+        return x.mul_(self.weight)
+
+
+class Mamba2(PlainModule):
+    """A convolution, and heads with a state each, see :func:`exkv.ops.ssd.ssd`, behind a gate and a
+    norm (Dao and Gu, 2024, arXiv 2405.21060)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.settings = sizes = config.settings(Mamba2Config)
+        self.act = config.hidden_act
+        hidden, inner, heads, bias = (
+            *(config.hidden_size, sizes.inner, sizes.mamba_n_heads, sizes.mamba_proj_bias),
+        )
+        channels = inner + 2 * sizes.shared
+        self.in_proj = Linear(hidden, inner + channels + heads, bias=bias, dtype=dtype)
+        self.conv1d = CausalConv(
+            channels, sizes.mamba_d_conv, bias=sizes.mamba_conv_bias, dtype=dtype
+        )
+        self.A_log = weight(heads, dtype=torch.float32)
+        self.D = weight(heads, dtype=torch.float32)
+        self.dt_bias = weight(heads, dtype=torch.float32)
+        self.norm = GatedNorm(inner, sizes.mamba_n_groups, config.rms_norm_eps, dtype=dtype)
+        self.out_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
+        """x (B, T, hidden), normed -> (B, T, hidden)."""
+        sizes = self.settings
+        state = cache.states(batch, sizes.state, x.dtype)
+        groups = (sizes.mamba_n_groups, sizes.mamba_d_state)
+        gate, mixed, steps = self.project(x)
+        mixed = ACTIVATIONS[self.act].apply(self.conv1d(mixed, state["conv"], batch))
+        values, b, c = mixed.split((sizes.inner, sizes.shared, sizes.shared), dim=-1)
+        out = torch.ops.exkv.ssd(
+            values.unflatten(-1, (sizes.mamba_n_heads, sizes.mamba_d_head)),
+            *(self.steps(steps), -self.A_log.exp()),
+            *(b.unflatten(-1, groups), c.unflatten(-1, groups), self.D),
+            *(state["recurrent"], batch.new_lens),
+        )
+        del mixed, values, b, c  # free them before the gate
+        return self.out_proj(self.norm(out.flatten(2), gate))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x (B, T, hidden) -> the gate (B, T, inner), what the convolution goes over (B, T, inner +
+        2 * shared), and what the steps are made of (B, T, heads)."""
+        inner, heads = self.settings.inner, self.settings.mamba_n_heads
+        both = inner + 2 * self.settings.shared
+        return self.in_proj(x).split((inner, both, heads), dim=-1)
+
+    def steps(self, x: Tensor) -> Tensor:
+        """The sizes of steps, float32 (B, T, heads)."""
+        low, high = self.settings.time_step_limit
+        return F.softplus(x.float() + self.dt_bias).clamp_(low, high)

@@ -1,0 +1,64 @@
+"""Layers of Mamba: what config.json says of them, and what of it the tests over all architectures
+leave alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import TINY, reference, save
+
+from exkv import Cache, Model, ModelConfig
+
+IDS = torch.randint(3, 320, (2, 80), generator=torch.Generator().manual_seed(1))
+BAMBA = TINY["BambaForCausalLM"]().to_dict() | {"architectures": ["BambaForCausalLM"]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["BambaForCausalLM", "GraniteMoeHybridForCausalLM"])
+def test_steps_are_limited_as_transformers_limits_them(name, tmp_path):
+    """Over several tokens: transformers' steps of one have no limits."""
+    limited = reference(TINY[name](time_step_limit=(0.68, 0.7)))
+    model = Model(save(limited, tmp_path), max_input_len=32)
+    model.load(devices=["cpu"])
+    expected, free = limited(IDS).logits, reference(TINY[name]())(IDS).logits
+    found = model.forward(IDS, Cache(model, batch_size=2))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    assert (free - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def test_configs_of_transformers_4_name_layers_otherwise_and_leave_out_heads_sizes():
+    values = TINY["GraniteMoeHybridForCausalLM"]().to_dict()
+    values |= {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_d_head": "auto"}
+    older = values | {"layer_types": ["mamba", "attention"], "position_embedding_type": "nope"}
+    config = ModelConfig.from_dict(older)
+    assert config.layer_types == ("linear_attention", "full_attention")
+    assert config.specific.mamba_d_head == 32 and config.rotated == (False, False)
+    shapes = {each.name: each.shape for each in config.state(0)}
+    assert shapes == {"conv": (3, 128 + 2 * 32), "recurrent": (4, 16, 32)}
+    assert config.state(1) == ()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mamba_d_head": 8}, "4 of mamba_d_head 8 features must be mamba_expand . hidden_size"),
+        ({"mamba_n_groups": 3}, "mamba_n_heads 4 is not a multiple of mamba_n_groups 3"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv 1: a convolution is over at least 2 tokens"),
+        ({"time_step_limit": [1, 0]}, "time_step_limit must be two numbers"),
+        ({"time_step_limit": 3}, "time_step_limit must be two numbers"),
+        ({"attn_layer_indices": ["1"]}, "attn_layer_indices must be a list of integers"),
+        ({"mamba_d_state": 1 << 20}, "mamba_d_state 1048576 is more than"),
+        ({"mamba_conv_bias": "yes"}, "mamba_conv_bias must be true or false"),
+    ],
+)
+def test_settings_that_make_no_layer_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict({**BAMBA, **changes})
+
+
+def test_a_limit_without_end_is_read_as_python_and_as_transformers_write_it():
+    for text in ("[0.0, Infinity]", '[0, {"__float__": "Infinity"}]'):
+        config = ModelConfig.from_dict({**BAMBA, "time_step_limit": json.loads(text)})
+        assert config.specific.time_step_limit == (0.0, float("inf"))
