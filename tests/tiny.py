@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,13 @@ LAYERS = ["sliding_attention", "full_attention"]
 WINDOWS = {"sliding_window": WINDOW, "layer_types": LAYERS}
 
 
+#: Keys of others that a class takes for its own.
+RENAMED = defaultdict(set) | {
+    "NemotronH": {"mamba_n_groups", "mamba_d_conv", "mamba_expand", "mamba_conv_bias"}
+    | {"mamba_chunk_size", "hybrid_override_pattern"}
+}
+
+
 def small(kind: str, **fields: Any) -> Callable[..., PretrainedConfig]:
     """A function like those above for transformers' class ``kind``, with these fields."""
 
@@ -182,7 +190,7 @@ def small(kind: str, **fields: Any) -> Callable[..., PretrainedConfig]:
         config.eos_token_id = {**SMALL, **changes}[
             "eos_token_id"
         ]  # GLM has others if there is none
-        for key in {**fields, **changes}.keys() - {"rope_theta", "rope_scaling"}:
+        for key in {**fields, **changes}.keys() - {"rope_theta", "rope_scaling", *RENAMED[kind]}:
             assert hasattr(config, key), key  # else transformers took no notice
         return config
 
@@ -487,6 +495,17 @@ TINY = {
         **LATENT,
     ),
     "MixtralForCausalLM": mixtral,
+    "NemotronHForCausalLM": small(
+        "NemotronH",
+        head_dim=16,
+        layers_block_type=["moe", "linear_attention", "full_attention", "mlp"],
+        mamba_num_heads=4,
+        mamba_head_dim=24,
+        n_groups=2,
+        ssm_state_size=16,
+        moe_shared_expert_intermediate_size=40,
+        **ROUTED,
+    ),
     "NemotronForCausalLM": small("Nemotron", head_dim=16),
     "Olmo2ForCausalLM": small("Olmo2"),
     "Olmo3ForCausalLM": small(
@@ -627,6 +646,8 @@ def reference(
     of_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     kind = AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
     model = kind.from_config(config, dtype=torch.float32).eval()
+    if hasattr(config, "rescale_prenorm_residual"):  # by which its own numbers are more or fewer
+        torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -138,14 +138,14 @@ class OneStore:
 
 @dataclass(frozen=True, slots=True)
 class OneState:
-    """The arrangement of a state: one entry a row."""
+    """The arrangement of a state: one entry a row, of each of some tensors or of none."""
 
     tensors: tuple[StateTensor, ...]
     group: ClassVar[int] = 1
     alone: ClassVar[int] = 0
 
     def __str__(self) -> str:
-        return "a state of " + ", ".join(map(str, self.tensors))
+        return f"a state of {', '.join(map(str, self.tensors)) or 'nothing'}"
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         rows = shape[0]
@@ -155,10 +155,10 @@ class OneState:
         return slice(0, min(last, 1))
 
     def stays(self, longest: int) -> bool:
-        return False
+        return not self.tensors
 
     def in_place(self, common: int, written: int, new: int) -> int:
-        return new if common == written == new else 0
+        return new if common == written == new or not self.tensors else 0
 
     def lost(self, length: int, kept: int) -> bool:
-        return kept < length
+        return kept < length and bool(self.tensors)

@@ -261,7 +261,7 @@ class KVCache(Rows):
         specs = []
         for layer in range(config.cache_layers):
             state = config.state(layer)
-            state = with_snapshots(state) if snapshots else state
+            state = with_snapshots(state) if state and snapshots else state
             specs.append(replace(cls.compose(spec, config, layer, **properties), state=state))
         return specs
 
@@ -342,7 +342,7 @@ class KVCache(Rows):
 
     def allocate(self, cache_map: dict[int, torch.device]) -> None:
         """Allocate the storage of every placed layer that has none; all of them or none."""
-        missing = [index for index in cache_map if not self.layers[index].tensors]
+        missing = [index for index in cache_map if self.layers[index].device is None]
         full = self._first_full(cache_map, missing)
         if full is None:
             return
@@ -375,7 +375,7 @@ class KVCache(Rows):
         """Take pages from this pool from now on; all rows are empty."""
         self.pages = None if pool is None else PageTable(pool, self.batch_size)
         for layer in self.layers:
-            layer.pages = None if layer.spec.state else self.pages
+            layer.pages = self.pages if layer.spec.state is None else None
         if self.pages is not None:
             weakref.finalize(self, self.pages.release).atexit = False
 
@@ -557,7 +557,8 @@ class KVCache(Rows):
 
     @property
     def _states(self) -> list[StateLayer]:
-        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        states = (layer for layer in self.layers if isinstance(layer, StateLayer))
+        return [layer for layer in states if layer.spec.state]
 
     @property
     def _keys(self) -> list[CacheLayer]:
@@ -1059,7 +1060,7 @@ def _note_once(kind: type[KVCache], name: str) -> None:
 
 def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
     """Unallocated layers, each with keys and values linked to the next of them."""
-    layers = [StateLayer(spec) if spec.state else CacheLayer(spec) for spec in specs]
-    for layer, after in pairwise(layer for layer in layers if not layer.spec.state):
+    layers = [CacheLayer(spec) if spec.state is None else StateLayer(spec) for spec in specs]
+    for layer, after in pairwise(layer for layer in layers if layer.spec.state is None):
         layer.after = after
     return layers

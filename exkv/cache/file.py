@@ -382,7 +382,7 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
 def _encoding_of(layer: CacheLayer) -> str:
     """What determines the meaning of the tensors; residence and growth don't."""
     spec = layer.spec
-    if spec.state:
+    if spec.state is not None:
         return str(OneState(tuple(each for each in spec.state if not is_snapshot(each.name))))
     return f"{spec.storage} {spec.retention}"
 

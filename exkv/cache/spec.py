@@ -57,8 +57,9 @@ class LayerSpec:
 
     Attributes:
         prefix: shared prefixes of a fork; S counts the tokens after them.
-        state: tensors of a row that the layer has in place of keys and values; () for none. It has
-            one storage, retention and residence, whichever are given.
+        state: tensors of a row that the layer has in place of keys and values, perhaps none; None
+            where it has keys and values. It has one storage, retention and residence, whichever are
+            given.
         values_are_keys: whether the model's values are its keys (latent attention), so that one
             tensor is stored for both, whichever storage is chosen.
 
@@ -78,11 +79,11 @@ class LayerSpec:
     residence: Residence = OnDevice()
     growth: Growth = Static()
     prefix: Prefix | None = None
-    state: tuple[StateTensor, ...] = ()
+    state: tuple[StateTensor, ...] | None = None
     values_are_keys: bool = False
 
     def __post_init__(self) -> None:
-        for name, only in _OF_STATES.items() if self.state else ():
+        for name, only in _OF_STATES.items() if self.state is not None else ():
             object.__setattr__(self, name, only)
         if self.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
@@ -103,7 +104,7 @@ class LayerSpec:
     @property
     def arrangement(self) -> Arrangement:
         """Which tensors there are, and where each token is stored."""
-        return OneState(self.state) if self.state else self.kv
+        return self.kv if self.state is None else OneState(self.state)
 
     @property
     def kv(self) -> KVArrangement:
@@ -122,7 +123,7 @@ class LayerSpec:
     @property
     def capacity(self) -> int:
         """Tokens of a row at full growth; 1 for a state."""
-        return 1 if self.state else self.kept.capacity(self.max_seq_len)
+        return self.kept.capacity(self.max_seq_len) if self.state is None else 1
 
     @property
     def kept(self) -> Retention:

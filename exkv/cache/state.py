@@ -90,7 +90,7 @@ class StateLayer(CacheLayer):
 
     @property
     def has_snapshot(self) -> bool:
-        return any(is_snapshot(each.name) for each in self.spec.state)
+        return any(is_snapshot(each.name) for each in self.spec.state or ())
 
     def restore(self, row: int) -> None:
         """Return a row to its snapshot."""

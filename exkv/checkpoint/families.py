@@ -410,6 +410,7 @@ class Family:
         states: what those layers keep a row that have no keys and values.
         mtp: what its checkpoints call the head for multi-token prediction; None where exkv reads
             none.
+        derived: from the values of a config.json, keys that follow from others.
     """
 
     architecture: str
@@ -444,6 +445,7 @@ class Family:
     gguf: GGUFFamily | None = None
     states: Callable[[ModelConfig], tuple[StateTensor, ...]] | None = None
     mtp: MTPNames | None = None
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "defaults", LLAMA | self.defaults)
@@ -459,7 +461,8 @@ class Family:
             values = {**text, "model_type": self.model_type, **shared}
         ours = {ours: values[own] for ours, own in self.aliases.items() if own in values}
         of_others = {"architectures", "vision_config"} if self.text_config else {"architectures"}
-        return Fields({**values, **ours}, {*of_others, *self.aliases.values()})
+        values = {**values, **ours}
+        return Fields({**values, **self.derived(values)}, {*of_others, *self.aliases.values()})
 
     def read_multipliers(self, values: Mapping[str, Any]) -> Multipliers:
         """What the model multiplies by."""

@@ -25,7 +25,10 @@ HARMLESS = frozenset(
         *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max"),
         *("linear_dt_init_floor",),
         *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-        *("mamba_chunk_size", "z_loss_coefficient", "num_logits_to_keep"),
+        *("mamba_chunk_size", "chunk_size", "expand", "z_loss_coefficient", "num_logits_to_keep"),
+        *("use_mamba_kernels", "mamba_ssm_cache_dtype", "time_step_max", "time_step_floor"),
+        *("rescale_prenorm_residual", "residual_in_fp32", "moe_shared_expert_overlap"),
+        *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
     )

@@ -18,7 +18,8 @@ _INFINITY = {"__float__": "Infinity"}
 class Mamba2Config(Specific):
     """Layers of Mamba 2: ``mamba_n_heads`` heads with ``mamba_d_head`` features, in
     ``mamba_n_groups`` groups, and a state of ``mamba_d_state`` for each feature, behind a
-    convolution over ``mamba_d_conv`` tokens. Steps are between the two ``time_step_limit``."""
+    convolution over ``mamba_d_conv`` tokens. Steps are between the two numbers of
+    ``time_step_limit``."""
 
     mamba_n_heads: int = 128
     mamba_d_head: int = 64
@@ -46,6 +47,11 @@ class Mamba2Config(Specific):
                 f"mamba_n_heads {self.mamba_n_heads} is not a multiple of mamba_n_groups "
                 f"{self.mamba_n_groups}"
             )
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        """The sizes that steps have at least, and at most."""
+        return self.time_step_limit
 
     @property
     def inner(self) -> int:

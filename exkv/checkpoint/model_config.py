@@ -47,7 +47,7 @@ from .value_checks import (
     refuses_assignment,
     set_floats,
 )
-from .windows import FULL_ATTENTION, SLIDING_ATTENTION, STATES, check_layer_types
+from .windows import FULL_ATTENTION, SLIDING_ATTENTION, STATELESS, STATES, check_layer_types
 
 __all__ = [
     "DTYPES",
@@ -267,10 +267,14 @@ class ModelConfig:
         """Whether the layer sees a window of tokens only."""
         return self._type(layer) == SLIDING_ATTENTION
 
-    def state(self, layer: int) -> tuple[StateTensor, ...]:
-        """What the layer keeps of a row in place of keys and values; () where it attends."""
-        if self._type(layer) not in STATES:
+    def state(self, layer: int) -> tuple[StateTensor, ...] | None:
+        """What the layer keeps of a row in place of keys and values, perhaps nothing; None where it
+        attends."""
+        kind = self._type(layer)
+        if kind in STATELESS:
             return ()
+        if kind not in STATES:
+            return None
         states = FAMILIES[self.architecture].states
         assert states is not None  # see _check_windows
         return states(self)
@@ -419,7 +423,8 @@ class ModelConfig:
             check_size("sliding_window", self.sliding_window)
         if self.layer_types != ():
             family = FAMILIES.get(self.architecture)
-            states = STATES if family is not None and family.states is not None else ()
+            has_states = family is not None and family.states is not None
+            states = (*STATES, *STATELESS) if has_states else ()
             how = self.num_hidden_layers, self.sliding_window, states
             types = check_layer_types(self.layer_types, *how)
             object.__setattr__(self, "layer_types", types)

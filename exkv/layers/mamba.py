@@ -36,12 +36,16 @@ class GatedNorm(PlainModule):
 
 class Mamba2(PlainModule):
     """A convolution, and heads with a state each, see :func:`exkv.ops.ssd.ssd`, behind a gate and a
-    norm (Dao and Gu, 2024, arXiv 2405.21060)."""
+    norm (Dao and Gu, 2024, arXiv 2405.21060).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    Args:
+        act: the activation behind the convolution; None for the config's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, act: str | None = None) -> None:
         super().__init__()
         self.settings = sizes = config.settings(Mamba2Config)
-        self.act = config.hidden_act
+        self.act = config.hidden_act if act is None else act
         hidden, inner, heads, bias = (
             *(config.hidden_size, sizes.inner, sizes.mamba_n_heads, sizes.mamba_proj_bias),
         )
@@ -82,5 +86,5 @@ class Mamba2(PlainModule):
 
     def steps(self, x: Tensor) -> Tensor:
         """The sizes of steps, float32 (B, T, heads)."""
-        low, high = self.settings.time_step_limit
+        low, high = self.settings.step_limits
         return F.softplus(x.float() + self.dt_bias).clamp_(low, high)

@@ -64,11 +64,16 @@ class FusedGatedMLP(MLP):
 
 
 class PlainMLP(MLP):
-    """down(act(up(x))); x (B, T, hidden) -> (B, T, hidden)."""
+    """down(act(up(x))); x (B, T, hidden) -> (B, T, hidden).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    Args:
+        inner: intermediate size; None for the config's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, inner: int | None = None) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        inner = config.intermediate_size if inner is None else inner
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
         self.act = config.hidden_act

@@ -249,7 +249,7 @@ class Decoder:
 
     Attributes:
         attention: makes a layer's attention, or what a layer with a state has in its place, of
-            (config, dtype, layer=index).
+            (config, dtype, layer=index); None, which ``layer`` takes, for neither.
         mlp: makes its MLP, of (config, dtype).
         mlp_of_layer: the same of (config, dtype, index), where layers differ in it.
         layer: makes the layer, of (config, dtype, attention, mlp, norm).
@@ -265,9 +265,9 @@ class Decoder:
         made_apart: the same of checkpoints that have them apart, GGUF files.
     """
 
-    attention: Callable[..., nn.Module] = Attention
+    attention: Callable[..., nn.Module | None] = Attention
     mlp: Callable[[ModelConfig, torch.dtype], MLP] = GatedMLP
-    mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP] | None = None
+    mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP | None] | None = None
     layer: Callable[..., nn.Module] = DecoderLayer
     norm: Callable[[ModelConfig, torch.dtype], MakeNorm] = rms_norm
     head_norm: Callable[[ModelConfig, torch.dtype], MakeNorm] | None = None

@@ -360,7 +360,8 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     full.offloaded = (
         full.spec.residence.storage_device(torch.device(device_type)).type != device_type
     )
-    if (prefix := full.spec.prefix) is not None:  # in host memory, it comes to the device
+    prefix = full.spec.prefix
+    if prefix is not None and full.spec.state is None:  # in host memory, it comes to the device
         storage_device = full.spec.residence.storage_device(device)
         full.shared = _zeros(full.spec, prefix, storage_device)
     return full

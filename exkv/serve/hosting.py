@@ -326,8 +326,8 @@ class Prepared:
         options, tokens = self.options, self.cache.max_seq_len
         pages, at_once = -(-tokens // options.page), options.max_running - 1
         full, states = (
-            sum(layer.full_bytes() for layer in self.cache.layers if bool(layer.spec.state) == kind)
-            for kind in (False, True)
+            sum(x.full_bytes() for x in self.cache.layers if (x.spec.state is None) == attends)
+            for attends in (True, False)
         )
         beside = (at_once + options.max_running) * states
         if options.away_tokens is None:

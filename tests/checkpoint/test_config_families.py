@@ -72,7 +72,8 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         name = key if hasattr(theirs, key) else aliases.get(key, key)
         assert getattr(config, key) == known(key, getattr(theirs, name, None), theirs), key
     check_same_heads(config, theirs)
-    act = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
+    act_key = FAMILIES[config.architecture].act_key
+    act = getattr(theirs, act_key, None) or getattr(theirs, "hidden_act", "silu")
     assert config.hidden_act == ("gelu_pytorch_tanh" if act == "gelu_new" else act)
     ends = getattr(theirs, "eos_token_id", None)
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -108,7 +109,7 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
         ropes = [config.local_rope if config.slides(i) else config.rope for i in range(len(bases))]
         assert [rope.rope_theta * config.rotates(i) for i, rope in enumerate(ropes)] == bases
         return
-    rope = getattr(theirs, "rope_parameters", {})
+    rope = getattr(theirs, "rope_parameters", None) or {}
     if rope.get(FULL, rope).get("rope_theta") is None:
         assert set(config.rotated) == {False}
         return

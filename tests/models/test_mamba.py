@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import TINY, reference, save
 
-from exkv import Cache, Model, ModelConfig
+from exkv import CACHES, Cache, Model, ModelConfig
 
 IDS = torch.randint(3, 320, (2, 80), generator=torch.Generator().manual_seed(1))
 BAMBA = TINY["BambaForCausalLM"]().to_dict() | {"architectures": ["BambaForCausalLM"]}
@@ -37,7 +37,7 @@ def test_configs_of_transformers_4_name_layers_otherwise_and_leave_out_heads_siz
     assert config.specific.mamba_d_head == 32 and config.rotated == (False, False)
     shapes = {each.name: each.shape for each in config.state(0)}
     assert shapes == {"conv": (3, 128 + 2 * 32), "recurrent": (4, 16, 32)}
-    assert config.state(1) == ()
+    assert config.state(1) is None
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,41 @@ def test_a_limit_without_end_is_read_as_python_and_as_transformers_write_it():
     for text in ("[0.0, Infinity]", '[0, {"__float__": "Infinity"}]'):
         config = ModelConfig.from_dict({**BAMBA, "time_step_limit": json.loads(text)})
         assert config.specific.time_step_limit == (0.0, float("inf"))
+
+
+def nemotron(**changes: object) -> ModelConfig:
+    values = TINY["NemotronHForCausalLM"]().to_dict() | {"architectures": ["NemotronHForCausalLM"]}
+    return ModelConfig.from_dict({**values, **changes})
+
+
+def test_a_pattern_says_of_each_layer_which_one_it_is():
+    config = nemotron(layers_block_type=None, hybrid_override_pattern="M-M*E", num_hidden_layers=9)
+    kinds = ("linear_attention", "mlp", "linear_attention", "full_attention", "moe")
+    assert config.layer_types == kinds and config.num_hidden_layers == 5
+    assert [config.state(layer) for layer in (1, 3, 4)] == [(), None, ()]
+    with pytest.raises(ValueError, match="hybrid_override_pattern must be of M, E, ., -, a letter"):
+        nemotron(layers_block_type=None, hybrid_override_pattern="MX")
+    with pytest.raises(ValueError, match=r"layer_types\[0\] is 'sliding_attention'"):
+        nemotron(layers_block_type=["sliding_attention"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CACHES)
+def test_layers_that_keep_nothing_take_no_bytes_and_need_no_run_again(kind, tmp_path):
+    """Without states, a cropped row goes on at once, and forks share what is stored."""
+    types = ["full_attention", "mlp", "moe", "full_attention"]
+    theirs = reference(TINY["NemotronHForCausalLM"](layers_block_type=types))
+    model = Model(save(theirs, tmp_path), max_input_len=16)
+    model.load(devices=["cpu"])
+    cache = CACHES[kind](model, 64)
+    taken = [layer.full_bytes() for layer in cache.layers]
+    assert taken[1] == taken[2] == 0 and taken[0] == taken[3] > 0
+    model.forward(IDS[:1, :30], cache)
+    fork = cache.fork(2)
+    fork.crop(25)
+    assert bool(fork.stale) == cache.layers[0].spec.arrangement.lost(30, 25)
+    ids = IDS[:1, 25:26].expand(2, -1)
+    if kind == "fp16":
+        found = model.forward(ids, fork)[:, 0]
+        expected = theirs(IDS[:1, :26]).logits[:, -1].expand(2, -1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -89,6 +89,10 @@ CONFIGS["granite4-micro"] = TINY["GraniteMoeHybridForCausalLM"](
     num_local_experts=0, num_experts_per_tok=0, layer_types=["full_attention"] * 2,
     position_embedding_type="rope",
 )  # fmt: skip
+CONFIGS["nemotron3-latent"] = TINY["NemotronHForCausalLM"](
+    moe_latent_size=32, mlp_bias=True, use_bias=True, use_conv_bias=False, n_group=1,
+    norm_topk_prob=False,
+)  # fmt: skip
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 

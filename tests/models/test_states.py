@@ -15,6 +15,7 @@ NAMES = [
     "Lfm2MoeForCausalLM",
     "KimiLinearForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "NemotronHForCausalLM",
 ]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -138,7 +139,7 @@ def test_a_state_takes_the_same_bytes_at_any_length(pair):
     _, model = pair
     short, long = (CACHES["4bit"].layer_specs(model, tokens) for tokens in (64, 4096))
     for a, b in zip(short, long, strict=True):
-        assert (a.nbytes(a.capacity) == b.nbytes(b.capacity)) == bool(a.state)
+        assert (a.nbytes(a.capacity) == b.nbytes(b.capacity)) == (a.state is not None)
 
 
 def theirs_greedy(theirs, prompt: list[int], tokens: int) -> list[int]:

@@ -86,7 +86,7 @@ class HostPages:
 
 
 def _tiers(spec: LayerSpec) -> tuple[HostTier, ...]:
-    if spec.state or not isinstance(spec.growth, Paged):
+    if spec.state is not None or not isinstance(spec.growth, Paged):
         return ()
     return spec.growth.tiers
 

@@ -1,0 +1,221 @@
+"""Nemotron-H and Nemotron 3 Nano and Super (NVIDIA, 2025): each layer is one of Mamba 2, attention
+without positions, an MLP, and experts, behind one norm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exkv.batch import Batch
+from exkv.checkpoint import ModelConfig, RoutedExpertsConfig, windows
+from exkv.checkpoint.families import Family, TensorNames
+from exkv.checkpoint.mamba import Mamba2Config
+from exkv.checkpoint.value_checks import check_size, set_floats
+from exkv.layers import MLP, Attention, Linear, Mamba2, PlainMLP, PlainModule
+from exkv.layers.attention import Attend
+from exkv.layers.mlp import Experts
+from exkv.ops.activations import ACTIVATIONS
+from exkv.ops.experts import Routing, sum_of_experts
+
+from .decoder import Decoder, MakeNorm, rms_norm
+from .granitemoehybrid import mamba_states
+
+#: The letters of ``hybrid_override_pattern``.
+_LETTERS = {"M": "linear_attention", "E": "moe", "*": windows.FULL_ATTENTION, "-": "mlp"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneOfManyConfig(RoutedExpertsConfig, Mamba2Config):
+    """Layers of Mamba 2, whose steps are at least ``time_step_min``, and layers of experts that
+    work on ``moe_latent_size`` features; None for those of the hidden state."""
+
+    time_step_min: float = 1e-3
+    moe_latent_size: int | None = None
+
+    def __post_init__(self) -> None:
+        Mamba2Config.__post_init__(self)
+        RoutedExpertsConfig.__post_init__(self)
+        set_floats(self, ("time_step_min",))
+        if self.moe_latent_size is not None:
+            check_size("moe_latent_size", self.moe_latent_size)
+
+    @property
+    def step_limits(self) -> tuple[float, float]:
+        low, high = self.time_step_limit
+        return max(low, self.time_step_min), high
+
+
+class PlainExpert(nn.Module):
+    """An expert without a gate; ``PlainExperts`` runs it."""
+
+    def __init__(self, features: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up_proj = Linear(features, inner, bias=False, dtype=dtype)
+        self.down_proj = Linear(inner, features, bias=False, dtype=dtype)
+
+
+class PlainExperts(Experts):
+    """Experts without gates, perhaps between two projections, beside an MLP that all tokens
+    take."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, sigmoid=True, corrected=True, exact=True)
+        settings = config.settings(OneOfManyConfig)
+        hidden, inner = config.hidden_size, settings.moe_intermediate_size
+        assert inner is not None, "the family's default is a number"
+        latent, count = settings.moe_latent_size, settings.num_local_experts
+        self.experts = nn.ModuleList(
+            PlainExpert(latent or hidden, inner, dtype) for _ in range(count)
+        )
+        self.shared_expert = PlainMLP(config, dtype, settings.shared_expert_intermediate_size)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if latent is not None:
+            self.fc1_latent_proj = Linear(hidden, latent, bias=config.mlp_bias, dtype=dtype)
+            self.fc2_latent_proj = Linear(latent, hidden, bias=config.mlp_bias, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).add_(self.shared_expert(x))
+
+    def run(self, x: Tensor, routing: Routing) -> Tensor:
+        before, behind = self.fc1_latent_proj, self.fc2_latent_proj
+        if before is None or behind is None:
+            return self._sum(x, routing)
+        return behind(self._sum(before(x), routing))
+
+    def _sum(self, x: Tensor, routing: Routing) -> Tensor:
+        experts: Sequence[Any] = list(self.experts)
+        activate = ACTIVATIONS[self.act].apply
+
+        def run(expert: int, inputs: Tensor) -> Tensor:
+            return experts[expert].down_proj(activate(experts[expert].up_proj(inputs)))
+
+        return sum_of_experts(x, routing, len(experts), run)
+
+
+class OneLayer(PlainModule):
+    """What mixes tokens, or an MLP, beside a residual path behind a norm; ``forward`` maps x (B, T,
+    hidden) to the same shape."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: nn.Module | None,
+        mlp: MLP | None,
+        norm: MakeNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm = (norm or rms_norm(config, dtype))(config.hidden_size)
+
+    def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.mlp is not None:
+            return self.mlp(normed).add_(x)
+        assert self.self_attn is not None
+        return self.self_attn(normed, batch, cache).add_(x)
+
+
+def _mixer(
+    config: ModelConfig, dtype: torch.dtype, *, layer: int, **options: Any
+) -> nn.Module | None:
+    state = config.state(layer)
+    if state is None:
+        return Attention(config, dtype, layer=layer, **options)
+    return Mamba2(config, dtype, act="silu") if state else None
+
+
+def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP | None:
+    made = {"mlp": PlainMLP, "moe": PlainExperts}.get(config.layer_types[layer])
+    return made(config, dtype) if made else None
+
+
+def _types(values: Mapping[str, Any]) -> Any:
+    """The layers' types: stated, by the letters of a pattern, or one of each."""
+    types = values.get("layer_types")
+    if types is not None:
+        return windows.renamed(types)
+    pattern = values.get("hybrid_override_pattern", "ME*-")
+    if not isinstance(pattern, str) or not set(pattern) <= _LETTERS.keys():
+        raise ValueError(
+            f"hybrid_override_pattern must be of {', '.join(_LETTERS)}, a letter a layer, not "
+            f"{pattern!r:.80}"
+        )
+    return [_LETTERS[letter] for letter in pattern]
+
+
+def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
+    types, states = _types(values), (windows.STATES[0], *windows.STATELESS)
+    return None, windows.check_layer_types(types, values["num_hidden_layers"], None, states)
+
+
+def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As many layers as have a type, whatever else is stated."""
+    types = _types(values)
+    return {"num_hidden_layers": len(types)} if isinstance(types, list | tuple) else {}
+
+
+#: What checkpoints call the parts of a layer.
+NAMES = {
+    "mlp.correction": "mixer.gate.e_score_correction_bias",
+    "mlp.shared_expert.": "mixer.shared_experts.",
+    "self_attn.": "mixer.",
+    "mlp.": "mixer.",
+    "input_layernorm": "norm",
+}
+
+FAMILY = Family(
+    architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    units=Decoder(attention=_mixer, mlp_of_layer=_mlp, layer=OneLayer, rename=NAMES),
+    defaults={
+        "vocab_size": 131072,
+        "intermediate_size": 21504,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "mlp_hidden_act": "relu2",
+        "mamba_n_groups": 8,
+        "mamba_d_state": 128,
+        "moe_intermediate_size": 7688,
+        "shared_expert_intermediate_size": 7688,
+        "pad_token_id": 0,
+    },
+    windows=_windows,
+    reads=("mlp_bias",),
+    # Whatever is stated, transformers' attention has no bias and no window, and one MLP is shared.
+    refuses={
+        **{"attention_bias": False, "sliding_window": None, "mamba_hidden_act": "silu"},
+        "n_shared_experts": 1,
+    },
+    act_key="mlp_hidden_act",
+    rotated=lambda values, types: (False,) * len(types),
+    specific=OneOfManyConfig,
+    ignores=frozenset(
+        ("n_shared_experts", "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+    ),
+    aliases={
+        "layer_types": "layers_block_type",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "num_local_experts": "n_routed_experts",
+        "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_proj_bias": "use_bias",
+    },
+    names=(
+        TensorNames(layers="backbone.layers", table="backbone.embeddings", norm="backbone.norm_f"),
+    ),
+    states=mamba_states,
+    derived=_derived,
+)
