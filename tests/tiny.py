@@ -338,6 +338,20 @@ TINY = {
         "DeepseekV3", first_k_dense_replace=1, **ROUTED, **LATENT, **LATENT_YARN
     ),
     "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
+    "FalconH1ForCausalLM": small(
+        "FalconH1",
+        mamba_d_ssm=96,
+        embedding_multiplier=3.0,
+        lm_head_multiplier=0.6,
+        key_multiplier=1.7,
+        attention_in_multiplier=0.8,
+        attention_out_multiplier=0.7,
+        ssm_in_multiplier=1.2,
+        ssm_out_multiplier=0.9,
+        mlp_multipliers=[0.8, 0.6],
+        ssm_multipliers=[0.5, 0.9, 1.1, 0.8, 1.3],
+        **{**MAMBA2, "mamba_d_head": 24},
+    ),
     "FlexOlmoForCausalLM": small("FlexOlmo", num_experts=4, num_experts_per_tok=2),
     "Glm4vForConditionalGeneration": beside_images(
         "Glm4v", small("Glm4vText", **HALF_MROPE), "Glm4v"

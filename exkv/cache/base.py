@@ -39,7 +39,7 @@ from .paging.pool import KnownPage, PagePool, PageTable
 from .paging.swap import SwappedPages
 from .rows import Rows
 from .shared import Shared
-from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
+from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix, placed
 from .state import StateLayer, with_snapshots
 
 logger = logging.getLogger(__name__)
@@ -258,12 +258,16 @@ class KVCache(Rows):
             values_are_keys=config.latent is not None,
         )
         properties = cls.known_options(properties)
-        specs = []
-        for layer in range(config.cache_layers):
-            state = config.state(layer)
-            state = with_snapshots(state) if state and snapshots else state
-            specs.append(replace(cls.compose(spec, config, layer, **properties), state=state))
-        return specs
+        layers = range(config.cache_layers)
+        specs = [cls.compose(spec, config, layer, **properties) for layer in layers]
+        beside = {layer: state for layer in layers if (state := config.state_beside(layer))}
+        found = [
+            *(replace(specs[layer], state=config.state(layer)) for layer in layers),
+            *(replace(specs[layer], state=beside[layer], beside=layer) for layer in beside),
+        ]
+        if not snapshots:
+            return found
+        return [replace(x, state=with_snapshots(x.state)) if x.state else x for x in found]
 
     @classmethod
     def known_options(cls, properties: dict[str, Any]) -> dict[str, Any]:
@@ -342,6 +346,7 @@ class KVCache(Rows):
 
     def allocate(self, cache_map: dict[int, torch.device]) -> None:
         """Allocate the storage of every placed layer that has none; all of them or none."""
+        cache_map = placed([layer.spec for layer in self.layers], cache_map)
         missing = [index for index in cache_map if self.layers[index].device is None]
         full = self._first_full(cache_map, missing)
         if full is None:
@@ -1059,8 +1064,12 @@ def _note_once(kind: type[KVCache], name: str) -> None:
 
 
 def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
-    """Unallocated layers, each with keys and values linked to the next of them."""
+    """Unallocated layers, each with keys and values linked to the next of them, and to the state
+    that its decoder layer has beside them."""
     layers = [CacheLayer(spec) if spec.state is None else StateLayer(spec) for spec in specs]
     for layer, after in pairwise(layer for layer in layers if layer.spec.state is None):
         layer.after = after
+    for layer in layers:
+        if layer.spec.beside is not None:
+            layers[layer.spec.beside].beside = layer
     return layers

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.caching_allocator import LARGE
+from exkv.checkpoint import StateTensor
 from exkv.epochs import WatchedDict, advance
 from exkv.errors import Attempt
 from exkv.ops.attention import AttentionParams
@@ -38,6 +39,9 @@ from .shared import Shared
 from .slots import Slots, index, pieces, put, views
 from .spec import LayerSpec
 from .views import Tensors, View
+
+if TYPE_CHECKING:
+    from .state import States
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,8 @@ class CacheLayer:
         pages: page table of a paged cache; the same for all layers.
         host_pages: this layer's part of the host memory tiers, if the cache has any.
         lender: the layer of another cache whose storage this one borrows, if it shares a pool.
+        beside: the cache layer with the decoder layer's state, if it has one beside these keys and
+            values.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -119,6 +125,7 @@ class CacheLayer:
         self.pages: PageTable | None = None
         self.host_pages: HostPages | None = None
         self.lender: CacheLayer | None = None
+        self.beside: CacheLayer | None = None
         #: Bytes of the largest storage that was converted since the layer was placed.
         self.converted_from = 0
 
@@ -162,6 +169,18 @@ class CacheLayer:
         out = self.spec.storage.attend(q, view, params, self.spec.dtype)
         self.release_written()
         return out
+
+    def states(
+        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
+    ) -> States:
+        """The decoder layer's states: see :meth:`StateLayer.states`."""
+        assert self.beside is not None, "the config says which layers have a state"
+        return self.beside.states(batch, tensors, dtype)
+
+    @property
+    def parts(self) -> tuple[CacheLayer, ...]:
+        """The cache layers of the decoder layer: this one, and the one beside."""
+        return (self,) if self.beside is None else (self, self.beside)
 
     def release_written(self) -> None:
         """Free a call's values on the device, which were copied to host memory while attention

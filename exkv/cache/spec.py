@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -60,6 +61,8 @@ class LayerSpec:
         state: tensors of a row that the layer has in place of keys and values, perhaps none; None
             where it has keys and values. It has one storage, retention and residence, whichever are
             given.
+        beside: index of the decoder layer that has this state beside keys and values, which are
+            another cache layer; None where a decoder layer has one cache layer.
         values_are_keys: whether the model's values are its keys (latent attention), so that one
             tensor is stored for both, whichever storage is chosen.
 
@@ -80,6 +83,7 @@ class LayerSpec:
     growth: Growth = Static()
     prefix: Prefix | None = None
     state: tuple[StateTensor, ...] | None = None
+    beside: int | None = None
     values_are_keys: bool = False
 
     def __post_init__(self) -> None:
@@ -142,3 +146,11 @@ class LayerSpec:
             devices.rounded(math.prod(shape) * dtype.itemsize)
             for shape, dtype in self.layout(tokens).values()
         )
+
+
+def placed(
+    specs: Sequence[LayerSpec], cache_map: Mapping[int, torch.device]
+) -> dict[int, torch.device]:
+    """Cache layer -> device of its decoder layer, for layers of these specs that are placed."""
+    owners = [index if spec.beside is None else spec.beside for index, spec in enumerate(specs)]
+    return {index: cache_map[owner] for index, owner in enumerate(owners) if owner in cache_map}

@@ -47,7 +47,14 @@ from .value_checks import (
     refuses_assignment,
     set_floats,
 )
-from .windows import FULL_ATTENTION, SLIDING_ATTENTION, STATELESS, STATES, check_layer_types
+from .windows import (
+    FULL_ATTENTION,
+    HYBRID,
+    SLIDING_ATTENTION,
+    STATELESS,
+    STATES,
+    check_layer_types,
+)
 
 __all__ = [
     "DTYPES",
@@ -275,14 +282,22 @@ class ModelConfig:
             return ()
         if kind not in STATES:
             return None
+        return self._states()
+
+    def state_beside(self, layer: int) -> tuple[StateTensor, ...]:
+        """What the layer keeps of a row beside keys and values."""
+        hybrid = bool(self.layer_types) and self.layer_types[layer] == HYBRID
+        return self._states() if hybrid else ()
+
+    def _states(self) -> tuple[StateTensor, ...]:
         states = FAMILIES[self.architecture].states
         assert states is not None  # see _check_windows
         return states(self)
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer has a state in place of keys and values."""
-        return not set(STATES).isdisjoint(self.layer_types)
+        """Whether any layer has a state in place of keys and values, or beside them."""
+        return not {*STATES, HYBRID}.isdisjoint(self.layer_types)
 
     def rotates(self, layer: int) -> bool:
         """Whether the layer has rotary positions."""
@@ -424,7 +439,7 @@ class ModelConfig:
         if self.layer_types != ():
             family = FAMILIES.get(self.architecture)
             has_states = family is not None and family.states is not None
-            states = (*STATES, *STATELESS) if has_states else ()
+            states = (*STATES, *STATELESS, HYBRID) if has_states else ()
             how = self.num_hidden_layers, self.sliding_window, states
             types = check_layer_types(self.layer_types, *how)
             object.__setattr__(self, "layer_types", types)

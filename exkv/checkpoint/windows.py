@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 #: Layers with a state: of linear attention, and convolutions.
 STATES = ("linear_attention", "conv")
+#: Layers with a state beside keys and values.
+HYBRID = "hybrid"
 #: Layers that keep nothing of a token: one MLP, or one mixture of experts.
 STATELESS = ("mlp", "moe")
 #: Older names of these types, in files of transformers 4.

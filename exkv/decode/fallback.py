@@ -14,6 +14,7 @@ import torch
 from exkv import devices
 from exkv.cache import KVCache, LayerSpec, OnHost, Storage
 from exkv.cache.base import CacheOwner
+from exkv.cache.spec import placed
 from exkv.errors import Attempt
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: Cach
 
     return any(
         weight(replace(specs[layer], **properties), device) < weight(specs[layer], device)
-        for layer, device in model.cache_map.items()
+        for layer, device in placed(specs, model.cache_map).items()
     )
 
 
@@ -247,7 +248,7 @@ def cache_bytes(cache: KVCache) -> dict[str, int]:
 def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, int]:
     """Bytes of a full cache with layers of these specs on each device."""
     total: dict[str, int] = {}
-    for layer, device in model.cache_map.items():
+    for layer, device in placed(specs, model.cache_map).items():
         storage = str(specs[layer].residence.storage_device(device))
         total[storage] = total.get(storage, 0) + specs[layer].nbytes(specs[layer].capacity)
     return total

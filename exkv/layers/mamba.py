@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
@@ -40,9 +40,17 @@ class Mamba2(PlainModule):
 
     Args:
         act: the activation behind the convolution; None for the config's.
+        out_bias: bias on the output projection; None for that of the other one.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, act: str | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        act: str | None = None,
+        out_bias: bool | None = None,
+    ) -> None:
         super().__init__()
         self.settings = sizes = config.settings(Mamba2Config)
         self.act = config.hidden_act if act is None else act
@@ -57,8 +65,14 @@ class Mamba2(PlainModule):
         self.A_log = weight(heads, dtype=torch.float32)
         self.D = weight(heads, dtype=torch.float32)
         self.dt_bias = weight(heads, dtype=torch.float32)
-        self.norm = GatedNorm(inner, sizes.mamba_n_groups, config.rms_norm_eps, dtype=dtype)
+        self.norm: nn.Module = self.make_norm(config, dtype)
+        bias = bias if out_bias is None else out_bias
         self.out_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def make_norm(self, config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+        """What goes over the heads' outputs and the gate."""
+        sizes = self.settings
+        return GatedNorm(sizes.inner, sizes.mamba_n_groups, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""

@@ -150,7 +150,8 @@ def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
         unit.release()
         if (layer := unit.spec.layer) is not None:
             for cache in model.caches:
-                cache.layers[layer].move_out()
+                for part in cache.layers[layer].parts:
+                    part.move_out()
     devices.release_idle_memory()
     (costs,) = scenario.costs(scenario.peaks())
     (workload,) = scenario.workloads
@@ -258,8 +259,9 @@ class _Load:
 
     def _cache_layers(self, unit: Unit) -> list[CacheLayer]:
         """The unit's part of every cache."""
-        index = unit.spec.layer
-        return [] if index is None else [cache.layers[index] for cache in self.caches]
+        if (index := unit.spec.layer) is None:
+            return []
+        return [part for cache in self.caches for part in cache.layers[index].parts]
 
     def _grow(self, layer: CacheLayer, device: torch.device) -> None:
         """See that a layer which grows can grow to the end."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from exkv import devices as accelerators
-from exkv.cache import KVCache
+from exkv.cache import CacheLayer, KVCache
 from exkv.caching_allocator import Rules
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
@@ -150,8 +150,7 @@ class Workload:
     def _allocated(self, unit: Unit, logits: int) -> Allocated:
         if unit.index in self.model.elsewhere:
             return Allocated((), (), ())
-        index, caches = unit.spec.layer, self.promise.caches
-        layers = [] if index is None else [cache.layers[index] for cache in caches]
+        layers = self._cache_layers(unit)
         return Allocated(
             fixed=[sum(unit.nbytes.values()), self._adapter_bytes(unit), logits],
             caches=[0 if each.host_bytes_needed() else each.full_bytes() for each in layers],
@@ -201,18 +200,20 @@ class Workload:
 
     def _cache_bytes(self, unit: Unit) -> tuple[int, int]:
         """Beside the weights, and in host memory wherever these are."""
-        if unit.spec.layer is None:
-            return 0, 0
-        layers = [cache.layers[unit.spec.layer] for cache in self.promise.caches]
+        layers = self._cache_layers(unit)
         offloaded = sum(layer.host_bytes_needed() for layer in layers)
         tiers = sum(layer.tier_bytes() for layer in layers)
         return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded + tiers
 
     def _read(self, unit: Unit) -> int:
         """Of caches by a decode step, wherever they lie; a tier is read when a page comes back."""
-        if unit.spec.layer is None:
-            return 0
-        return sum(cache.layers[unit.spec.layer].full_bytes() for cache in self.promise.caches)
+        return sum(layer.full_bytes() for layer in self._cache_layers(unit))
+
+    def _cache_layers(self, unit: Unit) -> list[CacheLayer]:
+        """The unit's part of every cache."""
+        if (index := unit.spec.layer) is None:
+            return []
+        return [part for cache in self.promise.caches for part in cache.layers[index].parts]
 
     def host_cache_bytes(self) -> int:
         """What caches take from the host wherever the units are placed."""

@@ -20,6 +20,7 @@ from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
 from exkv.cache.base import HasConfig
 from exkv.cache.paging.growth import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
+from exkv.cache.state import StateLayer
 from exkv.caching_allocator import Rules
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
@@ -357,6 +358,9 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     """A layer like this one before the same next one, grown to the end."""
     full = make_layers([like.spec for like in (layer, layer.after) if like is not None])[0]
     full.allocate(device, full.spec.capacity)
+    if layer.beside is not None:
+        full.beside = StateLayer(layer.beside.spec)
+        full.beside.allocate(device)
     full.offloaded = (
         full.spec.residence.storage_device(torch.device(device_type)).type != device_type
     )

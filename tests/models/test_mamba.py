@@ -10,6 +10,7 @@ import torch
 from tiny import TINY, reference, save
 
 from exkv import CACHES, Cache, Model, ModelConfig
+from exkv.cache.spec import placed
 
 IDS = torch.randint(3, 320, (2, 80), generator=torch.Generator().manual_seed(1))
 BAMBA = TINY["BambaForCausalLM"]().to_dict() | {"architectures": ["BambaForCausalLM"]}
@@ -62,6 +63,39 @@ def test_a_limit_without_end_is_read_as_python_and_as_transformers_write_it():
     for text in ("[0.0, Infinity]", '[0, {"__float__": "Infinity"}]'):
         config = ModelConfig.from_dict({**BAMBA, "time_step_limit": json.loads(text)})
         assert config.specific.time_step_limit == (0.0, float("inf"))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_state_beside_keys_and_values_is_a_cache_layer_on_their_device(kind):
+    values = TINY["FalconH1ForCausalLM"](num_hidden_layers=3).to_dict()
+    config = ModelConfig.from_dict(values | {"architectures": ["FalconH1ForCausalLM"]})
+    model = Model(config, dtype=torch.float32)
+    cache = CACHES[kind](model, 64)
+    specs = [layer.spec for layer in cache.layers]
+    assert [spec.beside for spec in specs] == [None] * 3 + [0, 1, 2]
+    assert [spec.state is None for spec in specs] == [True] * 3 + [False] * 3
+    assert [len(layer.parts) for layer in cache.layers] == [2] * 3 + [1] * 3
+    assert cache.layers[1].beside is cache.layers[4]
+    there = torch.device("cpu")
+    assert placed(specs, {1: there}) == {1: there, 4: there}
+    cache.allocate({1: there})
+    assert [layer.device for layer in cache.layers] == [None, there, None, None, there, None]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mamba_d_ssm": 100}, "4 of mamba_d_head 24 features must be mamba_d_ssm 100"),
+        ({"mamba_d_ssm": None}, "must be mamba_expand . hidden_size 128"),
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be 5 numbers, not 4"),
+        ({"mlp_multipliers": 2.0}, "mlp_multipliers must be a list of numbers, not 2.0"),
+        ({"key_multiplier": "1"}, "key_multiplier must be a positive number"),
+    ],
+)
+def test_multipliers_and_sizes_that_are_none_are_refused(changes, message):
+    values = TINY["FalconH1ForCausalLM"]().to_dict() | {"architectures": ["FalconH1ForCausalLM"]}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict({**values, **changes})
 
 
 def nemotron(**changes: object) -> ModelConfig:

@@ -93,6 +93,13 @@ CONFIGS["nemotron3-latent"] = TINY["NemotronHForCausalLM"](
     moe_latent_size=32, mlp_bias=True, use_bias=True, use_conv_bias=False, n_group=1,
     norm_topk_prob=False,
 )  # fmt: skip
+CONFIGS |= {
+    f"falcon_h1-norm_{kind}": TINY["FalconH1ForCausalLM"](
+        mamba_rms_norm=True, mamba_norm_before_gate=kind == "first", attention_bias=True,
+        mlp_bias=True, mamba_proj_bias=True, projectors_bias=kind == "first",
+    )
+    for kind in ("first", "last")
+}  # fmt: skip
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 

@@ -16,6 +16,7 @@ NAMES = [
     "KimiLinearForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
 ]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))

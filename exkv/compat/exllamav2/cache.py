@@ -88,7 +88,7 @@ class ExLlamaV2CacheBase(Adapter):
 
     @property
     def num_hidden_layers(self) -> int:
-        return len(self.exkv.layers)
+        return self.model.exkv.config.num_hidden_layers
 
     @property
     def num_key_value_heads(self) -> int:

@@ -1,0 +1,200 @@
+"""Falcon-H1 (TII, 2025): attention and Mamba 2 in parallel in every layer, and multipliers of what
+goes into and comes out of each of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from exkv.batch import Batch
+from exkv.checkpoint import ModelConfig, windows
+from exkv.checkpoint.families import Family, TensorNames
+from exkv.checkpoint.mamba import ExpandedMamba2Config
+from exkv.checkpoint.value_checks import check_layers, check_size, is_number, set_floats
+from exkv.layers import MLP, Attention, GatedMLP, Mamba2, PlainModule
+from exkv.layers.attention import Attend
+from exkv.layers.mamba import GatedNorm
+from exkv.layers.recurrent import KeepsState
+from exkv.ops.activations import ACTIVATIONS
+
+from . import bamba
+from .decoder import Decoder, DecoderLayer, MakeNorm
+from .granitemoehybrid import mamba_states
+
+_FACTORS = (
+    *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
+    *("ssm_in_multiplier", "ssm_out_multiplier"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelMambaConfig(ExpandedMamba2Config):
+    """Heads of Mamba have together ``mamba_d_ssm`` features, perhaps with a norm, before their gate
+    or behind it. Multipliers are of the MLP's gate and its output; of keys, of attention's inputs
+    and outputs, of Mamba's, and of the parts of its projection: gate, heads, what is written to
+    states and read from them, steps."""
+
+    mamba_d_ssm: int | None = 1024
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    projectors_bias: bool = False
+    key_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
+    ssm_multipliers: tuple[float, ...] = (1.0,) * 5
+
+    def __post_init__(self) -> None:
+        if self.mamba_d_ssm is not None:
+            check_size("mamba_d_ssm", self.mamba_d_ssm)
+        ExpandedMamba2Config.__post_init__(self)
+        set_floats(self, _FACTORS)
+        for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+            object.__setattr__(self, key, _factors(key, count, getattr(self, key)))
+
+    def wanted(self) -> tuple[str, int]:
+        if self.mamba_d_ssm is None:
+            return ExpandedMamba2Config.wanted(self)
+        return "mamba_d_ssm", self.mamba_d_ssm
+
+
+def _factors(key: str, count: int, values: Any) -> tuple[float, ...]:
+    if values is None:
+        return (1.0,) * count
+    if not isinstance(values, list | tuple) or not all(map(is_number, values)):
+        raise ValueError(f"{key} must be a list of numbers, not {values!r:.80}")
+    if len(values) != count:
+        raise ValueError(f"{key} must be {count} numbers, not {len(values)}")
+    return tuple(map(float, values))
+
+
+class NormBeforeGate(GatedNorm):
+    """With the gate behind the norm."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.normed(x.float()).mul_(F.silu(gate.float())).to(x.dtype)
+
+
+class Gate(PlainModule):
+    """No norm."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate (B, T, size) -> the same shape."""
+        return F.silu(gate).mul_(x)
+
+
+class ScaledMamba2(Mamba2):
+    """Mamba 2 with multipliers."""
+
+    def make_norm(self, config: ModelConfig, dtype: torch.dtype) -> nn.Module:
+        sizes = config.settings(ParallelMambaConfig)
+        if not sizes.mamba_rms_norm:
+            return Gate()
+        made = NormBeforeGate if sizes.mamba_norm_before_gate else GatedNorm
+        return made(sizes.inner, sizes.mamba_n_groups, config.rms_norm_eps, dtype=dtype)
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        settings = config.settings(ParallelMambaConfig)
+        super().__init__(config, dtype, out_bias=settings.projectors_bias)
+        self.before, self.behind = settings.ssm_in_multiplier, settings.ssm_out_multiplier
+        self.factors = settings.ssm_multipliers
+
+    def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
+        return super().forward(x * self.before, batch, cache).mul_(self.behind)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        gate, mixed, steps = super().project(x)
+        inner, shared = self.settings.inner, self.settings.shared
+        parts = (gate, *mixed.split((inner, shared, shared), dim=-1), steps)
+        for part, factor in zip(parts, self.factors, strict=True):
+            part.mul_(factor)
+        return gate, mixed, steps
+
+
+class ScaledAttention(Attention):
+    """Attention with multipliers; that of keys is in the scale of the scores."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
+        settings = config.settings(ParallelMambaConfig)
+        scale = settings.key_multiplier * config.head_dim**-0.5
+        super().__init__(config, dtype, layer=layer, scale=scale)
+        self.before, self.behind = (
+            settings.attention_in_multiplier,
+            settings.attention_out_multiplier,
+        )
+
+    def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
+        return super().forward(x * self.before, batch, cache).mul_(self.behind)
+
+
+class ScaledMLP(GatedMLP):
+    """A gated MLP with multipliers."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        self.factor, self.behind = config.settings(ParallelMambaConfig).mlp_multipliers
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x).mul_(self.factor)
+        ACTIVATIONS[self.act].gate(gate, self.up_proj(x))
+        return self.down_proj(gate).mul_(self.behind)
+
+
+class ParallelMambaLayer(DecoderLayer):
+    """Attention and Mamba in parallel behind one norm, and an MLP behind another."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: nn.Module,
+        mlp: MLP,
+        norm: MakeNorm | None = None,
+    ) -> None:
+        super().__init__(config, dtype, attention, mlp, norm)
+        self.mamba = ScaledMamba2(config, dtype)
+
+    def forward(self, x: Tensor, batch: Batch, cache: Any) -> Tensor:
+        normed = self.input_layernorm(x)
+        both = self.mamba(normed, batch, cache)
+        both.add_(self.self_attn(normed, batch, cache))
+        del normed  # free it before the MLP
+        x, normed = self.post_attention_layernorm.of_sum(x, both)
+        del both
+        return x.add_(self.mlp(normed))
+
+
+def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
+    """Each layer has both."""
+    check_layers(values["num_hidden_layers"])
+    return None, (windows.HYBRID,) * values["num_hidden_layers"]
+
+
+FAMILY = Family(
+    architecture="FalconH1ForCausalLM",
+    model_type="falcon_h1",
+    units=Decoder(
+        attention=ScaledAttention, mlp=ScaledMLP, layer=ParallelMambaLayer, rename=bamba.NAMES
+    ),
+    defaults={
+        "vocab_size": 128000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 0,
+    },
+    windows=_windows,
+    reads=("attention_bias", "mlp_bias"),
+    specific=ParallelMambaConfig,
+    multipliers={"embedding": "embedding_multiplier", "logits": "lm_head_multiplier"},
+    names=(TensorNames(norm="model.final_layernorm"),),
+    states=mamba_states,
+)
