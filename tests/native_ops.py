@@ -127,7 +127,7 @@ def load_emulated_ops() -> Path:
 
 
 #: Ops that write to their arguments, beside those whose names end in "_".
-WRITERS = {"append_kv", "decode_attention", "causal_conv", "gated_delta", "ssd"}
+WRITERS = {"append_kv", "decode_attention", "causal_conv", "gated_delta", "ssd", "selective_scan"}
 
 
 def tensors_of(tree) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from . import (  # noqa: F401  (importing them defines the ops)
     recurrent,
     rope,
     sample,
+    selective_scan,
     ssd,
     weight_groups,
 )

@@ -35,6 +35,7 @@
 #include "rope_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
+#include "scan_binding.h"
 #include "ssd_binding.h"
 
 namespace exkv {
@@ -476,6 +477,17 @@ Tensor SsdCpu(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& 
   });
 }
 
+Tensor SelectiveScanCpu(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b,
+                        const Tensor& c, const Tensor& d, Tensor state,
+                        std::optional<Tensor> new_lens) {
+  return SelectiveScan(x, dt, a, b, c, d, state, new_lens, [](const ScanParams& p) {
+    torch::stable::parallel_for(0, p.rows, 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> space(static_cast<size_t>(2 * p.state_dim));
+      RowsOfIsa().scan(p, space.data(), begin, end);
+    });
+  });
+}
+
 void AppendKvCpu(const AppendArguments& a) {
   AppendKv(a, [](const AppendParams& p) {
     CheckPlaces(p);
@@ -744,6 +756,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("gated_delta", TORCH_BOX(&exkv::GatedDeltaCpu));
   m.impl("ssd", TORCH_BOX(&exkv::SsdCpu));
+  m.impl("selective_scan", TORCH_BOX(&exkv::SelectiveScanCpu));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCpu>));
   m.impl("decode_attention", TORCH_BOX(&exkv::DecodeAttentionCpu));
 #if defined(__x86_64__)

@@ -1,6 +1,7 @@
 // Norms, gates, rotary positions and what layers with a state compute on the CPU, whose work is a
 // row at a time: one table of kernels for each instruction set. The arithmetic is in norm.inc,
-// gate.inc, rope.inc, delta.inc and ssd.inc, which each instruction set's file compiles once.
+// gate.inc, rope.inc, delta.inc, ssd.inc and scan.inc, which each instruction set's file compiles
+// once.
 #pragma once
 
 #include "../params/attention_params.h"
@@ -98,6 +99,28 @@ struct SsdParams {
   void* out;                // (B, T, H, P)
 };
 
+// A row is some channels of a sequence. All tensors are contiguous but the state.
+constexpr int64_t kScanChannels = 64;
+
+struct ScanParams {
+  FloatType dtype;
+  int64_t rows;    // B * blocks
+  int64_t blocks;  // of channels
+  int64_t length;  // T
+  int64_t channels;
+  int64_t state_dim;        // N
+  const void* x;            // (B, T, channels)
+  const void* b;            // (B, T, N)
+  const void* c;            // (B, T, N)
+  const float* dt;          // (B, T, channels)
+  const float* a;           // (N, channels)
+  const float* d;           // (channels)
+  const int32_t* new_lens;  // (B,), real tokens; null for all
+  float* state;             // (B, N, channels)
+  int64_t state_row;        // floats from a sequence's state to the next
+  void* out;                // (B, T, channels)
+};
+
 // The kernels work on rows [begin, end).
 struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
@@ -109,6 +132,7 @@ struct RowKernels {
   void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);
   // `space` is for 2 * state_dim floats.
   void (*ssd)(const SsdParams& params, float* space, int64_t begin, int64_t end);
+  void (*scan)(const ScanParams& params, float* space, int64_t begin, int64_t end);
 };
 
 extern const RowKernels kRowsPortable;

@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -24,9 +25,11 @@
 // And with those of both:
 #include "delta.inc"
 #include "ssd.inc"
+// Written with theirs:
+#include "scan.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd};
+const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd, Scan};
 }  // namespace exkv
 #endif

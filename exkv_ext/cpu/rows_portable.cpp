@@ -1,4 +1,5 @@
 // Norms, gates and rotary positions for any processor.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -15,7 +16,9 @@
 // And with those of both:
 #include "delta.inc"
 #include "ssd.inc"
+// Written with theirs:
+#include "scan.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd};
+const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd, Scan};
 }  // namespace exkv

@@ -435,6 +435,15 @@ def _ssd(m: Maker) -> list:
             m.floats(rows, heads, keys, dim), new_lens]  # fmt: skip
 
 
+def _selective_scan(m: Maker) -> list:
+    dtype, rows, length, channels, size = m.dtype(), m.size(3), m.size(), m.size(90), m.size(20)
+    new_lens = m.counts(rows, length) if m.rng.random() < 0.5 else None
+    return [m.floats(rows, length, channels, dtype=dtype), m.floats(rows, length, channels).abs(),
+            -m.floats(size, channels).abs(),
+            *(m.floats(rows, length, size, dtype=dtype) for _ in "bc"), m.floats(channels),
+            m.floats(rows, size, channels), new_lens]  # fmt: skip
+
+
 MAKERS: dict[str, Callable[[Maker], list]] = {
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
@@ -474,13 +483,14 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "causal_conv": _causal_conv,
     "gated_delta": _gated_delta,
     "ssd": _ssd,
+    "selective_scan": _selective_scan,
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
                 "chosen_experts", "decode_attention", "attention_part_since", "causal_conv",
-                "gated_delta", "ssd"}  # fmt: skip
+                "gated_delta", "ssd", "selective_scan"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------
