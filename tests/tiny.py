@@ -448,6 +448,14 @@ TINY = {
     ),
     "GraniteForCausalLM": small("Granite", **FACTORS),
     "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
+    "JambaForCausalLM": small(
+        "Jamba",
+        mamba_d_state=8,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_offset=0,
+        num_experts=4,
+    ),
     "Jais2ForCausalLM": small("Jais2"),
     "KimiLinearForCausalLM": small(
         "KimiLinear",

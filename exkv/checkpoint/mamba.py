@@ -102,6 +102,46 @@ class ExpandedMamba2Config(Mamba2Config):
         return "mamba_expand * hidden_size", self.mamba_expand * self.hidden_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class MambaConfig(Specific):
+    """Layers of Mamba, of ``mamba_expand`` times the ``hidden_size`` of the model in channels with
+    a state of ``mamba_d_state`` each, behind a convolution over ``mamba_d_conv`` tokens. Steps are
+    made of ``mamba_dt_rank`` features, a sixteenth of the hidden size if that is None or "auto"."""
+
+    hidden_size: int
+    mamba_d_state: int = 16
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_dt_rank: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    def __post_init__(self) -> None:
+        Specific.__post_init__(self)
+        check_size("hidden_size", self.hidden_size)
+        stated: Any = self.mamba_dt_rank
+        if stated in (None, "auto"):
+            object.__setattr__(self, "mamba_dt_rank", -(-self.hidden_size // 16))
+        for key in ("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank"):
+            check_size(key, getattr(self, key))
+            check_at_most(key, getattr(self, key), WIDEST_STATE)
+        if self.mamba_d_conv < 2:
+            raise ValueError("mamba_d_conv 1: a convolution is over at least 2 tokens")
+
+    @property
+    def inner(self) -> int:
+        """Channels."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """The last inputs of the convolution, and the state of each channel."""
+        return (
+            StateTensor("conv", (self.mamba_d_conv - 1, self.inner)),
+            StateTensor("recurrent", (self.mamba_d_state, self.inner), torch.float32),
+        )
+
+
 def _limits(limits: Any) -> tuple[float, float]:
     """Two numbers, the second perhaps infinite, as JSON has them."""
     if isinstance(limits, list | tuple) and len(limits) == 2:

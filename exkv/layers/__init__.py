@@ -9,7 +9,7 @@ from .attention import (
 )
 from .latent import LatentAttention
 from .linear import Embedding, Linear, PlainModule
-from .mamba import Mamba2
+from .mamba import Mamba, Mamba2
 from .mlp import (
     MLP,
     ClampedExperts,
@@ -40,6 +40,7 @@ __all__ = [
     "LayerNorm",
     "MLP",
     "Linear",
+    "Mamba",
     "Mamba2",
     "PlainMLP",
     "PlainModule",

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
-from exkv.checkpoint.mamba import Mamba2Config
+from exkv.checkpoint.mamba import Mamba2Config, MambaConfig
 from exkv.ops.activations import ACTIVATIONS
 
 from .linear import Linear, PlainModule, weight
+from .norm import RMSNorm
 from .recurrent import CausalConv, KeepsState
 
 
@@ -102,3 +103,43 @@ class Mamba2(PlainModule):
         """The sizes of steps, float32 (B, T, heads)."""
         low, high = self.settings.step_limits
         return F.softplus(x.float() + self.dt_bias).clamp_(low, high)
+
+
+class Mamba(PlainModule):
+    """A convolution, and channels with a state each, see
+    :func:`exkv.ops.selective_scan.selective_scan`, behind a gate (Gu and Dao, 2023, arXiv
+    2312.00752); with norms of the steps and of what is written to states and read from them
+    (AI21, 2024: Jamba)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.settings = sizes = config.settings(MambaConfig)
+        self.act = config.hidden_act
+        hidden, inner, bias = config.hidden_size, sizes.inner, sizes.mamba_proj_bias
+        rank, size, eps = sizes.mamba_dt_rank, sizes.mamba_d_state, config.rms_norm_eps
+        self.in_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
+        self.conv1d = CausalConv(inner, sizes.mamba_d_conv, bias=sizes.mamba_conv_bias, dtype=dtype)
+        self.x_proj = Linear(inner, rank + 2 * size, bias=False, dtype=dtype)
+        self.dt_proj = Linear(rank, inner, bias=True, dtype=dtype)
+        self.A_log = weight(inner, size, dtype=torch.float32)
+        self.D = weight(inner, dtype=torch.float32)
+        self.dt_layernorm = RMSNorm(rank, eps, dtype=dtype)
+        self.b_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.c_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.out_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
+        """x (B, T, hidden), normed -> (B, T, hidden)."""
+        sizes = self.settings
+        state = cache.states(batch, sizes.state, x.dtype)
+        values, gate = self.in_proj(x).chunk(2, dim=-1)
+        values = ACTIVATIONS[self.act].apply(self.conv1d(values, state["conv"], batch))
+        rank, size = sizes.mamba_dt_rank, sizes.mamba_d_state
+        steps, b, c = self.x_proj(values).split((rank, size, size), dim=-1)
+        out = torch.ops.exkv.selective_scan(
+            *(values, F.softplus(self.dt_proj(self.dt_layernorm(steps)).float())),
+            *(-self.A_log.exp().t(), self.b_layernorm(b), self.c_layernorm(c), self.D),
+            *(state["recurrent"], batch.new_lens),
+        )
+        del values
+        return self.out_proj(out.mul_(F.silu(gate)))

@@ -134,3 +134,36 @@ def test_layers_that_keep_nothing_take_no_bytes_and_need_no_run_again(kind, tmp_
         found = model.forward(ids, fork)[:, 0]
         expected = theirs(IDS[:1, :26]).logits[:, -1].expand(2, -1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def jamba(**changes: object) -> ModelConfig:
+    values = TINY["JambaForCausalLM"]().to_dict() | {"architectures": ["JambaForCausalLM"]}
+    return ModelConfig.from_dict({**values, **changes})
+
+
+def test_periods_say_which_layers_attend_and_which_have_experts():
+    config = jamba(num_hidden_layers=8, attn_layer_period=4, attn_layer_offset=2, num_experts=2)
+    attend = [layer for layer in range(8) if config.state(layer) is None]
+    experts = [layer for layer in range(8) if not config.specific.is_dense(layer)]
+    assert attend == [2, 6] and experts == [0, 2, 4, 6]
+    assert {each.name: each.shape for each in config.state(0)} == {
+        "conv": (3, 128),
+        "recurrent": (8, 128),
+    }
+    assert all(jamba(num_experts=1).specific.is_dense(layer) for layer in range(2))
+    assert jamba(mamba_dt_rank="auto").specific.mamba_dt_rank == 4
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"attn_layer_offset": 2}, "attn_layer_offset must be below attn_layer_period 2, not 2"),
+        ({"expert_layer_offset": -1}, "expert_layer_offset must be below expert_layer_period 2"),
+        ({"expert_layer_period": 0}, "expert_layer_period must be a positive integer"),
+        ({"mamba_dt_rank": "all"}, "mamba_dt_rank must be a positive integer"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv 1: a convolution is over at least 2 tokens"),
+    ],
+)
+def test_periods_and_ranks_that_are_none_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        jamba(**changes)

@@ -14,9 +14,9 @@ NAMES = [
     "Qwen3NextForCausalLM",
     "Lfm2MoeForCausalLM",
     "KimiLinearForCausalLM",
-    "GraniteMoeHybridForCausalLM",
     "NemotronHForCausalLM",
     "FalconH1ForCausalLM",
+    "JambaForCausalLM",
 ]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
