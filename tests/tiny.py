@@ -207,6 +207,48 @@ def gemma3_with_images(**changes: Any) -> PretrainedConfig:
     )
 
 
+#: Heads of other sizes in layers that see everything, whose values are what keys are made of.
+GEMMA4 = {
+    **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0},
+    **{"pad_token_id": 0, **WINDOWS},
+}
+
+
+def gemma4(**changes: Any) -> PretrainedConfig:
+    """Not by ``small``, since transformers keeps the sizes of heads by layer."""
+    return transformers.Gemma4TextConfig(**{**SMALL, **GEMMA4, **changes})
+
+
+#: As the 26B-A4B: experts beside every MLP.
+GEMMA4_EXPERTS = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+    "moe_intermediate_size": 32,
+}
+#: As the E2B: the last three of seven layers take keys and values of layers 2 and 3, and each layer
+#: has an embedding of its own.
+GEMMA4_SHARED = {
+    "num_hidden_layers": 7,
+    "layer_types": [LAYERS[kind == "F"] for kind in "SSFSFSF"],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+}
+
+
+def gemma4_with_images(**changes: Any) -> PretrainedConfig:
+    """The text model of a checkpoint that has one of images beside it."""
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    images |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = transformers.Gemma4Config(
+        text_config=gemma4(**changes).to_dict(), vision_config=images, audio_config=None
+    )
+    config.eos_token_id = config.text_config.eos_token_id
+    return config
+
+
 #: The smallest models of images, under the names of their settings.
 IMAGES = {
     "Exaone4_5": {
@@ -422,6 +464,8 @@ TINY = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_with_images,
+    "Gemma4ForCausalLM": gemma4,
+    "Gemma4ForConditionalGeneration": gemma4_with_images,
     "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
     "Glm4ForCausalLM": small("Glm4", head_dim=16),
     "Glm4MoeForCausalLM": small("Glm4Moe", use_qk_norm=True, attention_bias=True, **ROUTED),
@@ -638,10 +682,18 @@ RELATIVES = {
     for name, make in TINY.items()
     if make.__qualname__.startswith(("small.", "beside_images."))
 }
-RELATIVES.add("Gemma3ForConditionalGeneration")
+RELATIVES |= {
+    *("Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+}
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {
-    *("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
+    *(
+        "Cohere2ForCausalLM",
+        "Gemma4ForCausalLM",
+        "GPTNeoXForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+    ),
     *("HyperCLOVAXForCausalLM", "Olmo3ForCausalLM", "Qwen2MoeForCausalLM"),
 }
 #: The others, and these.
@@ -674,16 +726,23 @@ def reference(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
-            elif "norm" in name:
-                # Gemma's factor is 1 + weight.
-                low = -0.5 if "gemma" in config.model_type else 0.5
+            elif "norm" in name or name.endswith("scale"):
+                # Gemma's factor is 1 + weight, up to the third.
+                offset = "gemma" in config.model_type and not _is_plain_gemma(config)
+                low = -0.5 if offset else 0.5
                 parameter.uniform_(low, low + 1)
             else:
                 parameter.normal_(0, 0.06)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.1)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     return cast(model, dtype)
+
+
+def _is_plain_gemma(config: PretrainedConfig) -> bool:
+    return config.model_type.startswith(("gemma3n", "gemma4"))
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

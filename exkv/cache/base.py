@@ -258,16 +258,19 @@ class KVCache(Rows):
             values_are_keys=config.latent is not None,
         )
         properties = cls.known_options(properties)
-        layers = range(config.cache_layers)
-        specs = [cls.compose(spec, config, layer, **properties) for layer in layers]
-        beside = {layer: state for layer in layers if (state := config.state_beside(layer))}
-        found = [
-            *(replace(specs[layer], state=config.state(layer)) for layer in layers),
-            *(replace(specs[layer], state=beside[layer], beside=layer) for layer in beside),
-        ]
+        layers, specs = range(config.cache_layers), []
+        for layer in layers:
+            heads, width = config.heads(layer)
+            sized = replace(spec, num_heads=heads, head_dim=width)
+            composed = cls.compose(sized, config, layer, **properties)
+            state, reads = config.state(layer), config.reads(layer)
+            specs.append(replace(composed, state=state, reads=reads))
+        for layer in layers:
+            if state := config.state_beside(layer):
+                specs.append(replace(specs[layer], state=state, beside=layer))
         if not snapshots:
-            return found
-        return [replace(x, state=with_snapshots(x.state)) if x.state else x for x in found]
+            return specs
+        return [replace(x, state=with_snapshots(x.state)) if x.state else x for x in specs]
 
     @classmethod
     def known_options(cls, properties: dict[str, Any]) -> dict[str, Any]:

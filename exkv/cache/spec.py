@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -65,6 +65,8 @@ class LayerSpec:
             another cache layer; None where a decoder layer has one cache layer.
         values_are_keys: whether the model's values are its keys (latent attention), so that one
             tensor is stored for both, whichever storage is chosen.
+        reads: an earlier layer, whose keys and values this one's are, too, so that one storage
+            serves both where they lie on one device; None for keys and values of its own.
 
     Raises:
         ValueError: a dtype other than float32, float16 and bfloat16, or pages with a property that
@@ -85,6 +87,7 @@ class LayerSpec:
     state: tuple[StateTensor, ...] | None = None
     beside: int | None = None
     values_are_keys: bool = False
+    reads: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, only in _OF_STATES.items() if self.state is not None else ():

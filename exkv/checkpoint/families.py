@@ -64,6 +64,14 @@ class Specific:
     def query_heads(self, layer: int, *, slides: bool) -> int | None:
         """Heads of queries in this layer; None for the config's."""
         return None
+    def heads_of_layer(self, layer: int, *, slides: bool) -> tuple[int | None, int | None]:
+        """Heads of keys and values in this layer, and features of a head; None for those of the
+        config."""
+        return None, None
+
+    def carried(self, config: ModelConfig) -> int:
+        """Values of a token that layers hand on beside the hidden state."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +368,8 @@ def _layer_list(layers: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
+#: Keys of the models beside a text model.
+_OTHER_MODELS = ("vision_config", "audio_config")
 #: Keys beside the text model's config, which count for it before its own.
 _SHARED = (
     *("model_type", "dtype", "torch_dtype", "quantization_config"),
@@ -460,7 +470,7 @@ class Family:
             shared = {key: values[key] for key in _SHARED if values.get(key) is not None}
             values = {**text, "model_type": self.model_type, **shared}
         ours = {ours: values[own] for ours, own in self.aliases.items() if own in values}
-        of_others = {"architectures", "vision_config"} if self.text_config else {"architectures"}
+        of_others = {"architectures", *_OTHER_MODELS} if self.text_config else {"architectures"}
         values = {**values, **ours}
         return Fields({**values, **self.derived(values)}, {*of_others, *self.aliases.values()})
 

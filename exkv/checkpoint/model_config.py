@@ -243,9 +243,14 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     def rotary_dim_where(self, *, slides: bool) -> int:
-        """The same of layers that slide, or that don't, which may rotate another part."""
-        local = self.local_rope.partial_rotary_factor if slides and self.local_rope else None
-        return self.rotary_dim if local is None else int(self.head_dim * local)
+        """The same of layers that slide, or that don't, which may have heads of other sizes or
+        rotate another part."""
+        if self.latent is not None:
+            return self.rotary_dim
+        own = self.local_rope.partial_rotary_factor if slides and self.local_rope else None
+        of_kind = (i for i in range(self.num_hidden_layers) if self.slides(i) == slides)
+        width = self.heads(next(of_kind, 0))[1]
+        return int(width * (self.partial_rotary_factor if own is None else own))
 
     def query_heads(self, layer: int) -> int:
         """Heads of queries in this layer."""
@@ -294,6 +299,41 @@ class ModelConfig:
         assert states is not None  # see _check_windows
         return states(self)
 
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Heads of keys and values in this layer, and features of a head."""
+        count = width = None
+        if self.specific is not None:
+            count, width = self.specific.heads_of_layer(layer, slides=self.slides(layer))
+        return count or self.num_key_value_heads, width or self.head_dim
+
+    def kv_source(self, layer: int) -> int | None:
+        """The earlier layer whose keys and values this layer attends to; None for its own."""
+        first = self.num_hidden_layers - getattr(self.specific, "num_kv_shared_layers", 0)
+        if not first <= layer < self.num_hidden_layers:
+            return None
+        return max(i for i in range(first) if self.slides(i) == self.slides(layer))
+
+    def reads(self, layer: int) -> int | None:
+        """The layer right before this one among those that attend to the same keys and values; None
+        for the one that makes them."""
+        source = self.kv_source(layer)
+        if source is None:
+            return None
+        before = range(source, layer)
+        return max(i for i in before if i == source or self.kv_source(i) == source)
+
+    @property
+    def shared_keys(self) -> tuple[int, ...]:
+        """The layers whose keys and values later layers attend to, too."""
+        found = map(self.kv_source, range(self.num_hidden_layers))
+        return tuple(sorted({layer for layer in found if layer is not None}))
+
+    @property
+    def handed_on(self) -> int:
+        """Values of a token that units hand on: the hidden state, and what is carried beside."""
+        carried = self.specific.carried(self) if self.specific is not None else 0
+        return self.hidden_size + carried
+
     @property
     def has_states(self) -> bool:
         """Whether any layer has a state in place of keys and values, or beside them."""
@@ -311,7 +351,8 @@ class ModelConfig:
         """All that is said of this layer by itself: layers of one kind have equal modules."""
         types = self._type(layer)
         own = self.specific.kind_of_layer(layer) if self.specific is not None else None
-        return types, self.rotates(layer), self.query_heads(layer), own
+        shared = self.kv_source(layer) is not None, layer in self.shared_keys
+        return types, self.rotates(layer), self.query_heads(layer), self.heads(layer), shared, own
 
     if not TYPE_CHECKING:
 
@@ -334,6 +375,8 @@ class ModelConfig:
             self._check_windows()
             self._check_specific()
             self._check_query_heads()
+            self._check_sharing()
+            self._check_heads_of_layers()
             self._check_vocabulary()
         except ValueError as error:
             where, remedy = _where(self.path), _remedy(self.path)
@@ -385,17 +428,50 @@ class ModelConfig:
         object.__setattr__(self, "head_dim", self.hidden_size // heads)
 
     def _check_heads(self) -> None:
-        check_at_most("head_dim", self.head_dim, WIDEST_HEAD)
-        if self.num_attention_heads % self.num_key_value_heads:
+        self._check_these_heads(self.num_key_value_heads, self.head_dim)
+
+    def _check_these_heads(self, count: int, width: int) -> None:
+        """So many heads of keys and values, of so many features."""
+        check_at_most("head_dim", width, WIDEST_HEAD)
+        if self.num_attention_heads % count:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
+                f"num_key_value_heads {count}"
             )
-        if self.head_dim % 2:
+        if width % 2:
             raise ValueError(
-                f"head_dim {self.head_dim} (hidden_size {self.hidden_size}, num_attention_heads "
+                f"head_dim {width} (hidden_size {self.hidden_size}, num_attention_heads "
                 f"{self.num_attention_heads}) is odd; rotary positions rotate pairs of features"
             )
+
+    def _check_sharing(self) -> None:
+        """Layers that take others' keys and values have some to take."""
+        shared = getattr(self.specific, "num_kv_shared_layers", 0)
+        first = self.num_hidden_layers - shared
+        for layer in range(max(first, 0), self.num_hidden_layers):
+            if not any(self.slides(i) == self.slides(layer) for i in range(first)):
+                kind = self.layer_types[layer] if self.layer_types else "attention"
+                raise ValueError(
+                    f"num_kv_shared_layers {shared} of num_hidden_layers {self.num_hidden_layers}: "
+                    f"layer {layer} ({kind}) has no layer of its kind before these whose keys it "
+                    "could take"
+                )
+
+    def _check_heads_of_layers(self) -> None:
+        """Layers of one type have equal heads, which have tables of rotary positions together."""
+        for slides in (False, True):
+            layers = [i for i in range(self.num_hidden_layers) if self.slides(i) == slides]
+            found = {self.heads(layer) for layer in layers}
+            if len(found) > 1:
+                raise ValueError(
+                    f"layers {', '.join(map(str, layers))} are of one type, and have "
+                    + ", or ".join(f"{count} heads of {width}" for count, width in sorted(found))
+                )
+            for count, width in found:
+                self._check_these_heads(count, width)
+                self._check_matrix(
+                    "num_attention_heads * head_dim", self.num_attention_heads * width
+                )
 
     def _check_matrices(self) -> None:
         for key in ("vocab_size", "intermediate_size"):
@@ -463,7 +539,7 @@ class ModelConfig:
                 f"architecture {self.architecture} needs latent to be {wanted_heads}, not "
                 f"{self.latent!r}"
             )
-        experts = getattr(self.specific, "num_local_experts", 1)
+        experts = getattr(self.specific, "num_local_experts", None) or 1
         if self.num_hidden_layers * experts > MOST_NETWORKS:
             raise ValueError(
                 f"num_hidden_layers {self.num_hidden_layers} with num_local_experts {experts}: "
@@ -472,14 +548,14 @@ class ModelConfig:
 
     def _check_query_heads(self) -> None:
         for layer in range(self.num_hidden_layers):
-            heads = self.query_heads(layer)
-            if heads % self.num_key_value_heads:
+            heads, (count, width) = self.query_heads(layer), self.heads(layer)
+            if heads % count:
                 raise ValueError(
                     f"layer {layer} has {heads} heads of queries, which is not a multiple of "
-                    f"num_key_value_heads {self.num_key_value_heads}"
+                    f"num_key_value_heads {count}"
                 )
             if heads != self.num_attention_heads:
-                self._check_matrix(f"heads of layer {layer} by head_dim", heads * self.head_dim)
+                self._check_matrix(f"heads of layer {layer} by head_dim", heads * width)
 
     def _check_vocabulary(self) -> None:
         for key in ("bos_token_id", "pad_token_id"):

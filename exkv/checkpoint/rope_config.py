@@ -19,7 +19,17 @@ from .families import Family
 from .value_checks import check_bool, check_size, is_number, set_floats, stated_once
 from .windows import FULL_ATTENTION, SLIDING_ATTENTION
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "ntk_alpha", "factors")
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+    "longrope",
+    "dynamic",
+    "ntk_alpha",
+    "factors",
+    "proportional",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +43,7 @@ _NEEDED = {
     "dynamic": (_TRAINED,),
     "ntk_alpha": ("alpha",),
     "factors": ("factors",),
+    "proportional": ("partial_rotary_factor",),
 }
 #: Fields with a number for each pair of rotated features.
 _LISTS = ("short_factor", "long_factor", "factors")
@@ -61,7 +72,8 @@ class RopeScaling:
     `original_max_position_embeddings`, which is the model's max_position_embeddings here.
     "ntk_alpha" multiplies the base by `alpha` to the power D / (D - 2), of D rotated features.
     "factors" divides each frequency by its own of `factors`, whatever the text: so GGUF files have
-    Llama 3.1's bands.
+    Llama 3.1's bands. "proportional" has the frequencies of a whole head, divided by `factor`, for
+    the first `partial_rotary_factor` of its pairs, and rotates the others by nothing (Gemma 4).
 
     Raises ValueError for a number that is missing, of a wrong type, or out of range.
     """
@@ -81,6 +93,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] | None = None
     factors: tuple[float, ...] | None = None
     alpha: float | None = None
+    partial_rotary_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES[1:]:
@@ -89,7 +102,7 @@ class RopeScaling:
             )
         set_floats(self, ("factor", "beta_fast", "beta_slow"))
         set_floats(self, ("low_freq_factor", "high_freq_factor", "attention_factor"), null=True)
-        set_floats(self, ("mscale", "mscale_all_dim", "alpha"), null=True)
+        set_floats(self, ("mscale", "mscale_all_dim", "alpha", "partial_rotary_factor"), null=True)
         if self.factor < 1:
             raise ValueError(
                 f"factor {self.factor} of rope_type {self.rope_type!r} would shrink the context; "
@@ -101,6 +114,8 @@ class RopeScaling:
         for key in _LISTS:
             object.__setattr__(self, key, _factors(key, getattr(self, key)))
         self._check_needed()
+        if self.partial_rotary_factor is not None:
+            _check_part("partial_rotary_factor", self.partial_rotary_factor)
 
     def _check_needed(self) -> None:
         """The keys that only one rope_type needs, and their order."""
@@ -249,19 +264,30 @@ def _partial_rotary_factor(
 ) -> float:
     """The part of a head that is rotated."""
     key = "partial_rotary_factor"
+    # A proportional one is read with the scaling: of a head that is rotated as a whole.
+    proportional = {name for name, block in blocks.items() if _is_proportional(block)}
+    blocks = {name: block for name, block in blocks.items() if name not in proportional}
     factor = stated_once({key: values.get(key)} | _each(key, blocks))
     if factor is None and family.rotary_dim is not None:
         factor = _part_of_head(values, family.rotary_dim, family)
     if factor is None:
         return family.partial_rotary_factor or 1.0
-    if not is_number(factor) or not 0 < factor <= 1:
-        raise ValueError(f"{key} {factor!r} must be above 0 and at most 1")
+    _check_part(key, factor)
     if factor != 1 and family.partial_rotary_factor is None:
         raise ValueError(
             f"{key} {factor!r}: the positions of a {family.model_type} rotate all of a head, so it "
             f"must be 1"
         )
     return float(factor)
+
+
+def _is_proportional(block: Mapping[str, Any]) -> bool:
+    return "proportional" in (block.get("rope_type"), block.get("type"))
+
+
+def _check_part(key: str, value: Any) -> None:
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{key} {value!r} must be above 0 and at most 1")
 
 
 def _part_of_head(values: Mapping[str, Any], key: str, family: Family) -> float | None:
@@ -314,6 +340,8 @@ def _read_scaling(
         trained = longest
     if kind == "ntk_alpha":
         numbers["factor"] = 1.0
+    if kind == "proportional":
+        numbers = {"factor": 1.0, "partial_rotary_factor": 1.0, **numbers}
     if trained is None and kind == "yarn":
         trained = longest
     if trained is None and kind == "longrope":

@@ -330,7 +330,7 @@ def connect(model: Transformer, wire: Wire, owners: Sequence[int]) -> None:
     """Connect a model's units, which are on these ranks."""
     model.elsewhere = frozenset(i for i, owner in enumerate(owners) if owner != wire.rank)
     config = model.config
-    model.transport = Hops(wire, owners, config.hidden_size, config.vocab_size, model.dtype)
+    model.transport = Hops(wire, owners, config.handed_on, config.vocab_size, model.dtype)
 
 
 def rows_of(cache: KVCache) -> dict[str, Any]:

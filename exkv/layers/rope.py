@@ -40,7 +40,12 @@ class RotaryTables:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self.tables = {MAIN: RotaryTable(config.rope, config.rotary_dim)}
+        width = (
+            config.rotary_dim
+            if config.local_rope is None
+            else config.rotary_dim_where(slides=False)
+        )
+        self.tables = {MAIN: RotaryTable(config.rope, width)}
         if config.local_rope is not None:
             width = config.rotary_dim_where(slides=True)
             self.tables[LOCAL] = RotaryTable(config.local_rope, width)
@@ -167,6 +172,11 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[Tensor, f
         assert scaling.alpha is not None
         stretched = rope.rope_theta * scaling.alpha ** (rotary_dim / (rotary_dim - 2))
         return 1.0 / (stretched**exponents), 1.0
+    if scaling.rope_type == "proportional":
+        assert scaling.partial_rotary_factor is not None
+        rotated = int(scaling.partial_rotary_factor * rotary_dim // 2)
+        base[rotated:] = 0
+        return base / scaling.factor, 1.0
     if scaling.rope_type == "factors":
         return base / torch.tensor(scaling.factors), 1.0
     if scaling.rope_type == "llama3":

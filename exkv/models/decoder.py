@@ -257,6 +257,9 @@ class Decoder:
         head_norm: the same for norms over queries and keys; None for none.
         scale: of embeddings, of (config, dtype); None for the config's multiplier.
         head: makes the head, of (config, dtype, norm=norm).
+        embedding: makes the embedding, of (config, dtype, scale=scale).
+        outside: how parts of layers begin, as ``rename`` finds them, that checkpoints have beside
+            the layers and not in them.
         rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
         rename_of_layer: the same of (config, index), where layers differ in it; after ``rename``.
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
@@ -273,6 +276,8 @@ class Decoder:
     head_norm: Callable[[ModelConfig, torch.dtype], MakeNorm] | None = None
     scale: Callable[[ModelConfig, torch.dtype], float] | None = None
     head: Callable[..., nn.Module] = Head
+    embedding: Callable[..., nn.Module] = TokenEmbedding
+    outside: tuple[str, ...] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
@@ -286,8 +291,8 @@ class Decoder:
         return [
             unit_spec(
                 "model.embed_tokens",
-                partial(TokenEmbedding, config, dtype, scale=scale),
-                {"embed_tokens": facts.table}.__getitem__,
+                partial(self.embedding, config, dtype, scale=scale),
+                partial(_beside_layers, {"embed_tokens": facts.table}, facts),
                 formats=formats,
             ),
             *(
@@ -317,7 +322,7 @@ class Decoder:
         return unit_spec(
             f"model.layers.{index}",
             build,
-            lambda name: f"{stored}.{_renamed(name, names)}",
+            partial(self._stored_name, layer=stored, facts=facts, names=names),
             formats=formats,
             layer=index,
             kind=kind,
@@ -346,6 +351,13 @@ class Decoder:
         mlp = of_layer(config, dtype, index) if of_layer else self.mlp(config, dtype)
         return self.layer(config, dtype, attention, mlp, self.norm(config, dtype))
 
+    def _stored_name(
+        self, name: str, layer: str, facts: Facts, names: Mapping[str, str]
+    ) -> str:
+        stored = _renamed(name, names)
+        outside = name.startswith(self.outside)
+        return _beside_layers({}, facts, stored) if outside else f"{layer}.{stored}"
+
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     for ours, theirs in names.items():
@@ -353,11 +365,17 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
+def _beside_layers(names: Mapping[str, str], facts: Facts, name: str) -> str:
+    """The checkpoint's name of what lies beside the layers: one of these, or as the last norm."""
+    return names.get(name) or f"{facts.norm.rpartition('.')[0]}.{name}"
+
+
 def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:
     names = {"norm.weight": f"{facts.norm}.weight", "norm.bias": f"{facts.norm}.bias"}
     names |= {"lm_head": facts.head, "lm_head.bias": facts.bias}
     tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
-    return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tied)
+    stored = partial(_beside_layers, names, facts)
+    return unit_spec("lm_head", head, stored, formats=formats, tied=tied)
 
 
 def matrix_slice(layer: nn.Module, name: str, of: Callable[[torch.Tensor], torch.Tensor]) -> Slice:

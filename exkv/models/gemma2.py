@@ -39,7 +39,12 @@ gemma_norm = partial(rms_norm, offset=True)
 
 def gemma_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     """The root of the embeddings' size, rounded to the dtype as the model was trained."""
-    return torch.tensor(config.hidden_size**0.5).to(dtype).item()
+    return root(config.hidden_size, dtype)
+
+
+def root(size: int, dtype: torch.dtype) -> float:
+    """The root of a size, rounded to the dtype."""
+    return torch.tensor(size**0.5).to(dtype).item()
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, **options: Any) -> Attention:

@@ -40,10 +40,11 @@ def stacked_experts(
     *,
     inputs_first: bool,
     path: str = "mlp.experts",
+    module: str = "mlp",
 ) -> list[Source]:
     """Experts of the layer that the checkpoint calls ``name``, which lie at ``path`` of it; none in
-    a dense layer."""
-    if not isinstance(layer.get_submodule("mlp"), Experts):
+    a dense layer. ``module`` is what the layer calls them."""
+    if not isinstance(getattr(layer, module), Experts):
         return []
     count, hidden, inner = _sizes(config)
 
@@ -51,7 +52,7 @@ def stacked_experts(
         def of(expert: int, whole: torch.Tensor) -> torch.Tensor:
             return whole[expert].T[rows] if inputs_first else whole[expert][rows]
 
-        names = [f"mlp.experts.{expert}.{matrix}" for expert in range(count)]
+        names = [f"{module}.experts.{expert}.{matrix}" for expert in range(count)]
         return [matrix_slice(layer, each, partial(of, i)) for i, each in enumerate(names)]
 
     both, down = (count, 2 * inner, hidden), (count, hidden, inner)

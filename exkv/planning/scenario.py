@@ -159,7 +159,7 @@ class Workload:
 
     def hidden_bytes(self) -> tuple[int, int]:
         """Of the hidden states of the largest call, and of a decode step."""
-        each = self.model.config.hidden_size * self.model.dtype.itemsize
+        each = self.model.config.handed_on * self.model.dtype.itemsize
         calls = (lengths for _, lengths in self.promise.worst_calls())
         tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
         rows = max((cache.batch_size for cache in self.promise.caches), default=1)

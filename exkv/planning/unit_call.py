@@ -44,7 +44,7 @@ def run_unit(
     else:
         head = unit.index == len(model.units) - 1
         length = 1 if logits.last_id_only and head else chunk
-        shape = (rows, length, model.config.hidden_size)
+        shape = (rows, length, model.config.handed_on)
         x = torch.zeros(shape, dtype=model.dtype, device=device)
         if head and logits.at_once is not None and length > logits.at_once:
             return module(x.split(logits.at_once, 1)[0], batch, NoCacheLayer())

@@ -35,7 +35,7 @@ SAME = (
 #: Settings that transformers fills in, of others and the number of layers.
 DERIVED = {
     *("moe_layer_end_index", "mlp_layer_types", "moe_layers", "layer_types"),
-    "num_attention_heads_per_layer",
+    *("num_attention_heads_per_layer", "per_layer_config"),
 }
 #: Whose defaults are no model: heads that don't divide the hidden state.
 UNEVEN = {"Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration"}
@@ -137,6 +137,9 @@ def check_same_heads(config: ModelConfig, theirs: transformers.PreTrainedConfig)
     assert config.num_key_value_heads == kv_heads
     heads = theirs.hidden_size // theirs.num_attention_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
+    unlike = "per_layer_config" in theirs.to_dict()
+    for layer, own in enumerate(theirs.per_layer_config if unlike else ()):
+        assert config.heads(layer) == (own.num_key_value_heads, own.head_dim)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_DEFAULTS])

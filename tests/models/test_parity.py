@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import (
+    GEMMA4_EXPERTS,
+    GEMMA4_SHARED,
     LATENT_YARN,
     RELATIVES,
     TINY,
@@ -12,6 +14,7 @@ from tiny import (
     cast,
     gemma2,
     gemma3,
+    gemma4,
     is_mixture,
     llama,
     longrope,
@@ -62,6 +65,10 @@ CONFIGS = {
     "gemma3": gemma3(),
     "gemma3-cap": gemma3(final_logit_softcapping=5.0),
 }
+CONFIGS["gemma4-experts"] = gemma4(**GEMMA4_EXPERTS)
+CONFIGS["gemma4-untied"] = gemma4(tie_word_embeddings=False, attention_bias=True)
+CONFIGS["gemma4-embeddings"] = gemma4(hidden_size_per_layer_input=8, vocab_size_per_layer_input=320)
+CONFIGS["gemma4-shared_keys"] = gemma4(**GEMMA4_SHARED)
 CONFIGS["olmoe-clip_qkv"] = TINY["OlmoeForCausalLM"](clip_qkv=0.05)
 CONFIGS["cohere-qk_norm"] = TINY["CohereForCausalLM"](use_qk_norm=True, attention_bias=True)
 CONFIGS["deepseek_v2-lite"] = TINY["DeepseekV2ForCausalLM"](q_lora_rank=None, topk_method="greedy")

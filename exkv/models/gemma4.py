@@ -1,0 +1,279 @@
+"""Gemma 4 (Google, 2026), text only: heads of other sizes in the layers that see everything, norms
+over heads of values, layers that take earlier ones' keys and values, an embedding for each layer,
+and experts beside the MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exkv.batch import Batch
+from exkv.checkpoint import ExpertsConfig, ModelConfig, windows
+from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.shared_keys import SharedKeysConfig
+from exkv.checkpoint.value_checks import check_size, set_floats
+from exkv.layers import MLP, Experts, GatedMLP, PlainModule
+from exkv.layers.attention import Attend
+from exkv.layers.linear import weight
+from exkv.layers.shared_keys import SharedKeysAttention, rms
+from exkv.ops.experts import Routing
+
+from .carried import (
+    NAMES,
+    OUTSIDE,
+    Carried,
+    CarryingHead,
+    LayerEmbedding,
+    LayerEmbeddings,
+    carrying,
+)
+from .decoder import Decoder, Head, MakeNorm, rms_norm
+from .gemma2 import gemma_scale
+from .qwen3_vl_moe import stacked_experts
+
+#: What a layer's own config may state.
+_OF_LAYERS = ("head_dim", "num_key_value_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Config(SharedKeysConfig, ExpertsConfig):
+    """Heads of the layers that see everything have ``global_head_dim`` features; with
+    ``attention_k_eq_v`` their values are made of what their keys are made of, and there are
+    ``num_global_key_value_heads``, None for the config's. ``per_layer_config`` says both layer by
+    layer, in place of these. ``use_double_wide_mlp`` has MLPs twice as wide in layers that take
+    others' keys. With ``enable_moe_block`` there are experts beside every MLP.
+    ``final_logit_softcapping`` c bounds logits x as c * tanh(x / c)."""
+
+    num_local_experts: int = None  # type: ignore[assignment]  # states so many without experts
+    num_experts_per_tok: int = None  # type: ignore[assignment]
+    global_head_dim: int | None = 512
+    num_global_key_value_heads: int | None = None
+    per_layer_config: tuple[tuple[int, tuple[tuple[str, int], ...]], ...] | None = None
+    attention_k_eq_v: bool = False
+    use_double_wide_mlp: bool = False
+    enable_moe_block: bool = False
+    final_logit_softcapping: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.enable_moe_block:
+            ExpertsConfig.__post_init__(self)
+        SharedKeysConfig.__post_init__(self)
+        set_floats(self, ("final_logit_softcapping",), null=True)
+        for key in ("global_head_dim", "num_global_key_value_heads"):
+            if getattr(self, key) is not None:
+                check_size(key, getattr(self, key))
+        object.__setattr__(self, "per_layer_config", _of_layers(self.per_layer_config))
+
+    def heads_of_layer(self, layer: int, *, slides: bool) -> tuple[int | None, int | None]:
+        if self.per_layer_config is not None:
+            own = next((own for i, own in self.per_layer_config if i == layer), ())
+            sizes = dict(own)
+            return sizes.get("num_key_value_heads"), sizes.get("head_dim")
+        if slides:
+            return None, None
+        heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
+        return heads, self.global_head_dim
+
+    def kind_of_layer(self, layer: int) -> Hashable:
+        return layer == 0 and self.hidden_size_per_layer_input > 0
+
+
+def _of_layers(stated: Any) -> tuple[tuple[int, tuple[tuple[str, int], ...]], ...] | None:
+    """``per_layer_config`` in a form that can't be changed."""
+    if stated is None or isinstance(stated, tuple):
+        return stated
+    if not isinstance(stated, Mapping):
+        raise ValueError(f"per_layer_config must be an object, not {stated!r}")
+    layers = []
+    for layer, own in stated.items():
+        if not str(layer).isdecimal() or not isinstance(own, Mapping):
+            raise ValueError(f"per_layer_config: {layer!r} must be a layer with an object")
+        for key, value in own.items():
+            if key not in _OF_LAYERS:
+                raise ValueError(
+                    f"per_layer_config: layer {layer} states {key!r}; exkv knows "
+                    f"{', '.join(_OF_LAYERS)} there"
+                )
+            check_size(f"{key} of layer {layer}", value)
+        layers.append((int(layer), tuple(own.items())))
+    return tuple(layers)
+
+
+class _Experts(Experts):
+    """Experts that a router of its own norm and scale chooses for the state before the MLP."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        self.scale = weight(config.hidden_size, dtype=dtype)
+        self.per_expert_scale = weight(config.settings(Gemma4Config).num_local_experts, dtype=dtype)
+        self.root, self.eps = config.hidden_size**-0.5, config.rms_norm_eps
+
+    def of(self, x: Tensor, normed: Tensor) -> Tensor:
+        """x (B, T, hidden), by which experts are chosen, and the same normed for these."""
+        return self.run(normed.flatten(0, 1), self.route(x.flatten(0, 1))).view_as(x)
+
+    def route(self, x: Tensor) -> Routing:
+        rated = rms(x, self.eps).mul_(self.get_parameter("scale")).mul_(self.root)
+        routing = super().route(rated)
+        factors = self.get_parameter("per_expert_scale")[routing.chosen]
+        return Routing(chosen=routing.chosen, weights=routing.weights * factors)
+
+
+class Gemma4Layer(PlainModule):
+    """Attention, and an MLP with experts beside it, between norms; then the layer's embedding, and
+    a factor for all; x (B, T, handed on) -> the same."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: SharedKeysAttention,
+        mlp: MLP,
+        norm: MakeNorm,
+    ) -> None:
+        super().__init__()
+        settings, hidden = config.settings(Gemma4Config), config.hidden_size
+        self.carried, self.layer = Carried.of(config), attention.layer
+        self.self_attn, self.mlp = attention, mlp
+        self.input_layernorm = norm(hidden)
+        self.post_attention_layernorm = norm(hidden)
+        self.pre_feedforward_layernorm = norm(hidden)
+        self.post_feedforward_layernorm = norm(hidden)
+        self.layer_scalar = weight(1, dtype=dtype)
+        self.layer_embeddings = self.layer_embedding = self.experts = None
+        if settings.hidden_size_per_layer_input:
+            self.layer_embedding = LayerEmbedding(config, dtype, norm)
+            if self.layer == 0:
+                self.layer_embeddings = LayerEmbeddings(config, dtype, norm)
+        if settings.enable_moe_block:
+            self.experts = _Experts(config, dtype)
+            self.post_feedforward_layernorm_1 = norm(hidden)
+            self.post_feedforward_layernorm_2 = norm(hidden)
+            self.pre_feedforward_layernorm_2 = norm(hidden)
+
+    def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
+        carried, attention = self.carried, self.self_attn
+        hidden = carried.hidden_of(x)
+        embeddings = None
+        if self.layer_embeddings is not None:
+            embeddings = self.layer_embeddings(hidden, x[..., carried.embeddings])
+            x = carried.joined(hidden, x, embeddings=embeddings)
+            del embeddings
+        given = None if attention.source is None else carried.keys_of(x, attention.source)
+        attended, made = attention(self.input_layernorm(hidden), batch, cache, given)
+        attended = self.post_attention_layernorm(attended)
+        hidden, normed = self.pre_feedforward_layernorm.of_sum(hidden, attended)
+        del attended, given  # free them before the MLP
+        hidden = hidden.add_(self.post_feedforward_layernorm(self._fed_forward(hidden, normed)))
+        if self.layer_embedding is not None:
+            hidden.add_(self.layer_embedding(hidden, carried.embedding_of(x, self.layer)))
+        hidden.mul_(self.get_parameter("layer_scalar"))
+        shown = self.layer, made
+        return carried.joined(hidden, x, made=shown if self.layer in carried.keys else None)
+
+    def _fed_forward(self, hidden: Tensor, normed: Tensor) -> Tensor:
+        """The MLP's output, with the experts' if there are any."""
+        out = self.mlp(normed)
+        if self.experts is None:
+            return out
+        out = self.post_feedforward_layernorm_1(out)
+        chosen = self.experts.of(hidden, self.pre_feedforward_layernorm_2(hidden))
+        return out.add_(self.post_feedforward_layernorm_2(chosen))
+
+
+def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int, **options: Any) -> nn.Module:
+    alike = config.settings(Gemma4Config).attention_k_eq_v and not config.slides(layer)
+    return SharedKeysAttention(config, dtype, layer=layer, keys_are_values=alike, **options)
+
+
+def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP:
+    wide = config.settings(Gemma4Config).use_double_wide_mlp
+    wide = wide and config.kv_source(layer) is not None
+    return GatedMLP(config, dtype, config.intermediate_size * (2 if wide else 1))
+
+
+def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
+    settings = config.settings(Gemma4Config)
+    kind = Head if config.handed_on == config.hidden_size else CarryingHead
+    return kind(config, dtype, norm=norm, softcap=settings.final_logit_softcapping)
+
+
+def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
+    """Every sixth layer attends to everything, unless ``layer_types`` say otherwise; the last one
+    does whatever they say, as in transformers."""
+    window = windows.sliding_window(values)
+    window, types = windows.by_layer(values, window, lambda layer: (layer + 1) % 6 != 0)
+    types = (*types[:-1], windows.FULL_ATTENTION) if types else types
+    return (window, types) if windows.SLIDING_ATTENTION in types else (None, ())
+
+
+FAMILY = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    units=carrying(
+        Decoder(
+            attention=_attention,
+            mlp_of_layer=_mlp,
+            layer=Gemma4Layer,
+            norm=rms_norm,
+            head_norm=rms_norm,
+            scale=gemma_scale,
+            head=_head,
+            rename={
+                **NAMES,
+                "experts.gate": "router.proj",
+                "experts.scale": "router.scale",
+                "experts.per_expert_scale": "router.per_expert_scale",
+            },
+            outside=OUTSIDE,
+            made=partial(stacked_experts, inputs_first=False, path="experts", module="experts"),
+        )
+    ),
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+    windows=_windows,
+    reads=("attention_bias",),
+    # Images see themselves in both directions; texts don't.
+    refuses={"use_bidirectional_attention": "vision"},
+    act_key="hidden_activation",
+    specific=Gemma4Config,
+    ignores=frozenset(
+        ("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+        + ("mlp_only_layers",)
+    ),
+    aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    rope_parameters={
+        windows.FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    },
+    stacked_experts=True,
+)
+#: The text model alone, of one that sees images or hears, too, as published ones do.
+WITH_IMAGES = replace(
+    FAMILY,
+    architecture="Gemma4ForConditionalGeneration",
+    model_type="gemma4",
+    text_config="text_config",
+    names=BESIDE_IMAGES,
+)
