@@ -70,6 +70,10 @@ class KVArrangement(Arrangement, Protocol):
         """Store what was encoded. Returns all that was written, for :meth:`write`, and the view
         that the queries of these tokens attend to."""
 
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        """That view, with nothing overwritten that a repeated call needs: for layers behind which
+        another one stores the same keys and values."""
+
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         """Repeat the write on another copy of the tensors."""
 
@@ -117,6 +121,9 @@ class OneStore:
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> tuple[Tensors, View]:
         return new, self.retention.store(stored, new, batch, params)
+
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        return self.retention.show(stored, new, batch, params)
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         self.retention.write(stored, new, lengths, None)

@@ -359,7 +359,8 @@ class KVCache(Rows):
         devices.release_idle_memory()
         device = cache_map[full]
         needed, available = self.layers[full].bytes_needed(device), devices.available_memory(device)
-        total = sum(self.layers[i].bytes_needed(device) for i in missing if cache_map[i] == device)
+        own = (i for i in missing if cache_map[i] == device and not self._has_twin(i, cache_map))
+        total = sum(self.layers[i].bytes_needed(device) for i in own)
         raise PlacementError(
             f"{self!r} needs {total:,} bytes on {device} for the layers placed there, and "
             f"{available:,} are available; layer {full} did not fit. Build the cache before "
@@ -369,6 +370,11 @@ class KVCache(Rows):
             needed=needed,
             available=available,
         )
+
+    def _has_twin(self, index: int, cache_map: dict[int, torch.device]) -> bool:
+        """Whether a layer shares another one's storage."""
+        reads = self.layers[index].spec.reads
+        return reads is not None and cache_map.get(reads) == cache_map[index]
 
     def _new_pool(self) -> PagePool | None:
         """A new page pool as large as the layers' own; None if the cache is not paged."""
@@ -1075,4 +1081,7 @@ def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
     for layer in layers:
         if layer.spec.beside is not None:
             layers[layer.spec.beside].beside = layer
+        if layer.spec.reads is not None:
+            layer.reads = layers[layer.spec.reads]
+            layer.reads.read_by = layer
     return layers

@@ -109,6 +109,10 @@ class CacheLayer:
         lender: the layer of another cache whose storage this one borrows, if it shares a pool.
         beside: the cache layer with the decoder layer's state, if it has one beside these keys and
             values.
+        reads: an earlier layer of the cache, whose keys and values this one's are, too.
+        read_by: the next layer of which that is so.
+        shares: whether this layer and ``reads`` have one storage: where both are on one device.
+            Else it has a copy of its own, since every call brings both the new tokens.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -126,6 +130,9 @@ class CacheLayer:
         self.host_pages: HostPages | None = None
         self.lender: CacheLayer | None = None
         self.beside: CacheLayer | None = None
+        self.reads: CacheLayer | None = None
+        self.read_by: CacheLayer | None = None
+        self.shares = False
         #: Bytes of the largest storage that was converted since the layer was placed.
         self.converted_from = 0
 
@@ -199,8 +206,11 @@ class CacheLayer:
             table = own.block_table
             pages = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
             own = replace(own, block_table=pages.view_as(table))
-        new, view = spec.kv.store(stored, new, own, params)
-        self._write_back(new, own.lengths)
+        if self.read_by is not None and self.read_by.shares:  # the last of them stores
+            view = spec.kv.show(stored, new, own, params)
+        else:
+            new, view = spec.kv.store(stored, new, own, params)
+            self._write_back(new, own.lengths)
         if self.shared is not None:
             view = self.shared.before(view, batch, params, fetched=self.offloaded)
         return view
@@ -211,6 +221,8 @@ class CacheLayer:
         arrangement = self.spec.arrangement
         replaced = type(self) is not CacheLayer or "attend" in vars(self)
         if replaced or self.offloaded or self.shared is not None or dtype != self.spec.dtype:
+            return None
+        if self.reads is not None or self.read_by is not None:  # who stores depends on the others
             return None
         paged = type(arrangement) is PagedStore
         if not self.tensors or not (paged or type(arrangement) is OneStore):
@@ -327,7 +339,7 @@ class CacheLayer:
 
     def own_tensors(self) -> Iterator[Tensor]:
         """Yield all allocated tensors that are not borrowed."""
-        if not self.borrowed:
+        if not self.borrowed and not self.shares:
             yield from self.tensors.values()
             yield from self.host_pages.all_tensors() if self.host_pages else ()
 
@@ -345,6 +357,14 @@ class CacheLayer:
                 self.lender.allocate(device, tokens)
             self.borrow(self.lender)
             return
+        if self.reads is not None and self.reads.tensors and self.reads.device == device:
+            self._share()
+            return
+        after = self.read_by
+        if after is not None and after.tensors and after.device == device:  # this one comes back
+            self._take(after)
+            after._share()
+            return
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
         host_pages = HostPages.of(self.spec, device)
         self.tensors, self.room = self._zeros(device, room), room
@@ -357,6 +377,35 @@ class CacheLayer:
         self.lender = lender
         self.tensors, self.room, self.device = lender.tensors, lender.room, lender.device
         self.host_pages, self.offloaded = lender.host_pages, lender.offloaded
+        if lender.shares and self.reads is not None:
+            self.shares, self._written_back = True, self.reads._written_back
+
+    def _share(self) -> None:
+        """Have the storage of the layer whose keys and values these are, as it is now."""
+        assert self.reads is not None
+        self._take(self.reads)
+        self.shares = True
+        self._pass_on()
+
+    def _take(self, other: CacheLayer) -> None:
+        """Have another layer's storage."""
+        self.tensors, self.room, self.device = other.tensors, other.room, other.device
+        self.host_pages, self.offloaded = other.host_pages, other.offloaded
+        self._written_back = other._written_back
+        self.spec = replace(other.spec, reads=self.spec.reads)
+
+    def _let_go(self) -> None:
+        """Leave the storage to the layers that share it."""
+        after = self.read_by
+        if after is not None and after.shares and not self.shares:
+            self.settle()
+            after.shares = False
+        self._written_back, self.shares = [], False
+
+    def _pass_on(self) -> None:
+        """Let the layers that share this one's storage have it as it is now."""
+        if self.read_by is not None and self.read_by.shares:
+            self.read_by._share()
 
     def _zeros(self, device: torch.device, tokens: int) -> dict[str, Tensor]:
         storage_device = self.spec.residence.storage_device(device)
@@ -374,12 +423,13 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; the storage is unchanged.
         """
         tokens = min(tokens, self.spec.capacity)
-        if self.tensors and tokens > self.room:
+        if self.tensors and tokens > self.room and not self.shares:
             self._change_room(self.spec.growth.room_for(tokens, self.spec.capacity))
 
     def shrink(self) -> None:
         """Shrink to the room of an empty layer."""
-        if self.tensors and self.room > (least := self.spec.growth.room_for(0, self.spec.capacity)):
+        least = self.spec.growth.room_for(0, self.spec.capacity)
+        if self.tensors and self.room > least and not self.shares:
             self._change_room(least)
 
     def _change_room(self, tokens: int) -> None:
@@ -390,6 +440,7 @@ class CacheLayer:
             kept = min(tensor.shape[1], self.tensors[name].shape[1])
             tensor[:, :kept] = self.tensors[name][:, :kept]
         self.tensors, self.room = larger, tokens
+        self._pass_on()
 
     @property
     def prefetches(self) -> CacheLayer | None:
@@ -430,8 +481,9 @@ class CacheLayer:
 
     @property
     def pooled(self) -> dict[str, Tensor]:
-        """The tensors of a paged cache that consist of pages."""
-        return self.tensors
+        """The tensors that consist of pages or of rows of tokens; none where another layer has
+        them."""
+        return {} if self.shares else self.tensors
 
     def copy_page(self, to: int, page: int) -> None:
         """Copy page ``page`` to page ``to``."""
@@ -455,7 +507,7 @@ class CacheLayer:
         """Copy the stored tokens at these positions from row to row, for all ``(to, row)`` at once
         and ``step`` tokens at a time. Falls back to the host when a device is full, since failing
         half way would corrupt rows."""
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.pooled.items():
             slots = self.spec.arrangement.slots(name, positions.start, positions.stop)
             for part in pieces(slots, step):
                 if not _moved(tensor, moves, part):
@@ -463,7 +515,9 @@ class CacheLayer:
 
     def copy_on_write(self) -> None:
         """Clone the tensors, and leave the old ones to the forks that read them."""
-        self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        if not self.shares:
+            self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+            self._pass_on()
 
     def convert(self, spec: LayerSpec, done: list[dict[str, Tensor]], lens: Sequence[int]) -> None:
         """Convert to a spec with another storage, residence or growth.
@@ -476,17 +530,22 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; the layer's contents are unchanged.
         """
         self.prefetched = None
-        for tensors in self._stored():
-            if not any(tensors is other for other in done):
-                self._convert(tensors, spec, lens)
-                done.append(tensors)
-        if not self.host_bytes_needed():
-            self.converted_from = max(self.converted_from, self.full_bytes())
-        self.spec = spec
-        if self.device is not None:
-            self.offloaded = not self._on_device(self.device)
-        if self.host_pages is not None:
-            self.host_pages.store_as(spec)
+        if self.shares:  # it was converted with the layer whose storage this is
+            return
+        try:
+            for tensors in self._stored():
+                if not any(tensors is other for other in done):
+                    self._convert(tensors, spec, lens)
+                    done.append(tensors)
+            if not self.host_bytes_needed():
+                self.converted_from = max(self.converted_from, self.full_bytes())
+            self.spec = spec
+            if self.device is not None:
+                self.offloaded = not self._on_device(self.device)
+            if self.host_pages is not None:
+                self.host_pages.store_as(spec)
+        finally:
+            self._pass_on()
 
     def convert_on_host(
         self, spec: LayerSpec, done: list[dict[str, Tensor]], lens: Sequence[int]
@@ -535,7 +594,7 @@ class CacheLayer:
     @property
     def packable(self) -> bool:
         """Whether the storage is the layer's own, where a device gives memory in segments."""
-        lies = bool(self.tensors) and not self.borrowed and not self.offloaded
+        lies = bool(self.tensors) and not (self.borrowed or self.shares or self.offloaded)
         return lies and devices.allocator_rules(self._placed.type) is not None
 
     @property
@@ -561,6 +620,8 @@ class CacheLayer:
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
         """Copy these rows of another layer, up to ``tokens`` tokens. Row by row: gathering them
         first would need memory that no plan counts."""
+        if self.shares:
+            return
         self.make_room(tokens)
         for name, tensor in other.tensors.items():
             part = self.spec.arrangement.slots(name, 0, tokens)
@@ -572,11 +633,14 @@ class CacheLayer:
 
     def copy_from(self, other: CacheLayer) -> None:
         """Copy the contents of a layer of the same spec."""
+        if self.shares:
+            return
         self.make_room(other.room)
         for name, tensor in other.tensors.items():
             self.tensors[name][:, : tensor.shape[1]].copy_(tensor)
 
     def free(self) -> None:
+        self._let_go()
         self.tensors, self.room = {}, 0
         self.device = self.prefetched = self.shared = self.host_pages = None
         self.lender, self.converted_from = None, 0

@@ -8,6 +8,7 @@ chunk's queries see (``views.py``). It knows nothing of encodings or devices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -59,6 +60,9 @@ class Retention(Protocol):
     def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
         """Store new values, and return what the queries of these tokens see."""
 
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        """What :meth:`store` returns, with nothing overwritten that a repeated call needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeepAll:
@@ -101,6 +105,8 @@ class KeepAll:
             ragged=batch.lengths.ragged,
             window=params.window,
         )
+
+    show = store
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,11 @@ class Window:
         view = self.in_order(stored, new, batch)
         self.write(stored, new, batch.lengths, batch)
         return view
+
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        if batch.lengths.chunk == 1 and not params.chunk:
+            return self.store(stored, new, batch, params)  # what it overwrites nobody sees
+        return self.in_order(stored, new, batch)
 
     def ring(self, stored: Tensors, batch: Batch) -> ContiguousView:
         """View of the ring for one token a row, already stored."""
@@ -302,16 +313,37 @@ class Sinks:
         return {name: value[row, token] for name, value in new.items()}
 
     def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        return self._seen(stored, new, batch, params, self.write)
+
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        one = batch.lengths.chunk == 1 and not params.chunk
+        write = self.write if one else self._write_sinks_only
+        return self._seen(stored, new, batch, params, write)
+
+    def _write_sinks_only(
+        self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None
+    ) -> None:
+        self.write_sinks(stored, new, lengths)
+
+    def _seen(
+        self,
+        stored: Tensors,
+        new: Tensors,
+        batch: Batch,
+        params: AttentionParams,
+        write: Callable[[Tensors, Tensors, Lengths, Batch | None], None],
+    ) -> View:
+        """What the queries see, once ``write`` has stored the new values."""
         lengths, ring = batch.lengths, self._ring(stored)
         if lengths.kv_len <= self.sinks + self.size:  # nothing was evicted
             return KeepAll().store(stored, new, batch, replace(params, window=0))
         others = batch.without(self.sinks)
         if lengths.chunk == 1 and not params.chunk:
-            self.write(stored, new, lengths, batch)
+            write(stored, new, lengths, batch)
             view = self.window.ring(ring, others)
         else:
             view = self.window.in_order(ring, self.others(new, lengths), others)
-            self.write(stored, new, lengths, batch)
+            write(stored, new, lengths, batch)
         segments = self.sink_segment(stored, batch, params), self._window(view, others)
         return SegmentedView(past_lens=batch.past_lens, segments=segments)
 

@@ -109,6 +109,11 @@ class LayerSpec:
         return replace(storage, values_are_keys=self.values_are_keys)
 
     @property
+    def alone(self) -> LayerSpec:
+        """For a layer by itself, which has a storage of its own."""
+        return replace(self, reads=None)
+
+    @property
     def arrangement(self) -> Arrangement:
         """Which tensors there are, and where each token is stored."""
         return self.kv if self.state is None else OneState(self.state)

@@ -113,6 +113,15 @@ class TwoTiers:
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> tuple[Tensors, View]:
+        return self._seen(stored, new, batch, params, keep=True)
+
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        return self._seen(stored, new, batch, params, keep=False)[1]
+
+    def _seen(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams, *, keep: bool
+    ) -> tuple[Tensors, View]:
+        """As :meth:`store`; with ``keep`` false, what a repeated call needs is not overwritten."""
         lengths, ring, recent, floats = batch.lengths, self.ring, _named(stored), _named(new)
         seen = min(filter(None, (params.window, self.window)), default=0)
         if lengths.chunk == 1 and not 0 < seen < ring.size and not params.chunk:
@@ -122,10 +131,11 @@ class TwoTiers:
         else:
             view = ring.in_order(recent, floats, batch)
             view = replace(view, window=min(ring.size, seen or ring.size))
-            ring.write(recent, floats, lengths, batch)
+            if keep:
+                ring.write(recent, floats, lengths, batch)
             places = self._in_order(lengths)
         groups = self._encoded(view, places)
-        old = self._keep(stored, groups, batch) if self._packs else ()
+        old = self._keep(stored, groups, batch, keep) if self._packs else ()
         if lengths.kv_len <= ring.size or 0 < seen <= ring.size:
             old = ()
         return {**new, **groups}, self._joined(old, view, batch, seen)
@@ -174,8 +184,11 @@ class TwoTiers:
         size = self._entries(name)
         return tensor.unflatten(1, (tensor.shape[1] // size, size))
 
-    def _keep(self, stored: Tensors, groups: Tensors, batch: Batch) -> tuple[Segment, ...]:
-        """Write these groups, and return all that a query of this call may see."""
+    def _keep(
+        self, stored: Tensors, groups: Tensors, batch: Batch, keep: bool
+    ) -> tuple[Segment, ...]:
+        """Write these groups, and return all that a query of this call may see. With ``keep`` false
+        none is written over another that it may see."""
         lengths, old = batch.lengths, _old(stored)
         if not self.window or lengths.kv_len // GROUP <= self.groups.size:
             self._write_groups(stored, groups, lengths)
@@ -184,7 +197,8 @@ class TwoTiers:
             self._write_groups(stored, groups, lengths)
             return self._laps(old, batch)
         segment = self._laid_out(old, groups, batch)  # before any is overwritten
-        self._write_groups(stored, groups, lengths)
+        if keep:
+            self._write_groups(stored, groups, lengths)
         return (segment,)
 
     def _from_the_first(self, old: Tensors, batch: Batch) -> Segment:
@@ -336,12 +350,21 @@ class SinksFirst:
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> tuple[Tensors, View]:
+        return self._seen(stored, new, batch, params, keep=True)
+
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        return self._seen(stored, new, batch, params, keep=False)[1]
+
+    def _seen(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams, *, keep: bool
+    ) -> tuple[Tensors, View]:
         self._write_sinks(stored, new, batch.lengths)
         others, segments = batch.without(self.sinks), [self._sinks(stored, batch, params)]
         if others.lengths.chunk:
             floats = self.retention.others(new, batch.lengths)
             params = replace(params, window=0)
-            written, view = self.tiers.store(_others(stored), floats, others, params)
+            how = others, params
+            written, view = self.tiers._seen(_others(stored), floats, *how, keep=keep)
             new = {**written, **new}
             segments += [
                 replace(segment, start=segment.start + self.sinks)

@@ -249,6 +249,9 @@ def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, in
     """Bytes of a full cache with layers of these specs on each device."""
     total: dict[str, int] = {}
     for layer, device in placed(specs, model.cache_map).items():
+        reads = specs[layer].reads
+        if reads is not None and model.cache_map.get(reads) == device:
+            continue  # it has that layer's storage
         storage = str(specs[layer].residence.storage_device(device))
         total[storage] = total.get(storage, 0) + specs[layer].nbytes(specs[layer].capacity)
     return total

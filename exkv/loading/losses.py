@@ -268,7 +268,7 @@ class TextLosses:
         spec = CACHES[name].layer_specs(self.model, self.ids.shape[1])[layer]
         if spec.is_exact(self.ids.shape[1]):
             return 0.0
-        store: CacheLayer = make_layers([spec])[0]
+        store: CacheLayer = make_layers([spec.alone])[0]
         store.allocate(CPU, spec.capacity)
         module(x[:, : self.half], self._batch(0, self.half), store)
         found = module(x[:, self.half :], self._batch(self.half, self.ids.shape[1]), store)

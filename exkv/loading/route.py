@@ -56,7 +56,7 @@ class Route:
         if not self._budgets:
             raise self._out_of_devices(self._costs[index], full, why)
         # What is tied to a unit that is placed already is not there beside it.
-        rest = [replace(cost, shared={}) for cost in self._costs[index:]]
+        rest = [_without_placed(cost, index) for cost in self._costs[index:]]
         try:
             plan = place_units(
                 rest, self._budgets, objective=self._plan.objective, order=self._plan.order
@@ -97,3 +97,9 @@ class Route:
             needed=needed,
             available=available,
         )
+
+
+def _without_placed(cost: UnitCost, first: int) -> UnitCost:
+    """What a unit costs among those from the ``first`` on alone."""
+    there = {other - first: both for other, both in cost.shared_cache.items() if other >= first}
+    return replace(cost, shared={}, shared_cache=there)

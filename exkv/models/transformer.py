@@ -53,7 +53,7 @@ class Transformer:
         max_input_len: tokens a forward call handles at once; longer inputs run in chunks of it.
             None for 2048, or fewer where a plan finds that only fewer fit.
         embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit); None to do so where
-            it fits only then.
+            it fits only then, and where there is one for each layer, too (Gemma 3n, 4).
 
     Attributes:
         chunks: what ``max_input_len`` may become, largest first; one size where it was asked for.
@@ -85,7 +85,9 @@ class Transformer:
         self.chunks: tuple[int, ...] = CHUNKS if max_input_len is None else (max_input_len,)
         self._fitted_len: int | None = None
         self._logits_len: int | None = None
-        self.embed_cpu = embed_cpu
+        # A table of embeddings for each layer is larger than all else, and a row of it is read.
+        of_layers = bool(getattr(config.specific, "hidden_size_per_layer_input", 0))
+        self.embed_cpu = embed_cpu if embed_cpu is not None or not of_layers else True
         self.choice: Choice | None = None
         self._specs = {AS_STORED: unit_specs(config, self.dtype)}
         self.units = _units(self._specs[AS_STORED])

@@ -75,16 +75,18 @@ def placing(
     ledgers = dict(ledgers)
     for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
         ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))
-        before = where[:index]
-        twins = [other for other in cost.shared if other < index and before[other] == place]
-        shared = sum(cost.shared[other] for other in twins)
-        ledgers[place] = ledger.with_unit(cost, shared)
+        there = {other for other, at in enumerate(where[:index]) if at == place}
+        weights = cost.weights - sum(cost.shared[other] for other in cost.shared.keys() & there)
+        beside = cost.shared_cache.keys() & there
+        cache = cost.cache_on(place.device)
+        cache -= sum(cost.cache_beside(other, place.device) for other in beside)
+        ledgers[place] = ledger.with_unit(cost, weights, cache)
         unit = PlacedUnit(
             name=cost.name,
             device=place.device,
             host=place.host,
-            weights=cost.weights - shared,
-            cache=cost.cache_on(place.device),
+            weights=weights,
+            cache=cache,
             workspace=cost.workspace[place.device.type],
             logits=cost.logits,
             kept=cost.kept,

@@ -149,6 +149,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
             logits=0,
             hidden=0,  # the calls are no longer
             shared={},
+            shared_cache={},
         )
         for cost, held, unit in zip(workload.costs(peaks), before, model.units, strict=True)
     ]
@@ -243,6 +244,7 @@ class _Addition:
                 logits=max(cost.logits - promised, 0),
                 hidden=max(cost.hidden - hidden, 0),
                 shared={},
+                shared_cache=own.shared_cache,
                 cache=own.cache,
                 host_cache=own.host_cache,
             )

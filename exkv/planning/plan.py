@@ -106,6 +106,8 @@ class UnitCost:
         logits: of its output, which the caller may keep while the next call runs.
         traffic: what a decode step reads at full length.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
+        shared_cache: index of an earlier unit, if its layer has the same keys and values ->
+            ``cache`` and ``host_cache``, which cost nothing beside it.
         pinned: where it must be placed, whatever the budgets.
         kept: what its weights are kept as, where a plan chooses that.
         loss: by that, as ``exkv.planning.best`` counts it.
@@ -120,6 +122,7 @@ class UnitCost:
     logits: int = 0
     traffic: int = 0
     shared: Mapping[int, int] = field(default_factory=dict)
+    shared_cache: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     pinned: Place | None = None
     host_cache: int = 0
     segments: int = 0
@@ -133,6 +136,18 @@ class UnitCost:
         """Bytes that it keeps of a device, with what is reserved beyond them."""
         held = self.weights + self.cache_on(budget.device) + self.logits
         return held + self.segments if budget.segmented else held
+
+    def cache_beside(self, other: int, device: torch.device) -> int:
+        """Bytes of caches on a device that cost nothing beside another unit there."""
+        cache, host_cache = self.shared_cache.get(other, (0, 0))
+        return cache + (host_cache if device.type == "cpu" else 0)
+
+    def shared_on(self, device: torch.device) -> dict[int, int]:
+        """Index of another unit -> bytes of this one that cost nothing beside it on a device."""
+        return {
+            other: self.shared.get(other, 0) + self.cache_beside(other, device)
+            for other in {**self.shared, **self.shared_cache}
+        }
 
     def call_on(self, budget: Budget) -> int:
         """Bytes that a call through it takes of a device, with what is reserved beyond them."""
@@ -274,14 +289,14 @@ class Ledger:
         """In a refusal: by how much it does not fit, and which other models are there."""
         return "; ".join([f"{-self.headroom:,} too few", *self.budget.others])
 
-    def with_unit(self, cost: UnitCost, shared: int) -> Ledger:
-        """The ledger once this unit is placed here too."""
+    def with_unit(self, cost: UnitCost, weights: int, cache: int) -> Ledger:
+        """The ledger once this unit is placed here too, with these bytes of its own."""
         peak = cost.workspace[self.device.type]
         return replace(
             self,
             units=self.units + 1,
-            weights=self.weights + cost.weights - shared,
-            cache=self.cache + cost.cache_on(self.device),
+            weights=self.weights + weights,
+            cache=self.cache + cache,
             workspace=max(self.workspace, peak),
             logits=self.logits + cost.logits,
             segments=self.segments + (cost.segments if self.budget.segmented else 0),
@@ -291,7 +306,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedUnit:
-    """One unit's line of a plan, in bytes; ``weights`` without what it shares on its device.
+    """One unit's line of a plan, in bytes; weights and cache without what it shares on its device.
 
     Attributes:
         kept, loss: as in :class:`UnitCost`.

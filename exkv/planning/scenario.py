@@ -188,6 +188,7 @@ class Workload:
             logits=max(int(table[unit.index, 1]) for table in peaks.values()) if kept else 0,
             traffic=weights + self._read(unit) if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
+            shared_cache=self._shared_cache(unit, cache, host_cache),
             pinned=Place(CPU, home) if self.embed_cpu and unit.index == 0 else None,
             kept=choice.kept[unit.name] if choice else None,
             loss=choice.loss[unit.name] if choice else 0.0,
@@ -205,6 +206,14 @@ class Workload:
         tiers = sum(layer.tier_bytes() for layer in layers)
         return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded + tiers
 
+    def _shared_cache(self, unit: Unit, cache: int, host_cache: int) -> dict[int, tuple[int, int]]:
+        """Index of the unit whose layer has the same keys and values -> these bytes of both."""
+        reads = None if unit.spec.layer is None else self.model.config.reads(unit.spec.layer)
+        if reads is None:
+            return {}
+        other = next(each.index for each in self.model.units if each.spec.layer == reads)
+        return {} if other in self.model.elsewhere else {other: (cache, host_cache)}
+
     def _read(self, unit: Unit) -> int:
         """Of caches by a decode step, wherever they lie; a tier is read when a page comes back."""
         return sum(layer.full_bytes() for layer in self._cache_layers(unit))
@@ -216,8 +225,10 @@ class Workload:
         return [part for cache in self.promise.caches for part in cache.layers[index].parts]
 
     def host_cache_bytes(self) -> int:
-        """What caches take from the host wherever the units are placed."""
-        return sum(self._cache_bytes(unit)[1] for unit in self.model.units)
+        """What caches take from the host wherever the units are placed; those of layers that have
+        others' keys and values only where these are on another device, which isn't counted."""
+        costs = ((unit, *self._cache_bytes(unit)) for unit in self.model.units)
+        return sum(host for unit, own, host in costs if not self._shared_cache(unit, own, host))
 
     def in_chunks_of(self, tokens: int) -> Workload:
         return replace(self, promise=replace(self.promise, max_input_len=tokens))

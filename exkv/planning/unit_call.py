@@ -70,8 +70,9 @@ def _predicted(
 @contextlib.contextmanager
 def amid_others(layer: CacheLayer, batch: Batch) -> Iterator[None]:
     """Put a cache's layer in its state amid a call: if it is offloaded, its tokens are being
-    prefetched, and the previous layer's buffer is free for the next one's."""
-    after = layer.after
+    prefetched, and the previous layer's buffer is free for the next one's. It stores what it is
+    given, as the last layer of those that have its keys and values does."""
+    after, read_by, layer.read_by = layer.after, layer.read_by, None
     if layer.offloaded:
         own = batch if layer.shared is None else layer.shared.rest(batch)
         layer.prefetched = prefetch = layer.start_prefetch(own.lengths)
@@ -80,13 +81,13 @@ def amid_others(layer: CacheLayer, batch: Batch) -> Iterator[None]:
     try:
         yield
     finally:
-        layer.after, layer.prefetched = after, None
+        layer.after, layer.read_by, layer.prefetched = after, read_by, None
         layer.settle()
 
 
 def _stand_in(layer: CacheLayer, device: torch.device | None) -> CacheLayer:
     """A full layer of the same spec, all zeros, that takes no memory."""
-    other = CacheLayer(layer.spec)
+    other = CacheLayer(layer.spec.alone)
     other.device, other.offloaded, other.room = device, True, layer.spec.capacity
     other.tensors = {
         name: torch.zeros((), dtype=dtype).expand(shape)

@@ -356,7 +356,8 @@ def _like(half: torch.Tensor) -> torch.Tensor:
 
 def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLayer:
     """A layer like this one before the same next one, grown to the end."""
-    full = make_layers([like.spec for like in (layer, layer.after) if like is not None])[0]
+    pair = [like.spec for like in (layer, layer.after) if like is not None]
+    full = make_layers([spec.alone for spec in pair])[0]
     full.allocate(device, full.spec.capacity)
     if layer.beside is not None:
         full.beside = StateLayer(layer.beside.spec)

@@ -325,8 +325,9 @@ class Prepared:
         behind pages of the prefix cache."""
         options, tokens = self.options, self.cache.max_seq_len
         pages, at_once = -(-tokens // options.page), options.max_running - 1
+        own = [layer for layer in self.cache.layers if not layer.shares]
         full, states = (
-            sum(x.full_bytes() for x in self.cache.layers if (x.spec.state is None) == attends)
+            sum(x.full_bytes() for x in own if (x.spec.state is None) == attends)
             for attends in (True, False)
         )
         beside = (at_once + options.max_running) * states

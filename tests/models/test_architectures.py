@@ -13,9 +13,12 @@ import torch
 from cases import kinds_for
 from simproc import run_sim
 from tiny import (
+    GEMMA4_EXPERTS,
+    GEMMA4_SHARED,
     IN_ALL_WAYS,
     TINY,
     WINDOW,
+    gemma4,
     longrope,
     mixtral,
     phi3,
@@ -40,6 +43,8 @@ VARIANTS = {
     "mixtral-window": mixtral(sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=3),
     "phi3-longrope": phi3(**longrope(trained=64), tie_word_embeddings=True),
     "cohere-qk_norm": TINY["CohereForCausalLM"](use_qk_norm=True),
+    "gemma4-experts": gemma4(**GEMMA4_EXPERTS),
+    "gemma4-shared_keys": gemma4(**GEMMA4_SHARED),
     "llama4-dense": TINY["Llama4ForCausalLM"](moe_layers=[], no_rope_layers=[0, 1]),
 }
 CONFIGS = {name: TINY[name]() for name in FAMILIES} | VARIANTS
@@ -90,7 +95,9 @@ def split(folder: str, kind: str, batch_size: int):
     for row in model.report.devices:
         sim.set_capacity(row.device.index, row.ledger.total)
     result = digest(fill(model, cache))
-    placed = sorted({str(device) for device in model.device_map.values()})
+    embedding, *others = model.device_map.values()
+    placed = sorted({str(device) for device in others})
+    assert str(embedding) == ("cpu" if model.embed_cpu else "sim:0")
     model.unload()
     return {"bits": result == expected, "rows": rows, "placed": placed}
 
@@ -157,7 +164,8 @@ def parts(module: torch.nn.Module) -> dict[str, tuple]:
     return {
         path: (
             type(part),
-            {k: v for k, v in vars(part).items() if k[0] != "_" and not isinstance(v, tensors)},
+            {k: v for k, v in vars(part).items() if k[0] != "_" and not isinstance(v, tensors)}
+            | {"layer": None},  # by which it finds its part of what layers hand on
             {k: (v.shape, v.dtype) for k, v in part.named_parameters(recurse=False)},
         )
         for path, part in module.named_modules()

@@ -135,6 +135,9 @@ class PagedStore(OneStore):
         )
         return new, SegmentedView(past_lens=batch.past_lens, segments=(segment,))
 
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        return self.store(stored, new, batch, params)[1]
+
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         assert lengths.pages is not None
         past, brought = (torch.tensor(x, dtype=torch.int32) for x in (lengths.past, lengths.new))

@@ -287,7 +287,7 @@ def about_cache(cache: KVCache) -> str:
     parts = [f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}"]
     if any(layer.offloaded for layer in cache.layers):
         parts.append("in host memory, from which each layer's tokens are fetched")
-    full = sum(layer.full_bytes() for layer in cache.layers)
+    full = sum(layer.full_bytes() for layer in cache.layers if not layer.shares)
     if full > sum(taken.values()):
         parts.append(f"{human(full)} when full")
     specs = [layer.spec for layer in cache.layers]

@@ -106,12 +106,12 @@ class _Front:
     option: np.ndarray
 
     @classmethod
-    def opened(cls, peak: int, loss: float) -> _Front:
+    def opened(cls, peak: int, loss: float, held: int = 0) -> _Front:
         """No unit on the device yet; no state at all where the loss is infinite."""
         count = int(np.isfinite(loss))
         none = np.full(count, -1)
-        held = np.zeros(count, dtype=np.int64)
-        return cls(held, np.full(count, peak), np.full(count, loss), none, none)
+        first = np.full(count, held, dtype=np.int64)
+        return cls(first, np.full(count, peak), np.full(count, loss), none, none)
 
     @classmethod
     def joined(cls, fronts: Sequence[_Front]) -> _Front:
@@ -222,9 +222,22 @@ class _Search:
         return [np.array([self._held(cost, budget) for cost in self.options[i]]) for i in self.free]
 
     def _held(self, cost: UnitCost, budget: Budget) -> int:
+        """Beside those that have the same keys and values, see :meth:`opening`."""
         twins = [o for o in cost.shared if self.options[o][0].pinned == budget.place]
         shared = sum(cost.shared[other] for other in twins)
-        return cost.held_on(budget) - shared
+        of_caches = (cost.cache_beside(other, budget.device) for other in cost.shared_cache)
+        return cost.held_on(budget) - shared - sum(of_caches)
+
+    def opening(self, budget: Budget) -> list[int]:
+        """Bytes of a device that begins with each free unit, or with none that is left: of the keys
+        and values that units from there on have, and that earlier ones made."""
+        held, where = [0] * (len(self.free) + 1), {unit: at for at, unit in enumerate(self.free)}
+        for at, index in enumerate(self.free):
+            cost = self.options[index][0]
+            for other in cost.shared_cache:
+                for between in range(where.get(other, -1) + 1, at + 1):
+                    held[between] += cost.cache_beside(other, budget.device)
+        return held
 
     def saved(self, index: int) -> int:
         """Bytes that a unit doesn't need beside all free units that it shares with."""
@@ -331,11 +344,12 @@ class _Fill:
         """
         search, device = self.search, self.device
         budget, floor = search.budgets[device], search.offer.floors[device]
-        fronts = [_Front.opened(floor, before[0])]
+        opening = search.opening(budget)
+        fronts = [_Front.opened(floor, before[0], opening[0])]
         for position, index in enumerate(search.free):
             saved = search.saved(index) if saves else 0
             lines = zip(search.options[index], search.sizes[device][position], strict=True)
-            parts = [_Front.opened(floor, before[position + 1])]
+            parts = [_Front.opened(floor, before[position + 1], opening[position + 1])]
             if len(fronts[-1]):
                 parts += [
                     fronts[-1].plus(int(size) - saved, cost.call_on(budget), cost.loss, option)

@@ -95,7 +95,7 @@ class RangeTable:
             held = held.cumsum()
             table = held[None, :] - held[:, None] + self._peaks(budget, floor)
             for position, index in enumerate(self.free):
-                for other, nbytes in self.costs[index].shared.items():
+                for other, nbytes in self.costs[index].shared_on(budget.device).items():
                     if other in self.free:
                         table[: self.free.index(other) + 1, position + 1 :] -= nbytes
             table[np.tril_indices(len(table), -1)] = UNBOUNDED  # no range ends before it starts
@@ -105,9 +105,9 @@ class RangeTable:
     def _held(self, index: int, budget: Budget) -> int:
         """What a unit keeps on the device, beside units that are pinned there."""
         cost = self.costs[index]
-        twins = [other for other in cost.shared if self.pinned.get(other) == budget.place]
-        shared = sum(cost.shared[other] for other in twins)
-        return cost.held_on(budget) - shared
+        beside = cost.shared_on(budget.device).items()
+        shared = (n for other, n in beside if self.pinned.get(other) == budget.place)
+        return cost.held_on(budget) - sum(shared)
 
     def _peaks(self, budget: Budget, floor: int) -> np.ndarray:
         """Entry [i, j]: the largest workspace among free units i to j - 1."""
