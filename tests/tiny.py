@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import sentencepiece
 import torch
@@ -249,6 +251,32 @@ def gemma4_with_images(**changes: Any) -> PretrainedConfig:
     return config
 
 
+#: Layers as above; tokens have three hidden states, of which layers compute the second.
+GEMMA3N = small(
+    "Gemma3nText",
+    head_dim=16,
+    num_hidden_layers=7,
+    layer_types=GEMMA4_SHARED["layer_types"],
+    num_kv_shared_layers=3,
+    intermediate_size=[64, 48, *[64] * 5],
+    activation_sparsity_pattern=[0.7, 0.7, *[0.0] * 5],
+    altup_num_inputs=3,
+    altup_active_idx=1,
+    laurel_rank=8,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=300,
+    sliding_window=WINDOW,
+    pad_token_id=0,
+)
+
+
+def gemma3n_with_images(**changes: Any) -> PretrainedConfig:
+    """The text model of a checkpoint that has one of images beside it."""
+    config = transformers.Gemma3nConfig(text_config=GEMMA3N(**changes).to_dict())
+    config.eos_token_id = config.text_config.eos_token_id
+    return config
+
+
 #: The smallest models of images, under the names of their settings.
 IMAGES = {
     "Exaone4_5": {
@@ -464,6 +492,8 @@ TINY = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3_with_images,
+    "Gemma3nForCausalLM": GEMMA3N,
+    "Gemma3nForConditionalGeneration": gemma3n_with_images,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_with_images,
     "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
@@ -683,17 +713,13 @@ RELATIVES = {
     if make.__qualname__.startswith(("small.", "beside_images."))
 }
 RELATIVES |= {
-    *("Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    *("Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
 }
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {
-    *(
-        "Cohere2ForCausalLM",
-        "Gemma4ForCausalLM",
-        "GPTNeoXForCausalLM",
-        "GptOssForCausalLM",
-        "GraniteForCausalLM",
-    ),
+    *("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
+    *("Gemma3nForCausalLM", "Gemma4ForCausalLM"),
     *("HyperCLOVAXForCausalLM", "Olmo3ForCausalLM", "Qwen2MoeForCausalLM"),
 }
 #: The others, and these.
@@ -719,7 +745,8 @@ def reference(
     torch.manual_seed(seed)
     of_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     kind = AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
-    model = kind.from_config(config, dtype=torch.float32).eval()
+    with _without_towers(config):
+        model = kind.from_config(config, dtype=torch.float32).eval()
     if hasattr(config, "rescale_prenorm_residual"):  # by which its own numbers are more or fewer
         torch.manual_seed(seed)
     with torch.no_grad():
@@ -739,6 +766,20 @@ def reference(
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
     return cast(model, dtype)
+
+
+def _without_towers(config: PretrainedConfig) -> contextlib.AbstractContextManager[object]:
+    """Makes a Gemma 3n without its models of images and sounds, the first of which is another
+    library's (timm)."""
+    if config.model_type != "gemma3n":
+        return contextlib.nullcontext()
+    auto = transformers.models.gemma3n.modeling_gemma3n.AutoModel
+    made = auto.from_config
+
+    def make(config: PretrainedConfig) -> torch.nn.Module:
+        return made(config) if config.model_type == "gemma3n_text" else torch.nn.Identity()
+
+    return mock.patch.object(auto, "from_config", make)
 
 
 def _is_plain_gemma(config: PretrainedConfig) -> bool:

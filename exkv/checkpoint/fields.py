@@ -14,7 +14,7 @@ HARMLESS = frozenset(
     (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),
         *("resid_pdrop", "residual_dropout", "classifier_dropout", "router_jitter_noise"),
-        *("input_jitter_noise", "enable_moe_fp32_combine"),
+        *("input_jitter_noise", "enable_moe_fp32_combine", "altup_coef_clip"),
         *("initializer_range", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
         *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),

@@ -642,6 +642,7 @@ def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
     """The fields that are in config.json under their own names, defaults filled in."""
     filled = values.over({"model_type": family.model_type, **family.defaults})
     fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
+    fields["intermediate_size"] = _largest(fields["intermediate_size"])
     fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
     fields["hidden_act"] = _activation(values, family)
     fields["sliding_window"], fields["layer_types"] = family.windows(filled)
@@ -652,6 +653,12 @@ def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
     fields["multipliers"] = family.read_multipliers(filled)
     fields["specific"] = family.read_specific(filled)
     return fields
+
+
+def _largest(sizes: Any) -> Any:
+    """The largest of a list with one for each layer, which `specific` holds."""
+    listed = isinstance(sizes, list | tuple) and sizes and all(map(is_int, sizes))
+    return max(sizes) if listed else sizes
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> Any:

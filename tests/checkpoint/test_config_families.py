@@ -70,7 +70,10 @@ def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> No
     theirs.allow_global_per_layer_attribute_access = True
     for key in SAME:
         name = key if hasattr(theirs, key) else aliases.get(key, key)
-        assert getattr(config, key) == known(key, getattr(theirs, name, None), theirs), key
+        expected = getattr(theirs, name, None)
+        if isinstance(expected, list):  # one for each layer
+            expected = max(expected)
+        assert getattr(config, key) == known(key, expected, theirs), key
     check_same_heads(config, theirs)
     act_key = FAMILIES[config.architecture].act_key
     act = getattr(theirs, act_key, None) or getattr(theirs, "hidden_act", "silu")

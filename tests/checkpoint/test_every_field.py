@@ -35,7 +35,7 @@ SHAPES = {
     *("num_shared_experts", "moe_num_experts", "moe_num_shared_experts", "mlp_layer_types"),
     *("mtp_layer_types", "mtp_mlp_layer_types", "kv_lora_rank", "q_lora_rank", "qk_head_dim"),
     *("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_sliding_attention_heads"),
-    "moe_latent_size",
+    *("moe_latent_size", "altup_num_inputs"),
 }
 #: What some architectures refuse as others' settings.
 REFUSED = {"use_sliding_window", "use_bidirectional_attention", "attention_chunk_size", "gating"}

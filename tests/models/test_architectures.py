@@ -30,7 +30,7 @@ from tiny import (
 
 from exkv import CACHES, Cache, Generator, Model, ModelConfig, SamplingParams, Tokenizer, sim
 from exkv.checkpoint.families import FAMILIES
-from exkv.loading.report import LINES
+from exkv.loading.report import LINES, DeviceReport
 from exkv.models import unit_specs
 from exkv.models.decoder import Decoder
 
@@ -70,9 +70,14 @@ def ledgers(model: Model) -> list[list[int]]:
     """Predicted and measured bytes, line by line."""
     return [
         [getattr(row.ledger, line), row.measured.get(line, 0)]
-        for row in model.report.devices
+        for row in on_devices(model)
         for line in LINES
     ]
+
+
+def on_devices(model: Model) -> list[DeviceReport]:
+    """What is said of the simulated devices, beside a host that has an embedding."""
+    return [row for row in model.report.devices if row.device.type == "sim"]
 
 
 def split(folder: str, kind: str, batch_size: int):
@@ -87,12 +92,12 @@ def split(folder: str, kind: str, batch_size: int):
     cache = CACHES[kind](model, LENGTH, batch_size)
     model.load_autosplit(cache, devices=["sim:0"])
     rows = ledgers(model)
-    (whole,) = (row.ledger for row in model.report.devices)
+    (whole,) = (row.ledger for row in on_devices(model))
     model.unload()
     sim.set_capacity(0, whole.total - (whole.weights + whole.cache) * 4 // 10)
     model.load_autosplit(cache)
     rows += ledgers(model)
-    for row in model.report.devices:
+    for row in on_devices(model):
         sim.set_capacity(row.device.index, row.ledger.total)
     result = digest(fill(model, cache))
     embedding, *others = model.device_map.values()

@@ -69,6 +69,9 @@ CONFIGS["gemma4-experts"] = gemma4(**GEMMA4_EXPERTS)
 CONFIGS["gemma4-untied"] = gemma4(tie_word_embeddings=False, attention_bias=True)
 CONFIGS["gemma4-embeddings"] = gemma4(hidden_size_per_layer_input=8, vocab_size_per_layer_input=320)
 CONFIGS["gemma4-shared_keys"] = gemma4(**GEMMA4_SHARED)
+CONFIGS["gemma3n-unscaled"] = TINY["Gemma3nForCausalLM"](
+    altup_correct_scale=False, altup_active_idx=0, num_kv_shared_layers=0, attention_bias=True
+)
 CONFIGS["olmoe-clip_qkv"] = TINY["OlmoeForCausalLM"](clip_qkv=0.05)
 CONFIGS["cohere-qk_norm"] = TINY["CohereForCausalLM"](use_qk_norm=True, attention_bias=True)
 CONFIGS["deepseek_v2-lite"] = TINY["DeepseekV2ForCausalLM"](q_lora_rank=None, topk_method="greedy")
