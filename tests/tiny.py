@@ -719,7 +719,6 @@ RELATIVES |= {
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {
     *("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
-    *("Gemma3nForCausalLM", "Gemma4ForCausalLM"),
     *("HyperCLOVAXForCausalLM", "Olmo3ForCausalLM", "Qwen2MoeForCausalLM"),
 }
 #: The others, and these.

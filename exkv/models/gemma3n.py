@@ -144,16 +144,16 @@ class SparseGatedMLP(GatedMLP):
 
 class AltUp(PlainModule):
     """What a layer does to the hidden states (B, T, N, hidden) before and after it computes one of
-    them. Its matrices are small, and stay floats."""
+    them."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> None:
         super().__init__()
         settings, hidden = config.settings(Gemma3nConfig), config.hidden_size
         count = settings.streams
         self.active = settings.altup_active_idx
-        self.modality_router = weight(count, hidden, dtype=dtype)
-        self.prediction_coefs = weight(count * count, count, dtype=dtype)
-        self.correction_coefs = weight(count, count, dtype=dtype)
+        self.modality_router = Linear(hidden, count, bias=False, dtype=dtype)
+        self.prediction_coefs = Linear(count, count * count, bias=False, dtype=dtype)
+        self.correction_coefs = Linear(count, count, bias=False, dtype=dtype)
         self.correct_output_scale = weight(hidden, dtype=dtype)
         self.scaled = settings.altup_correct_scale
         self.router_norm, self.scale = norm(hidden), 1 / hidden
@@ -161,19 +161,19 @@ class AltUp(PlainModule):
     def _modalities(self, x: Tensor) -> Tensor:
         """x (B, T, hidden) -> (B, T, N)."""
         routed = self.router_norm(x).mul_(self.scale)
-        return nn.functional.linear(routed, self.get_parameter("modality_router")).tanh_()
+        return self.modality_router(routed).tanh_()
 
     def predict(self, states: Tensor) -> Tensor:
         """Each hidden state as a sum of all, weighted by what the active one says."""
         modalities = self._modalities(states[..., self.active, :])
-        factors = nn.functional.linear(modalities, self.get_parameter("prediction_coefs"))
+        factors = self.prediction_coefs(modalities)
         size = states.shape[-2]
         return (factors.unflatten(-1, (size, size)) @ states).add_(states)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
         """All of them by what was computed of the active one (B, T, hidden)."""
         modalities = self._modalities(computed)
-        factors = nn.functional.linear(modalities, self.get_parameter("correction_coefs")).add_(1)
+        factors = self.correction_coefs(modalities).add_(1)
         error = computed - predicted[..., self.active, :]
         return (error.unsqueeze(-2) * factors.unsqueeze(-1)).add_(predicted)
 
@@ -332,12 +332,7 @@ FAMILY = Family(
             head_norm=rms_norm,
             scale=gemma_scale,
             head=_head,
-            rename={
-                **NAMES,
-                "altup.modality_router": "altup.modality_router.weight",
-                "altup.prediction_coefs": "altup.prediction_coefs.weight",
-                "altup.correction_coefs": "altup.correction_coefs.weight",
-            },
+            rename=NAMES,
             outside=(*OUTSIDE, "altup_projections."),
         )
     ),

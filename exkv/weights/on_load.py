@@ -5,8 +5,9 @@ state: ``{"quant_method": "on_load", "weights": "int4"}``; see :func:`with_weigh
 
 Matrices of the layers become integers of 8 to 4 bits in groups of 64, by ``rounding``. The
 projection to logits, which every token reads whole and whose errors nothing evens out, has 8 bits;
-so has a table of tokens that is tied to it. A table of its own stays: one of its rows is read a
-token. Norms and biases stay, and so do the routers of experts, which are small and choose.
+so has a table of tokens that is tied to it. A table of its own, or of the layers' own embeddings,
+stays: one of its rows is read a token. Norms and biases stay, and so do the routers of experts,
+which are small and choose.
 
 ``weights`` may also say it unit by unit, ``{"model.layers.0": "int8", ...}``, embedding and head
 included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``.
@@ -30,7 +31,7 @@ from .format import Size, WeightFormat
 from .groups import GroupFormat
 from .methods import FormatOf, register
 from .rounding import rounded
-from .settings import EMBEDDING, HEAD, ROUTERS, stays_float
+from .settings import EMBEDDING, HEAD, OF_LAYERS, ROUTERS, stays_float
 
 METHOD = "on_load"
 #: What ``weights`` may be -> bits of the layers' matrices.
@@ -98,7 +99,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     kept_as = _kept_as(config, facts)
 
     def format_of(layer: str, size: Size) -> WeightFormat:
-        kept = AS_STORED if stays_float(layer, ROUTERS) else kept_as(layer)
+        kept = AS_STORED if stays_float(layer, (OF_LAYERS, *ROUTERS)) else kept_as(layer)
         return FLOATS[dtype] if kept == AS_STORED else _format(BITS[kept], size, dtype)
 
     return format_of
@@ -112,7 +113,7 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
         layers = (f"model.layers.{index}" for index in range(config.num_hidden_layers))
         check_kept(weights, (EMBEDDING, HEAD, *layers))
         ends = {facts.table: weights[EMBEDDING], facts.head: weights[HEAD]}
-        return lambda layer: ends.get(layer) or weights[".".join(layer.split(".")[:3])]
+        return lambda layer: ends.get(layer) or weights[_unit_of(layer, facts)]
     if weights not in BITS:
         raise ValueError(
             f"{config.path or 'the config'}: weights of quantization_config is {weights!r}; it "
@@ -120,6 +121,15 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
         )
     ends = {facts.table: AS_STORED, facts.head: _OF_HEAD}
     return lambda layer: ends.get(layer, weights)
+
+
+def _unit_of(layer: str, facts: Facts) -> str:
+    """The unit of a matrix of the layers; some lie beside these in the checkpoint, of which the
+    first layer has what comes before all others, and the head what comes behind."""
+    rest = layer.removeprefix(f"{facts.layers}.")
+    if rest != layer:
+        return f"model.layers.{rest.partition('.')[0]}"
+    return HEAD if "unembed" in layer else "model.layers.0"
 
 
 def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:

@@ -12,13 +12,16 @@ from exkv.checkpoint.files import quoted
 from exkv.checkpoint.value_checks import is_int, stated_once
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-#: The routers of mixtures of experts, and what else weighs experts.
+#: The routers of mixtures of experts, and what else weighs experts, or several hidden states.
 ROUTERS = (
-    *("block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate"),
-    *("mlp.router", "mlp.shared_expert_gate"),
+    *("block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate", "router.proj"),
+    *("mlp.router", "mlp.shared_expert_gate", "altup.modality_router"),
+    *("altup.prediction_coefs", "altup.correction_coefs"),
 )
+#: The table of the layers' own embeddings.
+OF_LAYERS = "embed_tokens_per_layer"
 #: Modules that methods leave as floats unless they say otherwise: both ends, and routers.
-FLOATS = (EMBEDDING, HEAD, *ROUTERS)
+FLOATS = (EMBEDDING, OF_LAYERS, HEAD, *ROUTERS)
 
 Headers = Mapping[str, TensorInfo]
 

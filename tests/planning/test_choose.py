@@ -40,12 +40,14 @@ def cases(draw):
     if tied:
         sizes[-1] = sizes[0]
     caches = [{"cache": draw(number) // 4, "host_cache": draw(number) // 6} for _ in range(count)]
+    shares = _shared_caches(draw, caches)
     options = [
         [
             UnitCost(
                 name=f"unit {index}",
                 weights=size,
                 **caches[index],
+                shared_cache=shares[index],
                 workspace={"meta": draw(number), "cpu": draw(number)},
                 logits=0 if index < count - 1 else 1,
                 shared={0: size} if tied and index == count - 1 else {},
@@ -73,7 +75,21 @@ def cases(draw):
     return options, budgets, draw(st.sampled_from(["listed", "any"]))
 
 
-@settings(max_examples=60, deadline=None)
+def _shared_caches(draw, caches) -> list[dict[int, tuple[int, int]]]:
+    """Of each unit, perhaps those of an earlier one, whose keys and values it has."""
+    shares: list[dict[int, tuple[int, int]]] = []
+    for index, own in enumerate(caches):
+        reads = index - 1 - draw(st.integers(0, 2))
+        if reads < 1 or any(reads in other for other in shares):  # another one lies between
+            own["cache"] += draw(st.sampled_from([0, 0, 10]))
+            shares.append({})
+            continue
+        own |= caches[reads]
+        shares.append({reads: (own["cache"], own["host_cache"])})
+    return shares
+
+
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_no_combination_that_fits_loses_less(case):
     options, budgets, order = case

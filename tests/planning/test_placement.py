@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,6 +179,10 @@ def problems(draw):
             traffic=last.traffic,
             shared={0: shared},
         )
+    if len(costs) > 2 and draw(st.booleans()):  # two layers with the same keys and values
+        one, other = sorted(draw(st.sets(st.integers(0, len(costs) - 1), min_size=2, max_size=2)))
+        same = costs[one].cache
+        costs[other] = replace(costs[other], cache=same, shared_cache={one: (same, 0)})
     offered = [
         Budget(
             device=device,
@@ -196,6 +201,7 @@ def taken(costs: Sequence[UnitCost], start: int, stop: int, budget: Budget) -> i
     run = costs[start:stop]
     held = sum(c.weights + c.cache + c.logits for c in run)
     shared = sum(n for c in run for o, n in c.shared.items() if start <= o < stop)
+    shared += sum(n for c in run for o, (n, _) in c.shared_cache.items() if start <= o < stop)
     return held - shared + max([budget.promised_workspace, *(c.workspace["cpu"] for c in run)])
 
 

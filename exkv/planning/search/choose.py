@@ -97,6 +97,7 @@ class _Front:
         loss: in all, float64.
         parent: the state in the front before, or -1 where the device was opened here.
         option: of the unit that came last.
+        start: position of the first unit on the device.
     """
 
     held: np.ndarray
@@ -104,18 +105,19 @@ class _Front:
     loss: np.ndarray
     parent: np.ndarray
     option: np.ndarray
+    start: np.ndarray
 
     @classmethod
-    def opened(cls, peak: int, loss: float, held: int = 0) -> _Front:
+    def opened(cls, peak: int, loss: float, start: int = 0) -> _Front:
         """No unit on the device yet; no state at all where the loss is infinite."""
         count = int(np.isfinite(loss))
-        none = np.full(count, -1)
-        first = np.full(count, held, dtype=np.int64)
-        return cls(first, np.full(count, peak), np.full(count, loss), none, none)
+        none, held = np.full(count, -1), np.zeros(count, dtype=np.int64)
+        first = np.full(count, start)
+        return cls(held, np.full(count, peak), np.full(count, loss), none, none, first)
 
     @classmethod
     def joined(cls, fronts: Sequence[_Front]) -> _Front:
-        columns = ("held", "peak", "loss", "parent", "option")
+        columns = ("held", "peak", "loss", "parent", "option", "start")
         return cls(*(np.concatenate([getattr(f, column) for f in fronts]) for column in columns))
 
     def __len__(self) -> int:
@@ -126,7 +128,7 @@ class _Front:
         return float(self.loss.min(initial=np.inf))
 
     def rows(self, rows: np.ndarray) -> _Front:
-        columns = (self.held, self.peak, self.loss, self.parent, self.option)
+        columns = (self.held, self.peak, self.loss, self.parent, self.option, self.start)
         return _Front(*(column[rows] for column in columns))
 
     def plus(self, held: int, peak: int, loss: float, option: int) -> _Front:
@@ -138,14 +140,26 @@ class _Front:
             self.loss + loss,
             np.arange(count),
             np.full(count, option),
+            self.start,
         )
 
-    def best_of(self, keep: np.ndarray) -> _Front:
-        """Of those to keep, the ones that no other of the same workspace beats."""
+    def beside(self, links: Sequence[tuple[int, int]]) -> _Front:
+        """Without the bytes that the next unit doesn't need beside units on the device."""
+        saved = np.zeros_like(self.held)
+        for at, nbytes in links:
+            saved += np.where(self.start <= at, nbytes, 0)
+        return replace(self, held=self.held - saved)
+
+    def best_of(self, keep: np.ndarray, ahead: Sequence[int]) -> _Front:
+        """Of those to keep, the ones that no other of the same workspace beats, among those that
+        have the same of the units at the positions ``ahead``."""
         rows = np.flatnonzero(keep)
-        rows = rows[np.lexsort((self.loss[rows], self.held[rows], self.peak[rows]))]
-        peak, loss = self.peak[rows], self.loss[rows]
-        first = np.flatnonzero(np.diff(peak, prepend=-1))
+        there = sum((self.start <= at) * (1 << bit) for bit, at in enumerate(ahead))
+        there = np.zeros_like(self.start) + there
+        keys = (self.loss[rows], self.held[rows], self.peak[rows], there[rows])
+        rows = rows[np.lexsort(keys)]
+        loss, differ = self.loss[rows], np.diff(self.peak[rows], prepend=-1)
+        first = np.flatnonzero((differ != 0) | (np.diff(there[rows], prepend=-1) != 0))
         kept = []
         for begin, end in itertools.pairwise([*first, len(rows)]):
             lowest = np.minimum.accumulate(loss[begin:end])
@@ -211,7 +225,8 @@ class _Search:
         self.sizes = [self._sizes(budget) for budget in budgets]
         least = [np.minimum.reduce(each) for each in zip(*self.sizes, strict=True)]
         for position, index in enumerate(self.free):
-            least[position] = least[position] - self.saved(index)
+            linked = (max((n for _, n in self.links(b)[position]), default=0) for b in budgets)
+            least[position] = least[position] - self.saved(index) - max(linked)
         self.relaxed = _Relaxed(least, self.losses)
         room = self._room(range(len(budgets)))
         #: No choice loses less.
@@ -222,22 +237,23 @@ class _Search:
         return [np.array([self._held(cost, budget) for cost in self.options[i]]) for i in self.free]
 
     def _held(self, cost: UnitCost, budget: Budget) -> int:
-        """Beside those that have the same keys and values, see :meth:`opening`."""
         twins = [o for o in cost.shared if self.options[o][0].pinned == budget.place]
         shared = sum(cost.shared[other] for other in twins)
-        of_caches = (cost.cache_beside(other, budget.device) for other in cost.shared_cache)
-        return cost.held_on(budget) - shared - sum(of_caches)
+        return cost.held_on(budget) - shared
 
-    def opening(self, budget: Budget) -> list[int]:
-        """Bytes of a device that begins with each free unit, or with none that is left: of the keys
-        and values that units from there on have, and that earlier ones made."""
-        held, where = [0] * (len(self.free) + 1), {unit: at for at, unit in enumerate(self.free)}
-        for at, index in enumerate(self.free):
-            cost = self.options[index][0]
-            for other in cost.shared_cache:
-                for between in range(where.get(other, -1) + 1, at + 1):
-                    held[between] += cost.cache_beside(other, budget.device)
-        return held
+    def links(self, budget: Budget) -> list[list[tuple[int, int]]]:
+        """For each free unit the positions of earlier ones that have the same keys and values, and
+        the bytes that these cost nothing beside them."""
+        where = {unit: at for at, unit in enumerate(self.free)}
+        costs = [self.options[index][0] for index in self.free]
+        return [
+            [
+                (where[other], cost.cache_beside(other, budget.device))
+                for other in cost.shared_cache
+                if other in where
+            ]
+            for cost in costs
+        ]
 
     def saved(self, index: int) -> int:
         """Bytes that a unit doesn't need beside all free units that it shares with."""
@@ -344,25 +360,32 @@ class _Fill:
         """
         search, device = self.search, self.device
         budget, floor = search.budgets[device], search.offer.floors[device]
-        opening = search.opening(budget)
-        fronts = [_Front.opened(floor, before[0], opening[0])]
+        links = search.links(budget)
+        fronts = [_Front.opened(floor, before[0])]
         for position, index in enumerate(search.free):
             saved = search.saved(index) if saves else 0
             lines = zip(search.options[index], search.sizes[device][position], strict=True)
-            parts = [_Front.opened(floor, before[position + 1], opening[position + 1])]
+            parts = [_Front.opened(floor, before[position + 1], position + 1)]
             if len(fronts[-1]):
+                beside = fronts[-1].beside(links[position])
                 parts += [
-                    fronts[-1].plus(int(size) - saved, cost.call_on(budget), cost.loss, option)
+                    beside.plus(int(size) - saved, cost.call_on(budget), cost.loss, option)
                     for option, (cost, size) in enumerate(lines)
                 ]
-            fronts.append(self._kept(_Front.joined(parts), position + 1, room))
+            ahead = {at for each in links[position + 1 :] for at, _ in each if at <= position}
+            front = _Front.joined(parts)
+            fronts.append(self._kept(front, position + 1, room, sorted(ahead)))
         return fronts
 
-    def _kept(self, front: _Front, units: int, room: int) -> _Front:
-        """The states that fit, and may still end within the bound."""
+    def _kept(self, front: _Front, units: int, room: int, ahead: Sequence[int]) -> _Front:
+        """The states that fit, and may still end within the bound.
+
+        Args:
+            ahead: positions of units whose keys and values units that are left have, too.
+        """
         left = self.limit - front.held - front.peak
         rest = self.search.relaxed.least(units, left + room)
-        return front.best_of((left >= 0) & (front.loss + rest <= self.bound))
+        return front.best_of((left >= 0) & (front.loss + rest <= self.bound), ahead)
 
     def taken(self, stop: int) -> tuple[int, list[int]]:
         """The first of the units up to ``stop`` that are placed here, and their options."""
