@@ -74,7 +74,7 @@ class GGUFCheckpoint(Checkpoint):
                 continue
             _check_new(placed, infos, found)
             found |= {info.name: info for info, _ in infos}
-            self._made |= {info.name: made for info, made in infos if made.differs}
+            self._made |= {info.name: made for info, made in infos if made is not None}
         for info, made in _scalars(contents, family):
             found[info.name], self._made[info.name] = info, made
         return found
@@ -137,9 +137,9 @@ class _Made:
     restore: Callable[[torch.Tensor], torch.Tensor] | None = None
     value: torch.Tensor | None = None
 
-    @property
-    def differs(self) -> bool:
-        return self.order is not None or self.restore is not None
+
+#: A checkpoint's tensor; how it is made of the file's, None where it lies there as it is.
+_Part = tuple[TensorInfo, _Made | None]
 
 
 def layers_of(contents: GGUFContents) -> Any:
@@ -154,11 +154,9 @@ def _layer_of(placed: PlacedTensor) -> int:
     return int(match[1]) if match else -1
 
 
-def _infos(
-    contents: GGUFContents, placed: PlacedTensor, family: GGUFFamily
-) -> list[tuple[TensorInfo, _Made]] | None:
-    """The tensors of a checkpoint that a tensor of the file stands for, and how they are made; None
-    where it isn't known, and none of them where a config has what it says."""
+def _infos(contents: GGUFContents, placed: PlacedTensor, family: GGUFFamily) -> list[_Part] | None:
+    """The tensors of a checkpoint that a tensor of the file stands for; None where it isn't known,
+    and none of them where a config has what it says."""
     tensor = placed.tensor
     if tensor.name in ROPE_TENSORS:
         return []
@@ -169,7 +167,7 @@ def _infos(
     if tensor.type.dtype is None:
         shape = (*shape[:-1], shape[-1] // tensor.type.block * tensor.type.nbytes)
     if not any("{}" in name for name in names):
-        whole = _info(placed, tensor.name, family.shape(tensor.name, shape), dtype, 0)
+        whole = _info(placed, family.shape(tensor.name, shape), dtype)
         return [_part(contents, family, whole, name, rows) for name, rows in names.items()]
     kind, dims = ("bias", 2) if tensor.name.endswith(".bias") else ("matrix", 3)
     if len(shape) != dims or shape[0] > _MOST_EXPERTS:
@@ -177,17 +175,31 @@ def _infos(
             f"{placed.file.path}: tensor {tensor.name!r} is {list(tensor.shape)}; expected is a "
             f"{kind} for each of at most {_MOST_EXPERTS} experts: download it again"
         )
-    wholes = [_info(placed, tensor.name, shape[1:], dtype, i) for i in range(shape[0])]
-    return [
-        _part(contents, family, whole, name.format(i), rows)
-        for i, whole in enumerate(wholes)
-        for name, rows in names.items()
-    ]
+    whole = _info(placed, shape[1:], dtype)
+    first = [_part(contents, family, whole, name, rows) for name, rows in names.items()]
+    return [_behind(part, i, whole.nbytes) for i in range(shape[0]) for part in first]
+
+
+def _behind(part: _Part, index: int, nbytes: int) -> _Part:
+    """The same of the index-th expert, of so many bytes each."""
+    info, made = part
+    found = TensorInfo(  # not by `replace`, which is slow: there may be 40,000
+        name=info.name.format(index),
+        dtype=info.dtype,
+        shape=info.shape,
+        nbytes=info.nbytes,
+        file=info.file,
+        offset=info.offset + index * nbytes,
+    )
+    if made is None:
+        return found, None
+    whole = replace(made.whole, offset=made.whole.offset + index * nbytes)
+    return found, replace(made, whole=whole)
 
 
 def _part(
     contents: GGUFContents, family: GGUFFamily, whole: TensorInfo, name: str, rows: Rows | None
-) -> tuple[TensorInfo, _Made]:
+) -> _Part:
     """A checkpoint's tensor, and how it is made of ``whole``: where it lies in one piece, that
     piece is all that it is made of."""
     order = None if rows is None else _order(contents, whole, rows)
@@ -202,7 +214,10 @@ def _part(
         rows_of = whole.shape[0] if order is None else len(order)
         halves = _halves(contents.path, name, rows_of, count)
         order = halves if order is None else order[halves]
-    made = _Made(whole=whole, order=order, restore=family.restoring(name))
+    restore = family.restoring(name)
+    if order is None and restore is None:
+        return replace(whole, name=name), None
+    made = _Made(whole=whole, order=order, restore=restore)
     if order is None:
         return replace(whole, name=name), made
     nbytes = whole.nbytes // whole.shape[0] * len(order)
@@ -223,10 +238,11 @@ def _scalars(contents: GGUFContents, family: GGUFFamily) -> list[tuple[TensorInf
     """Parameters of layers that the metadata has."""
     found: list[tuple[TensorInfo, _Made]] = []
     layers, file = layers_of(contents), contents.files[0].path
+    few = is_int(layers) and 0 < layers <= len(contents.tensors)
     for key, (part, shape) in family.scalars.items():
         stated = contents.metadata.get(key)
-        each = stated if isinstance(stated, list) else [stated] * (layers if is_int(layers) else 0)
-        if len(each) != layers or not all(map(is_number, each)):
+        each = stated if isinstance(stated, list) else [stated] * (layers if few else 0)
+        if not few or len(each) != layers or not all(map(is_number, each)):
             raise CheckpointError(
                 f"{contents.path}: {key} is {quoted(stated)}; expected is a number for each of "
                 f"{quoted(layers)} layers: download it again"
@@ -245,9 +261,7 @@ def _scalars(contents: GGUFContents, family: GGUFFamily) -> list[tuple[TensorInf
     return found
 
 
-def _check_new(
-    placed: PlacedTensor, infos: list[tuple[TensorInfo, _Made]], found: Container[str]
-) -> None:
+def _check_new(placed: PlacedTensor, infos: list[_Part], found: Container[str]) -> None:
     """CheckpointError where another tensor of the file stands for the same weights."""
     if twice := [info.name for info, _ in infos if info.name in found]:
         raise CheckpointError(
@@ -256,18 +270,15 @@ def _check_new(
         )
 
 
-def _info(
-    placed: PlacedTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, index: int
-) -> TensorInfo:
-    """The tensor, or the index-th of those that it holds one behind the other."""
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
+def _info(placed: PlacedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
+    """The tensor as it is in the file, or the first of those that it holds one behind the other."""
     return TensorInfo(
-        name=name,
+        name=placed.tensor.name,
         dtype=dtype,
         shape=shape,
-        nbytes=nbytes,
+        nbytes=torch.Size(shape).numel() * dtype.itemsize,
         file=placed.file.path,
-        offset=placed.tensor.offset + index * nbytes,
+        offset=placed.tensor.offset,
     )
 
 
