@@ -16,6 +16,7 @@ from adapters import linears_of, merged, write_adapter
 from packers.gguf import rewrite
 from packers.llama_cpp import Converter
 from safetensors.torch import load_file, save_file
+from simproc import run_sim
 from tiny import (
     ALPHA,
     LATENT_YARN,
@@ -36,6 +37,7 @@ from exkv import Cache, Model, ModelConfig, Tokenizer
 from exkv.checkpoint import CheckpointError, GGUFContents, open_checkpoint
 from exkv.checkpoint.families import FAMILIES
 from exkv.loading.calibration import rounded_units
+from exkv.loading.report import LINES
 from exkv.weights.groups import GroupFormat
 
 pytestmark = pytest.mark.skipif(
@@ -346,3 +348,41 @@ def test_metadata_of_another_model_is_named(tmp_path, convert, name, key, value,
     rewrite(tmp_path / "whole.gguf", tmp_path / "model.gguf", {key: value})
     with pytest.raises((CheckpointError, ValueError), match=problem):
         Model(tmp_path / "model.gguf").load(devices=["cpu"])
+
+
+def logits_on_devices(file: str) -> dict:
+    """On one simulated device and on two, and the bytes planned and measured there."""
+    model = Model(file, dtype=torch.float32, max_input_len=12)
+    cache, seen = Cache(model, 64, 2), {"rows": [], "logits": []}
+    for names in (["sim:0"], ["sim:0", "sim:1"]):
+        model.load_autosplit(cache, devices=names, objective="balance")
+        for row in model.report.devices:
+            seen["rows"] += [[getattr(row.ledger, k), row.measured.get(k, 0)] for k in LINES]
+        cache.reset()
+        seen["logits"].append(model.forward(IDS, cache).cpu().tolist())
+        model.unload()
+    return seen
+
+
+def test_rows_in_another_order_are_brought_to_devices_and_planned_to_the_byte(tmp_path, convert):
+    """Packed ones, piece by piece."""
+    theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved", "q8_0")
+    convert(tmp_path / "saved", tmp_path / "model.gguf", "q8_0")
+    seen = run_sim(logits_on_devices, "64M,64M", args=[str(tmp_path / "model.gguf")])
+    assert all(planned == measured for planned, measured in seen["rows"])
+    for found in seen["logits"]:
+        assert_near(torch.tensor(found), expected_of(theirs))
+
+
+def test_what_lies_in_one_piece_stays_mapped(tmp_path, convert):
+    """Values behind queries and keys, and each expert's ups behind its gates."""
+    saved("Qwen3MoeForCausalLM", tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "model.gguf", "f32 fuse_qkv")
+    saved("Qwen3_5MoeForCausalLM", tmp_path / "experts")
+    convert(tmp_path / "experts", tmp_path / "experts.gguf", "f32 fuse_gate_up_exps")
+    for file, name in (
+        ("model.gguf", "model.layers.0.self_attn.v_proj.weight"),
+        ("experts.gguf", "model.layers.0.mlp.experts.3.up_proj.weight"),
+    ):
+        with open_checkpoint(tmp_path / file) as checkpoint:
+            assert checkpoint.mapping(name) is not None
