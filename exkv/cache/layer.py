@@ -177,9 +177,7 @@ class CacheLayer:
         self.release_written()
         return out
 
-    def states(
-        self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype
-    ) -> States:
+    def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> States:
         """The decoder layer's states: see :meth:`StateLayer.states`."""
         assert self.beside is not None, "the config says which layers have a state"
         return self.beside.states(batch, tensors, dtype)

@@ -64,6 +64,7 @@ class Specific:
     def query_heads(self, layer: int, *, slides: bool) -> int | None:
         """Heads of queries in this layer; None for the config's."""
         return None
+
     def heads_of_layer(self, layer: int, *, slides: bool) -> tuple[int | None, int | None]:
         """Heads of keys and values in this layer, and features of a head; None for those of the
         config."""
@@ -420,7 +421,6 @@ class Family:
         states: what those layers keep a row that have no keys and values.
         mtp: what its checkpoints call the head for multi-token prediction; None where exkv reads
             none.
-        derived: from the values of a config.json, keys that follow from others.
     """
 
     architecture: str
@@ -455,7 +455,6 @@ class Family:
     gguf: GGUFFamily | None = None
     states: Callable[[ModelConfig], tuple[StateTensor, ...]] | None = None
     mtp: MTPNames | None = None
-    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "defaults", LLAMA | self.defaults)
@@ -471,8 +470,7 @@ class Family:
             values = {**text, "model_type": self.model_type, **shared}
         ours = {ours: values[own] for ours, own in self.aliases.items() if own in values}
         of_others = {"architectures", *_OTHER_MODELS} if self.text_config else {"architectures"}
-        values = {**values, **ours}
-        return Fields({**values, **self.derived(values)}, {*of_others, *self.aliases.values()})
+        return Fields({**values, **ours}, {*of_others, *self.aliases.values()})
 
     def read_multipliers(self, values: Mapping[str, Any]) -> Multipliers:
         """What the model multiplies by."""

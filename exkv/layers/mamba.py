@@ -78,19 +78,23 @@ class Mamba2(PlainModule):
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
         sizes = self.settings
-        state = cache.states(batch, sizes.state, x.dtype)
+        states = cache.states(batch, sizes.state, x.dtype)
         groups = (sizes.mamba_n_groups, sizes.mamba_d_state)
         gate, mixed, steps = self.project(x)
-        mixed = ACTIVATIONS[self.act].apply(self.conv1d(mixed, state["conv"], batch))
+        mixed = ACTIVATIONS[self.act].apply(self.conv1d(mixed, states))
         values, b, c = mixed.split((sizes.inner, sizes.shared, sizes.shared), dim=-1)
-        out = torch.ops.exkv.ssd(
-            values.unflatten(-1, (sizes.mamba_n_heads, sizes.mamba_d_head)),
-            *(self.steps(steps), -self.A_log.exp()),
-            *(b.unflatten(-1, groups), c.unflatten(-1, groups), self.D),
-            *(state["recurrent"], batch.new_lens),
+        out = states.advance(
+            *("recurrent", self._recurred),
+            *(values.unflatten(-1, (sizes.mamba_n_heads, sizes.mamba_d_head)), self.steps(steps)),
+            *(b.unflatten(-1, groups), c.unflatten(-1, groups)),
         )
         del mixed, values, b, c  # free them before the gate
         return self.out_proj(self.norm(out.flatten(2), gate))
+
+    def _recurred(
+        self, x: Tensor, steps: Tensor, b: Tensor, c: Tensor, state: Tensor, new_lens: Tensor | None
+    ) -> Tensor:
+        return torch.ops.exkv.ssd(x, steps, -self.A_log.exp(), b, c, self.D, state, new_lens)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """x (B, T, hidden) -> the gate (B, T, inner), what the convolution goes over (B, T, inner +
@@ -131,15 +135,21 @@ class Mamba(PlainModule):
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
         sizes = self.settings
-        state = cache.states(batch, sizes.state, x.dtype)
+        states = cache.states(batch, sizes.state, x.dtype)
         values, gate = self.in_proj(x).chunk(2, dim=-1)
-        values = ACTIVATIONS[self.act].apply(self.conv1d(values, state["conv"], batch))
+        values = ACTIVATIONS[self.act].apply(self.conv1d(values, states))
         rank, size = sizes.mamba_dt_rank, sizes.mamba_d_state
         steps, b, c = self.x_proj(values).split((rank, size, size), dim=-1)
-        out = torch.ops.exkv.selective_scan(
+        out = states.advance(
+            *("recurrent", self._recurred),
             *(values, F.softplus(self.dt_proj(self.dt_layernorm(steps)).float())),
-            *(-self.A_log.exp().t(), self.b_layernorm(b), self.c_layernorm(c), self.D),
-            *(state["recurrent"], batch.new_lens),
+            *(self.b_layernorm(b), self.c_layernorm(c)),
         )
         del values
         return self.out_proj(out.mul_(F.silu(gate)))
+
+    def _recurred(
+        self, x: Tensor, steps: Tensor, b: Tensor, c: Tensor, state: Tensor, new_lens: Tensor | None
+    ) -> Tensor:
+        rates = -self.A_log.exp().t()
+        return torch.ops.exkv.selective_scan(x, steps, rates, b, c, self.D, state, new_lens)

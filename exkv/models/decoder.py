@@ -351,9 +351,7 @@ class Decoder:
         mlp = of_layer(config, dtype, index) if of_layer else self.mlp(config, dtype)
         return self.layer(config, dtype, attention, mlp, self.norm(config, dtype))
 
-    def _stored_name(
-        self, name: str, layer: str, facts: Facts, names: Mapping[str, str]
-    ) -> str:
+    def _stored_name(self, name: str, layer: str, facts: Facts, names: Mapping[str, str]) -> str:
         stored = _renamed(name, names)
         outside = name.startswith(self.outside)
         return _beside_layers({}, facts, stored) if outside else f"{layer}.{stored}"
