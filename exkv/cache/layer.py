@@ -505,7 +505,7 @@ class CacheLayer:
         """Copy the stored tokens at these positions from row to row, for all ``(to, row)`` at once
         and ``step`` tokens at a time. Falls back to the host when a device is full, since failing
         half way would corrupt rows."""
-        for name, tensor in self.pooled.items():
+        for name, tensor in ({} if self.shares else self.tensors).items():
             slots = self.spec.arrangement.slots(name, positions.start, positions.stop)
             for part in pieces(slots, step):
                 if not _moved(tensor, moves, part):

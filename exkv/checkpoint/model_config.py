@@ -491,18 +491,17 @@ class ModelConfig:
             )
 
     def _check_rope(self) -> None:
-        for slides, rope in enumerate((self.rope, self.local_rope)):
-            if rope is not None and rope.rope_scaling is not None:
-                rope.rope_scaling.check_width(self.rotary_dim_where(slides=bool(slides)))
         factor, latent = self.partial_rotary_factor, self.latent
         if latent is not None and factor not in (1, latent.qk_rope_head_dim / latent.qk_head_dim):
             raise ValueError(
                 f"partial_rotary_factor {factor} is not qk_rope_head_dim {latent.qk_rope_head_dim} "
                 f"of the {latent.qk_head_dim} features of a head"
             )
-        local = self.local_rope.partial_rotary_factor if self.local_rope else None
-        for slides, part in enumerate((factor, factor if local is None else local)):
-            rotated = self.rotary_dim_where(slides=bool(slides))
+        for rope in filter(None, (self.rope, self.local_rope)):
+            part = factor if rope.partial_rotary_factor is None else rope.partial_rotary_factor
+            rotated = self.rotary_dim if latent is not None else int(self.head_dim * part)
+            if rope.rope_scaling is not None:
+                rope.rope_scaling.check_width(rotated)
             if not 0 < rotated <= self.head_dim or rotated % 2:
                 raise ValueError(
                     f"partial_rotary_factor {part} of head_dim {self.head_dim} is {rotated} "

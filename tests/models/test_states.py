@@ -11,18 +11,16 @@ from exkv import CACHES, Engine, Job, KVCache, Model, SamplingParams, Tokenizer
 from exkv.cache import OnHost, PagedCache
 
 NAMES = [
-    "Qwen3NextForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "KimiLinearForCausalLM",
-    "NemotronHForCausalLM",
+    *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"),
     "FalconH1ForCausalLM",
-    "JambaForCausalLM",
 ]
+#: Those whose snapshots are as one of these.
+OTHERS = ["OlmoHybridForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM"]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "OlmoHybridForCausalLM"])
+@pytest.fixture(scope="module", params=[*NAMES, *OTHERS])
 def pair(request, tmp_path_factory):
     theirs = reference(TINY[request.param]())
     with torch.no_grad():
