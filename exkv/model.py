@@ -129,12 +129,14 @@ class Model(Transformer):
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
         device_map: str | int | torch.device | None = None,
+        mtp: bool = False,
         **without_meaning: Any,
     ) -> Model:
         """Build and load a model, in the words of transformers' ``from_pretrained``.
 
         Args:
             dtype, torch_dtype: as of ``Model``; "auto" for the checkpoint's.
+            mtp: as of ``Model``; for ``generate(..., use_mtp=True)``.
             device_map: None, "auto" or "sequential" for every device in order, or one device. For
                 anything else build a ``Model`` and ``load`` it.
             without_meaning: ``low_cpu_mem_usage``, ``attn_implementation`` and ``use_safetensors``.
@@ -158,7 +160,7 @@ class Model(Transformer):
         if device_map not in (None, "auto", "sequential"):
             devices = [torch.device(device_map)]
         chosen: Any = arguments.one_of("dtype", dtype, "torch_dtype", torch_dtype)
-        model = cls(folder, dtype=None if chosen == "auto" else chosen)
+        model = cls(folder, dtype=None if chosen == "auto" else chosen, mtp=mtp)
         model.load(devices=devices)
         return model
 

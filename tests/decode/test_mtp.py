@@ -173,7 +173,7 @@ def test_no_token_changes_over_any_cache(model, kind):
 
 def test_greedy_tokens_are_transformers_with_its_head(folders):
     folder = folders["Glm4MoeForCausalLM"]
-    theirs, model = Theirs(folder).model, loaded(folder)
+    theirs, model = Theirs(folder).model, Model.from_pretrained(folder, device_map="cpu", mtp=True)
     for prompt in PROMPTS:
         options = {"max_new_tokens": 20, "do_sample": False, "use_mtp": True}
         expected = theirs.generate(torch.tensor([prompt]), **options)
@@ -190,6 +190,35 @@ def test_a_head_that_agrees_is_always_right(agreed, sampled):
     found = generated(agreed, rows, **options, **sampled)
     assert found.sequences.tolist() == generated(agreed, rows, **sampled).sequences.tolist()
     assert found.accepted_tokens == found.proposed_tokens > 20 * len(rows)
+
+
+def test_a_model_with_states_proposes_nothing_yet(folders):
+    """They can't be rolled back."""
+    model = loaded(folders["Qwen3NextForCausalLM"])
+    found = generated(model, use_mtp=True, max_new_tokens=10)
+    assert found.sequences.tolist() == generated(model, max_new_tokens=10).sequences.tolist()
+    assert found.proposed_tokens == 0
+
+
+def test_rounded_weights_are_those_of_the_head_too(tmp_path):
+    model = loaded(agreeing("Glm4MoeForCausalLM", tmp_path), weights="int4")
+    found = generated(model, use_mtp=True, assistant_confidence_threshold=0)
+    assert found.accepted_tokens == found.proposed_tokens > 50
+    head = model.units[-2].module
+    assert (
+        head.projection.format.name == head.layer.mlp.shared_expert.up_proj.format.name != "float"
+    )
+
+
+def test_a_saved_cache_has_the_heads_layer(agreed, tmp_path):
+    caches = [Cache(agreed, 80) for _ in range(2)]
+    generated(agreed, PROMPTS[:1], cache=caches[0])
+    caches[0].save(tmp_path / "file")
+    caches[1].load(tmp_path / "file")
+    options = {"use_mtp": True, "num_assistant_tokens": 4, "assistant_confidence_threshold": 0}
+    text = [*caches[0].sequences[0], 9]
+    found = generated(agreed, [text], cache=caches[1], max_new_tokens=20, **options)
+    assert found.accepted_tokens == found.proposed_tokens > 10
 
 
 def test_confidence_ends_proposals(agreed):
