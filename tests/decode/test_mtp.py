@@ -18,7 +18,7 @@ from simproc import run_sim
 from tiny import TINY, reference, save
 
 from exkv import MTP, Cache, Engine, Generator, Job, Model, PagedCache, SamplingParams, Tokenizer
-from exkv.cli import chat, serve
+from exkv.cli import chat, main, serve
 from exkv.cli.loading import prepare
 from exkv.decode.speculation.heads import propose
 from exkv.loading.report import LINES
@@ -208,6 +208,17 @@ def test_rounded_weights_are_those_of_the_head_too(tmp_path):
     assert (
         head.projection.format.name == head.layer.mlp.shared_expert.up_proj.format.name != "float"
     )
+
+
+def test_a_folder_of_integers_keeps_the_head(folders, tmp_path):
+    folder, out = folders["DeepseekV3ForCausalLM"], tmp_path / "out"
+    assert main(["quantize", str(folder), str(out), "--weights", "int8"]) == 0
+    before, model = loaded(folder), loaded(out)
+    assert "int" in model.units[1].module.mlp.up_proj.format.name
+    heads = [each.units[-2].module.parameters() for each in (before, model)]
+    assert all(map(torch.equal, *heads))
+    found = generated(model, use_mtp=True)
+    assert found.sequences.tolist() == generated(model).sequences.tolist()
 
 
 def test_a_saved_cache_has_the_heads_layer(agreed, tmp_path):
