@@ -96,6 +96,19 @@ class Theirs:
         self.head = MtpModel.from_pretrained(self.model)
         self.cache = MtpCache(config=config.get_mtp_config())
 
+    def guessed(self, ids: Tensor, count: int) -> list[int]:
+        """The likeliest tokens behind a text (1, T), of which all but the last have run."""
+        self.cache = MtpCache(config=self.model.config.get_mtp_config())
+        hidden = self.hidden(ids[:, :-1])
+        hidden = torch.cat((torch.zeros_like(hidden[:, :1]), hidden), dim=1)
+        first, tokens = 0, list[int]()
+        while len(tokens) < count:
+            hidden, logits = self.step(ids, hidden, first)
+            first += ids.shape[1]
+            ids, hidden = logits[:, -1:].argmax(-1), hidden[:, -1:]
+            tokens.append(int(ids))
+        return tokens
+
     def hidden(self, ids: Tensor) -> Tensor:
         """The model's last hidden states of tokens (1, T)."""
         return self.model(ids, output_hidden_states=True).hidden_states[-1]

@@ -191,6 +191,7 @@ class Prepared:
                 page=options.page,
                 nbits=CACHE_BITS[options.cache],
                 host_tokens=options.host_tokens if model is self.model else 0,
+                snapshots=options.draft is not None,
             )
             for model in self.models
         ]

@@ -192,12 +192,26 @@ def test_a_head_that_agrees_is_always_right(agreed, sampled):
     assert found.accepted_tokens == found.proposed_tokens > 20 * len(rows)
 
 
-def test_a_model_with_states_proposes_nothing_yet(folders):
-    """They can't be rolled back."""
-    model = loaded(folders["Qwen3NextForCausalLM"])
-    found = generated(model, use_mtp=True, max_new_tokens=10)
-    assert found.sequences.tolist() == generated(model, max_new_tokens=10).sequences.tolist()
-    assert found.proposed_tokens == 0
+@pytest.mark.parametrize(
+    "name", ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"]
+)
+@torch.no_grad()
+def test_proposals_of_a_run_are_transformers(folders, proposed, name):
+    """Behind rejected ones, too, from which recurrent states return."""
+    model, theirs = loaded(folders[name]), Theirs(folders[name])
+    options = {"use_mtp": True, "num_assistant_tokens": 3, "assistant_confidence_threshold": 0}
+    found = generated(model, max_new_tokens=12, **options)
+    assert found.sequences.tolist() == generated(model, max_new_tokens=12).sequences.tolist()
+    cache, draft = PagedCache(model, max_seq_len=512, page=16, snapshots=True), MTP(confidence=0)
+    with Engine(model, cache, Tokenizer(model.config), draft=draft) as engine:
+        engine.run(
+            Job(prompt=ids, max_new_tokens=12, settings=SamplingParams.greedy())
+            for ids in [[*prompt, 99] for prompt in PROMPTS]
+        )
+    assert len(proposed) > 40
+    for text, tokens in proposed.items():
+        ids = torch.tensor([text])
+        assert tokens == theirs.guessed(ids, len(tokens))
 
 
 def test_rounded_weights_are_those_of_the_head_too(tmp_path):
