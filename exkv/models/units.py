@@ -42,7 +42,7 @@ class UnitSpec:
         kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
             layers alike in both are planned as one.
         is_mtp: whether it is an MTP head (``exkv.models.mtp``), which takes embeddings
-            beside hidden states, and off whose output some is kept between calls.
+            beside hidden states, and of whose output some is kept between calls.
     """
 
     name: str
