@@ -251,6 +251,21 @@ def gemma4_with_images(**changes: Any) -> PretrainedConfig:
     return config
 
 
+def gemma4_unified(**changes: Any) -> PretrainedConfig:
+    """The same layers, without experts and embeddings of layers."""
+    own = {key: GEMMA4[key] for key in GEMMA4.keys() - {"hidden_size_per_layer_input"}}
+    return transformers.Gemma4UnifiedTextConfig(**{**SMALL, **own, **changes})
+
+
+def gemma4_unified_with_images(**changes: Any) -> PretrainedConfig:
+    """Beside what reads images and sounds, which is left out."""
+    config = transformers.Gemma4UnifiedConfig(
+        text_config=gemma4_unified(**changes).to_dict(), vision_config=None, audio_config=None
+    )
+    config.eos_token_id = config.text_config.eos_token_id
+    return config
+
+
 #: Layers as above; tokens have three hidden states, of which layers compute the second.
 GEMMA3N = small(
     "Gemma3nText",
@@ -496,6 +511,8 @@ TINY = {
     "Gemma3nForConditionalGeneration": gemma3n_with_images,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4ForConditionalGeneration": gemma4_with_images,
+    "Gemma4UnifiedForCausalLM": gemma4_unified,
+    "Gemma4UnifiedForConditionalGeneration": gemma4_unified_with_images,
     "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
     "Glm4ForCausalLM": small("Glm4", head_dim=16),
     "Glm4MoeForCausalLM": small("Glm4Moe", use_qk_norm=True, attention_bias=True, **ROUTED),
@@ -715,6 +732,7 @@ RELATIVES = {
 RELATIVES |= {
     *("Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration"),
     *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    *("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
 }
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {

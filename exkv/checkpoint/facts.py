@@ -106,7 +106,7 @@ def _corrected(config: ModelConfig, names: TensorNames, checkpoint: Checkpoint) 
 def _check_count(config: ModelConfig, tensors: int, described_by: str) -> None:
     family = FAMILIES.get(config.architecture)
     together = family is not None and family.stacked_experts
-    experts = 1 if together else getattr(config.specific, "num_local_experts", 1)
+    experts = 1 if together else getattr(config.specific, "num_local_experts", None) or 1
     if config.num_hidden_layers * experts > tensors:
         mixture = f" with num_local_experts {experts}" if experts > 1 else ""
         raise ValueError(

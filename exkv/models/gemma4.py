@@ -277,3 +277,36 @@ WITH_IMAGES = replace(
     text_config="text_config",
     names=BESIDE_IMAGES,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4UnifiedConfig(Gemma4Config):
+    """Without experts and without embeddings of layers."""
+
+    hidden_size_per_layer_input: int = 0
+
+
+#: The same layers in a model that reads images and sounds without models of their own.
+UNIFIED = replace(
+    FAMILY,
+    architecture="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    defaults={
+        **FAMILY.defaults,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+    },
+    specific=Gemma4UnifiedConfig,
+    ignores=FAMILY.ignores
+    | {"hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"}
+    | {"num_local_experts", "num_experts_per_tok", "moe_intermediate_size"},
+    aliases={},
+    stacked_experts=False,
+)
+UNIFIED_WITH_IMAGES = replace(
+    UNIFIED,
+    architecture="Gemma4UnifiedForConditionalGeneration",
+    model_type="gemma4_unified",
+    text_config="text_config",
+    names=BESIDE_IMAGES,
+)
