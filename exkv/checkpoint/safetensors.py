@@ -22,7 +22,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -211,10 +211,13 @@ class Checkpoint:
         for info in found.values():
             self._file(info).check(f"tensor {info.name!r} can't be read")
 
-    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
+    def expect(self, tensors: Mapping[str, ExpectedTensor], unused: Sequence[str] = ()) -> None:
         """Check that all these tensors are there, as they must be.
 
         Tensors of other models, of which nothing is read, are named in a warning.
+
+        Args:
+            unused: names of modules that may be there, too, and that the model doesn't use.
 
         Raises CheckpointError that lists the first few that are missing or of another shape, or
         names one of another dtype, or those that a layer has and exkv doesn't read.
@@ -235,11 +238,15 @@ class Checkpoint:
                     f"{info.file}: tensor {name!r} holds {info.dtype}, and must hold one of: "
                     f"{known}. If this checkpoint is quantized, its config.json doesn't say how"
                 )
-        self._check_unread(tensors)
+        self._check_unread(tensors, tuple(f"{name}." for name in unused))
 
-    def _check_unread(self, tensors: Iterable[str]) -> None:
+    def _check_unread(self, tensors: Iterable[str], unused: tuple[str, ...]) -> None:
         """Refuse tensors that would change what the model answers, and name others."""
-        found = [each for each in unread(self._infos, tensors) if not self._is_zero(each[0])]
+        found = [
+            (name, runs)
+            for name, runs in unread(self._infos, tensors)
+            if not name.startswith(unused) and not self._is_zero(name)
+        ]
         if inside := [name for name, runs in found if runs or self.complete]:
             raise CheckpointError(
                 f"{self.folder}: the model has no place for {len(inside)} of its tensors: "

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder: name a new one")
     with Checkpoint(folder) as checkpoint:
-        checkpoint.expect(work.stored)
+        checkpoint.expect(work.stored, [name for spec in work.specs for name in spec.unused])
         if args.calibration is not None:
             (device,) = resolve_devices(args.device)
             ids = calibration_rows(config, args.calibration)

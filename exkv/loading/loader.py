@@ -68,7 +68,7 @@ def load_units(
     checkpoint = checkpoint or _checkpoint_of(model)
     complete = False
     try:
-        checkpoint.expect(model.stored_tensors())
+        checkpoint.expect(model.stored_tensors(), model.unused_modules())
         load = _begin(model, scenario, plan, lazy=lazy)
         model.checkpoint = checkpoint
         tries = len(scenario.budgets) if plan is None else 0
@@ -156,7 +156,7 @@ def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
     (costs,) = scenario.costs(scenario.peaks())
     (workload,) = scenario.workloads
     with _checkpoint_of(model) as checkpoint:
-        checkpoint.expect(model.stored_tensors())
+        checkpoint.expect(model.stored_tensors(), model.unused_modules())
         model.checkpoint = checkpoint
         load = _Load(model, workload, plan, costs, lazy=False)
         for unit in moving:

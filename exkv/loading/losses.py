@@ -81,7 +81,7 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
         if (known := file.read(key)) is not None:
             return known
         logger.info("%s: measuring what fewer bits cost", model.config.path)
-        checkpoint.expect(model.stored_tensors())
+        checkpoint.expect(model.stored_tensors(), model.unused_modules())
         found = of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
         file.write(key, found)
         return found

@@ -144,9 +144,16 @@ def carrying(decoder: Decoder) -> Callable[[ModelConfig, torch.dtype], list[Unit
             return decoder(config, dtype)
         size = config.settings(SharedKeysConfig).hidden_size_per_layer_input
         embedding = partial(CarryingEmbedding, scale_of_layers=root(size, dtype))
-        return replace(decoder, embedding=embedding)(config, dtype)
+        return replace(decoder, embedding=embedding, unused=_unused)(config, dtype)
 
     return units
+
+
+def _unused(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """What published checkpoints have in layers that take others' keys and values."""
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    given = config.kv_source(layer) is not None
+    return tuple(f"self_attn.{part}" for part in parts) if given else ()
 
 
 class CarryingHead(Head):

@@ -258,6 +258,8 @@ class Decoder:
         scale: of embeddings, of (config, dtype); None for the config's multiplier.
         head: makes the head, of (config, dtype, norm=norm).
         embedding: makes the embedding, of (config, dtype, scale=scale).
+        unused: parts of a layer, of (config, index), that checkpoints may have and the model
+            doesn't use.
         outside: how parts of layers begin, as ``rename`` finds them, that checkpoints have beside
             the layers and not in them.
         rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
@@ -278,6 +280,7 @@ class Decoder:
     head: Callable[..., nn.Module] = Head
     embedding: Callable[..., nn.Module] = TokenEmbedding
     outside: tuple[str, ...] = ()
+    unused: Callable[[ModelConfig, int], tuple[str, ...]] = lambda config, index: ()
     rename: Mapping[str, str] = field(default_factory=dict)
     rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
@@ -328,6 +331,7 @@ class Decoder:
             kind=kind,
             made=None if made is None else partial(made, config, dtype, stored),
             pattern=patterns[kind],
+            unused=tuple(f"{stored}.{part}" for part in self.unused(config, index)),
         )
 
     def _mtp_head(

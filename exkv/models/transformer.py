@@ -201,6 +201,10 @@ class Transformer:
         sources = (source for unit in self.units for source in unit.spec.sources)
         return {name: tensor for source in sources for name, tensor in source.stored.items()}
 
+    def unused_modules(self) -> list[str]:
+        """Modules that the checkpoint may have beside these, which the model doesn't use."""
+        return [name for unit in self.units for name in unit.spec.unused]
+
     def read_unit(self, unit: Unit, device: torch.device) -> None:
         """Read a unit's weights to the device, sharing a tied tensor that is there already."""
         shared: dict[str, torch.Tensor] = {}

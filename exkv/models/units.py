@@ -39,6 +39,7 @@ class UnitSpec:
         shapes: the module's parameter names -> shape and dtype, on ``meta``.
         find_sources: returns :attr:`sources`.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
+        unused: modules that a checkpoint may have beside these, which the model doesn't use.
         kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
             layers alike in both are planned as one.
         is_mtp: whether it is an MTP head (``exkv.models.mtp``), which takes embeddings
@@ -51,6 +52,7 @@ class UnitSpec:
     shapes: Mapping[str, torch.Tensor]
     find_sources: Callable[[], tuple[Source, ...]]
     tied: dict[str, tuple[int, str]]
+    unused: tuple[str, ...] = ()
     kind: Hashable = None
     is_mtp: bool = False
 
@@ -97,6 +99,7 @@ def unit_spec(
     kind: Hashable = None,
     made: Callable[[nn.Module], list[Source]] | None = None,
     pattern: Pattern | None = None,
+    unused: tuple[str, ...] = (),
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own.
 
@@ -106,6 +109,7 @@ def unit_spec(
         tied: matrix's module -> ``(unit index, module)`` whose tensors it shares on one device.
         made: from the module, on ``meta``, to sources of its own, which come first.
         pattern: of units with modules equal to this one; None where there are no others.
+        unused: as the checkpoint names them.
     """
     pattern = pattern or Pattern(build)
     chosen = {each: formats(rename(each), size) for each, size in pattern.sizes.items()}
@@ -137,6 +141,7 @@ def unit_spec(
             for each, (index, other) in tied.items()
             for tensor in chosen[each].names
         },
+        unused=unused,
         kind=(kind, *combination),
     )
     if first:

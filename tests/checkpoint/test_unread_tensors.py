@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import TINY, reference, save
+from tiny import GEMMA4_SHARED, TINY, gemma4, reference, save
 
 from exkv import Model
 
@@ -37,6 +37,20 @@ def test_a_tensor_of_a_layer_that_nothing_reads_is_refused(name, tmp_path):
     model = with_tensors(tmp_path, {name: torch.ones(4)})
     with pytest.raises(ValueError, match=f"no place for 1 of its tensors: {name}"):
         model.load(devices=["cpu"])
+
+
+def test_keys_of_layers_that_take_others_are_passed_over(tmp_path, caplog):
+    """As published checkpoints of Gemma 3n and 4 have them."""
+    folder = save(reference(gemma4(**GEMMA4_SHARED)), tmp_path)
+    file = folder / "model.safetensors"
+    tensors = {f"model.layers.{i}.self_attn.k_proj.weight": torch.ones(32, 64) for i in (4, 6)}
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    Model(folder).load(devices=["cpu"])
+    assert caplog.messages == []
+    tensors["model.layers.5.self_attn.o_norm.weight"] = torch.ones(4)
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no place for 1 of its tensors: model\.layers\.5"):
+        Model(folder).load(devices=["cpu"])
 
 
 def test_tensors_of_another_model_are_named_in_a_warning(tmp_path, caplog):
