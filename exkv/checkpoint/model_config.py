@@ -291,8 +291,7 @@ class ModelConfig:
 
     def state_beside(self, layer: int) -> tuple[StateTensor, ...]:
         """What the layer keeps of a row beside keys and values."""
-        hybrid = bool(self.layer_types) and self.layer_types[layer] == HYBRID
-        return self._states() if hybrid else ()
+        return self._states() if self._type(layer) == HYBRID else ()
 
     def _states(self) -> tuple[StateTensor, ...]:
         states = FAMILIES[self.architecture].states
