@@ -590,6 +590,14 @@ TINY = {
         **MIXTURE,
         **WINDOWS,
     ),
+    "MiMoV2FlashForCausalLM": small(
+        "MiMoV2Flash",
+        head_dim=24,
+        v_head_dim=16,
+        mlp_layer_types=["dense", "sparse"],
+        **ROUTED,
+        **WINDOWS,
+    ),
     "MiniMaxM2ForCausalLM": small(
         "MiniMaxM2",
         head_dim=16,

@@ -57,9 +57,9 @@ class Attention(PlainModule):
         softcap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        kv_heads, self.head_dim = config.heads(layer)
         self.q_size = config.query_heads(layer) * self.head_dim
-        self.kv_size = config.num_key_value_heads * self.head_dim
+        self.kv_size = kv_heads * self.head_dim
         stated = config.multipliers.attention if scale is None else scale
         self.params = AttentionParams(
             scale=self.head_dim**-0.5 if stated is None else stated,

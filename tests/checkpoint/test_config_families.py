@@ -165,6 +165,14 @@ def test_a_saved_config_reads_as_transformers_holds_it(name, tmp_path):
     check_same(ModelConfig.from_pretrained(tmp_path), theirs)
 
 
+@pytest.mark.parametrize("stated", [{}, {"sliding_window_size": 64}, {"sliding_window": 64}])
+def test_a_window_may_be_stated_without_the_token_itself(stated):
+    theirs = transformers.MiMoV2FlashConfig(**stated)
+    config = ModelConfig.from_dict({"architectures": ["MiMoV2FlashForCausalLM"], **stated})
+    assert config.sliding_window == theirs.sliding_window
+    assert [config.heads(layer)[0] for layer in (0, 1, 5)] == [4, 8, 4]
+
+
 # Well-known models ---------------------------------------------------------------------------
 
 MISTRAL = {
@@ -625,6 +633,11 @@ REFUSED = {
         "Laguna",
         {"rope_parameters": {SLIDING: {"partial_rotary_factor": 0.355}}},
         ["partial_rotary_factor 0.355 of head_dim 128 is 45"],
+    ),
+    "values wider than keys": (
+        "MiMoV2Flash",
+        {"v_head_dim": 256},
+        ["v_head_dim 256 is more than head_dim 192"],
     ),
     "more than a head": ("Phi3", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5"]),
     "an odd part": (

@@ -110,6 +110,9 @@ CONFIGS |= {
     )
     for kind in ("first", "last")
 }  # fmt: skip
+CONFIGS["mimo-unscaled"] = TINY["MiMoV2FlashForCausalLM"](
+    attention_value_scale=None, attention_bias=True, mlp_layer_types=["sparse", "sparse"]
+)
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
 
