@@ -368,6 +368,7 @@ KIMI = {
     "topk_group": 1,
     "moe_intermediate_size": 32,
 }
+
 #: YaRN whose temperature is in the scale of the scores.
 LATENT_YARN = {
     "rope_parameters": {**ROPE["yarn"], "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.0}
@@ -578,6 +579,18 @@ TINY = {
     "Llama4ForCausalLM": LLAMA4,
     "Llama4ForConditionalGeneration": beside_images("Llama4", LLAMA4, "Llama4"),
     "LlamaForCausalLM": llama,
+    # One layer of two halves; four experts, and two that return what they are given.
+    "LongcatFlashForCausalLM": small(
+        "LongcatFlash",
+        num_layers=1,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=4,
+        expert_ffn_hidden_size=32,
+        routed_scaling_factor=1.5,
+        head_dim=8,
+        **LATENT,
+    ),
     "MellumForCausalLM": small(
         "Mellum",
         head_dim=16,

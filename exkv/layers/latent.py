@@ -49,7 +49,7 @@ class LatentAttention(PlainModule):
             rotary=rotary_name(config, layer),
         )
         self.interleaved = sizes.qk_rope_head_dim if config.rope_interleaved else 0
-        self.scaled = config.query_scaling is not None
+        self.scaled, self.latent_scale = config.query_scaling is not None, 1.0
         hidden, bias, rank = config.hidden_size, config.attention_bias, sizes.kv_lora_rank
         width, low = heads * sizes.qk_head_dim, sizes.q_lora_rank
         if low is None:
@@ -87,7 +87,10 @@ class LatentAttention(PlainModule):
             k_rotated = in_halves(k_rotated, self.interleaved)
         rotary = batch.rotary[self.params.rotary]
         q_rotated, k_rotated = torch.ops.exkv.rope(q_rotated, k_rotated, *rotary)
-        k = torch.cat((k_rotated, self.kv_a_layernorm(latent).unsqueeze(2)), dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        if self.latent_scale != 1:
+            latent.mul_(self.latent_scale)
+        k = torch.cat((k_rotated, latent.unsqueeze(2)), dim=-1)
         plain = each_head(plain, self.key_up)
         return torch.cat((q_rotated, plain), dim=-1), k
 

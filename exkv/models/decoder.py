@@ -264,6 +264,7 @@ class Decoder:
             the layers and not in them.
         rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
         rename_of_layer: the same of (config, index), where layers differ in it; after ``rename``.
+        parts: layers to one in the checkpoint.
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
             the sources of parameters that are not stored as they are, or not by themselves; not
             asked where a checkpoint has all of them apart.
@@ -283,6 +284,7 @@ class Decoder:
     unused: Callable[[ModelConfig, int], tuple[str, ...]] = lambda config, index: ()
     rename: Mapping[str, str] = field(default_factory=dict)
     rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None
+    parts: int = 1
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
     made_apart: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
 
@@ -315,7 +317,7 @@ class Decoder:
         formats: FormatOf,
         patterns: dict[Hashable, Pattern],
     ) -> UnitSpec:
-        stored = f"{facts.layers}.{index}"
+        stored = f"{facts.layers}.{index // self.parts}"
         made = self.made_apart if facts.apart else self.made
         build, kind = partial(self._module, config, dtype, index), config.kind_of_layer(index)
         own = self.rename_of_layer(config, index) if self.rename_of_layer else {}

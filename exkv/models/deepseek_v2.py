@@ -66,14 +66,12 @@ def latent_units(
         attention: see :class:`Decoder`; may be of another kind in some layers.
         beside: makes what else lies in larger tensors, but in GGUF files.
     """
-    formats = formats_of(config, dtype)
-    apart = has_tensors(config, "model.layers.0.self_attn.k_b_proj.weight")
-    of_attention = _ups_of_heads if apart else _ups_in_one
+    of_attention = ups_of(config, dtype)
 
     def ups(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
         if not isinstance(layer.get_submodule("self_attn"), LatentAttention):
             return []
-        return of_attention(config, dtype, formats, f"{name}.self_attn")
+        return of_attention(f"{name}.self_attn")
 
     def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
         return [*ups(config, dtype, name, layer), *beside(config, dtype, name, layer)]
@@ -87,6 +85,14 @@ def latent_units(
         made_apart=ups,
     )
     return decoder(config, dtype)
+
+
+def ups_of(config: ModelConfig, dtype: torch.dtype) -> Callable[[str], list[Source]]:
+    """From what the checkpoint calls an attention module, to sources of ``key_up`` and
+    ``value_up``."""
+    formats = formats_of(config, dtype)
+    apart = has_tensors(config, "model.layers.0.self_attn.k_b_proj.weight")
+    return partial(_ups_of_heads if apart else _ups_in_one, config, dtype, formats)
 
 
 def _ups_in_one(

@@ -634,6 +634,12 @@ REFUSED = {
         {"rope_parameters": {SLIDING: {"partial_rotary_factor": 0.355}}},
         ["partial_rotary_factor 0.355 of head_dim 128 is 45"],
     ),
+    "experts that return something": (
+        "LongcatFlash",
+        {"zero_expert_num": -1},
+        ["zero_expert_num", "-1"],
+    ),
+    "queries of no vector": ("LongcatFlash", {"q_lora_rank": None}, ["q_lora_rank", "None"]),
     "values wider than keys": (
         "MiMoV2Flash",
         {"v_head_dim": 256},

@@ -154,7 +154,7 @@ def test_harmless_fields_change_nothing(name):
 def test_other_architectures_fields_mean_as_much_to_exkv_as_to_transformers(name, tmp_path):
     """transformers makes attributes of fields that a class doesn't have, and may look them up."""
     foreign = {key: value for other in FAMILIES for key, value in text_fields(other).items()}
-    known = text_fields(name).keys() | HARMLESS | REFUSED
+    known = text_fields(name).keys() | FAMILIES[name].aliases.keys() | HARMLESS | REFUSED
     if "per_layer_config" in text_fields(name):  # then a layer has one or a window, not both
         known.add("attention_chunk_size")
     values = {key: new for key in foreign.keys() - known for new in others(key, foreign[key])[:1]}
