@@ -101,7 +101,15 @@ def gated_delta(
 
     Returns:
         (B, T, H_v, D_v) in v's dtype; undefined at padding.
+
+    Raises:
+        ValueError: heads of values that are no multiple of those of keys.
     """
+    if {q.dim(), k.dim(), v.dim()} != {4} or not k.shape[2] or v.shape[2] % k.shape[2]:
+        raise ValueError(
+            "gated_delta: q and k must be (B, T, H_k, D_k), v (B, T, H_v, D_v), and H_v a multiple "
+            f"of H_k; they are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     beta = beta.unsqueeze(-1)
     if new_lens is not None:  # padding leaves the state as it is
         real = torch.arange(v.shape[1], device=v.device) < new_lens.unsqueeze(-1)

@@ -140,6 +140,14 @@ def test_tensors_that_contradict_each_other_are_named():
         run(q, k, v, decay, beta, state, torch.tensor([1, 2]))
 
 
+@pytest.mark.parametrize("heads", [0, 3])
+def test_the_reference_refuses_keys_that_serve_no_values(heads):
+    q, k, v, *rest = inputs(2, SIZES[0])
+    k = k.repeat(1, 1, 2, 1)[:, :, :heads]
+    with pytest.raises(ValueError, match="H_v a multiple of H_k"):
+        REFERENCES["gated_delta"](k, k, v, *rest, None)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 30])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_convolutions_are_torchs_over_all_tokens(tokens, with_bias):
