@@ -79,12 +79,12 @@ class GGUFCheckpoint(Checkpoint):
             found[info.name], self._made[info.name] = info, made
         return found
 
-    def _check_unread(self, tensors: Iterable[str]) -> None:
+    def _check_unread(self, tensors: Iterable[str], unused: tuple[str, ...]) -> None:
         """A head for multi-token prediction may be left alone."""
-        unused = {name: stored for name, stored in self._behind.items() if name not in {*tensors}}
-        if unused:
-            self._warn(list(dict.fromkeys(unused.values())))
-        super()._check_unread([*tensors, *unused])
+        head = {name: stored for name, stored in self._behind.items() if name not in {*tensors}}
+        if head:
+            self._warn(list(dict.fromkeys(head.values())))
+        super()._check_unread([*tensors, *head], unused)
 
     def _warn(self, unused: Sequence[str]) -> None:
         shown = ", ".join(unused[:SHOWN])
