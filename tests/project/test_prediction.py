@@ -20,6 +20,8 @@ from exkv.ops.registry import FAKES
 WORDS = re.compile(
     r"(?<!nextn_)(?<!multi-token )predict|\bprobe|dry.?run|ShapeTensor|first_query|shortened=", re.I
 )
+#: AltUp predicts hidden states.
+NOT_OF_PLANS = {"gemma3n.py"}
 #: They may ask whether any mode of torch's is on, for what they keep or bind; see there.
 ASK_FOR_MODES = {"exkv/layers/rope.py", "exkv/models/runs.py"}
 
@@ -34,7 +36,8 @@ def below_planning() -> list[Path]:
 def test_nobody_below_planning_speaks_of_prediction():
     files = below_planning()
     assert len(files) > 80
-    lines = [(f, line) for f in files for line in f.read_text().splitlines()]
+    spoken = [f for f in files if f.name not in NOT_OF_PLANS]
+    lines = [(f, line) for f in spoken for line in f.read_text().splitlines()]
     assert [(f.name, line) for f, line in lines if WORDS.search(line)] == []
 
 
