@@ -10,6 +10,7 @@ lies.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -109,8 +110,7 @@ class CacheLayer:
         lender: the layer of another cache whose storage this one borrows, if it shares a pool.
         beside: the cache layer with the decoder layer's state, if it has one beside these keys and
             values.
-        reads: an earlier layer of the cache, whose keys and values this one's are, too.
-        read_by: the next layer of which that is so.
+        read_by: the next layer of the cache that has this one's keys and values.
         shares: whether this layer and ``reads`` have one storage: where both are on one device.
             Else it has a copy of its own, since every call brings both the new tokens.
     """
@@ -130,7 +130,7 @@ class CacheLayer:
         self.host_pages: HostPages | None = None
         self.lender: CacheLayer | None = None
         self.beside: CacheLayer | None = None
-        self.reads: CacheLayer | None = None
+        self._reads: weakref.ref[CacheLayer] | None = None
         self.read_by: CacheLayer | None = None
         self.shares = False
         #: Bytes of the largest storage that was converted since the layer was placed.
@@ -152,6 +152,16 @@ class CacheLayer:
     def tensors(self, tensors: dict[str, Tensor]) -> None:
         self._written_back.clear()
         self._tensors = tensors if isinstance(tensors, WatchedDict) else WatchedDict(tensors)
+
+    @property
+    def reads(self) -> CacheLayer | None:
+        """An earlier layer of the cache, whose keys and values this one's are, too."""
+        return None if self._reads is None else self._reads()
+
+    @reads.setter
+    def reads(self, layer: CacheLayer | None) -> None:
+        # Weak, for a cycle would hold storage for longer than its cache.
+        self._reads = None if layer is None else weakref.ref(layer)
 
     @property
     def keys(self) -> Tensor:

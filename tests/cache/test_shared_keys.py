@@ -3,6 +3,9 @@ bits of a cache in which each has its own."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from cases import KINDS
@@ -177,3 +180,14 @@ def test_layers_that_move_share_what_lies_where_they_come_to(model):
     cache.layers[6].move_out()
     cache.layers[6].allocate(cpu)
     assert cache.layers[6].shares and cache.nbytes() == bytes_before
+
+
+def test_a_cache_that_is_dropped_holds_no_storage(model):
+    cache = KVCache(model, 96, 2)
+    kept = [weakref.ref(layer.tensors["k"]) for layer in cache.layers]
+    gc.disable()
+    try:
+        del cache
+        assert not any(ref() is not None for ref in kept)
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ import torch
 from adapters import linears_of, write_adapter
 from cluster_hosts import alone, cluster_of
 from simproc import run_sim
-from tiny import TINY, llama, reference, save, save_tokenizer
+from tiny import GEMMA4_SHARED, TINY, gemma4, llama, reference, save, save_tokenizer
 from torch import Tensor
 
 import exkv
@@ -37,6 +37,7 @@ def folders(tmp_path_factory):
     types = ["linear_attention", "full_attention"] * 2
     third = TINY["Qwen3NextForCausalLM"](num_hidden_layers=4, layer_types=types)
     save_tokenizer(save(reference(third), top / "states"))
+    save_tokenizer(save(reference(gemma4(**GEMMA4_SHARED)), top / "shared"))
     return str(top)
 
 
@@ -246,8 +247,16 @@ def otherwise(top: str) -> dict[str, object]:
 
 
 def with_states(top: str) -> dict[str, object]:
-    """Layers with a state in place of keys and values, whose rows move."""
-    folder = Path(top) / "states"
+    """Layers with a state in place of keys and values."""
+    return rows_that_move(Path(top) / "states")
+
+
+def with_shared_keys(top: str) -> dict[str, object]:
+    """Layers that take the keys and values of layers on another host."""
+    return rows_that_move(Path(top) / "shared")
+
+
+def rows_that_move(folder: Path) -> dict[str, object]:
     cluster = cluster_of("24M", "24M")
     empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
     cache, own, result = Cache(model, 64, 2), Cache(expected, 64, 2), {}
@@ -261,7 +270,7 @@ def with_states(top: str) -> dict[str, object]:
     for each in (cache, own):
         each.crop([20, 11])
     result["cropped"] = same([model.forward(tokens, cache).cpu()], [expected.forward(tokens, own)])
-    cache.save(file := Path(top) / "of states")
+    cache.save(file := folder / "cache")
     (again := Cache(model, 64, 2)).load(file)
     forks = again.fork(1), own.fork(1)
     result["saved and forked"] = same(
@@ -308,9 +317,11 @@ def tokens_of_jobs(model: Model) -> list[list[int]]:
 
 # Tests --------------------------------------------------------------------------------------
 
+SCENARIOS = [in_turn, adapted, in_files, otherwise, with_states, with_shared_keys]
+
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("scenario", [in_turn, adapted, in_files, otherwise, with_states])
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_over_hosts_it_is_as_on_one_machine(folders, scenario):
     found = run_sim(scenario, "", args=[folders])
     assert found == dict.fromkeys(found, True)

@@ -892,9 +892,9 @@ def test_a_bar_moves_from_the_first_moment(folder, monkeypatch):
     monkeypatch.setattr("exkv.loading.options.Progress", watched)
     expect = Checkpoint.expect
 
-    def while_planning(self, tensors):
+    def while_planning(self, *tensors):
         states.append((*made[0].state(), made[0].live.is_started))
-        return expect(self, tensors)
+        return expect(self, *tensors)
 
     monkeypatch.setattr(Checkpoint, "expect", while_planning)
     model = Model(folder)
