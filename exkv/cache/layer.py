@@ -489,8 +489,7 @@ class CacheLayer:
 
     @property
     def pooled(self) -> dict[str, Tensor]:
-        """The tensors that consist of pages or of rows of tokens; none where another layer has
-        them."""
+        """The tensors of a paged cache that consist of pages; none where another layer has them."""
         return {} if self.shares else self.tensors
 
     def copy_page(self, to: int, page: int) -> None:
@@ -515,7 +514,9 @@ class CacheLayer:
         """Copy the stored tokens at these positions from row to row, for all ``(to, row)`` at once
         and ``step`` tokens at a time. Falls back to the host when a device is full, since failing
         half way would corrupt rows."""
-        for name, tensor in ({} if self.shares else self.tensors).items():
+        if self.shares:
+            return
+        for name, tensor in self.tensors.items():
             slots = self.spec.arrangement.slots(name, positions.start, positions.stop)
             for part in pieces(slots, step):
                 if not _moved(tensor, moves, part):
