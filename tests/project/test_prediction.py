@@ -18,7 +18,9 @@ from exkv.ops.registry import FAKES
 #: (A field of checkpoints is called ``nextn_predict_layers``, and heads are for multi-token
 #: prediction.)
 WORDS = re.compile(
-    r"(?<!nextn_)(?<!multi-token )(?<!altup\.)predict|\bprobe|dry.?run|ShapeTensor|first_query|shortened=", re.I
+    r"(?<!nextn_)(?<!multi-token )(?<!altup\.)predict|"
+    r"\bprobe|dry.?run|ShapeTensor|first_query|shortened=",
+    re.I,
 )
 #: AltUp predicts hidden states.
 NOT_OF_PLANS = {"gemma3n.py"}
