@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what benches sha
 #: Command -> module, which is imported when it is asked for: some need packages that others don't.
 BENCHES = {
     "decode": "decode",  # decode steps beside transformers and llama.cpp, with adapters, of files
+    "families": "families",  # models with states or latent attention, beside the same
     "pages": "pages",  # the docs' tables of that
     "load": "load",  # imports, a plan, and opening a model in each format of weights
     "kernels": "kernels",  # attention, linear layers and the choice of a token, alone

@@ -122,10 +122,11 @@ class Theirs:
     """transformers with sdpa and its dynamic cache."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, rows: int, device: str) -> None:
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         self.rows = rows
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        how = {"dtype": dtype, "attn_implementation": "sdpa"}
+        model = AutoModelForCausalLM.from_pretrained(folder, **how)
         self.model = model.to(torch.device(device)).eval()
         self.cache: Any = None
 
@@ -135,7 +136,8 @@ class Theirs:
         self.cache = DynamicCache(config=self.model.config)
         for part in ids.split(512 if self.model.device.type == "cpu" else ids.shape[1], dim=1):
             self._run(part)
-        self.cache.batch_repeat_interleave(self.rows)
+        if self.rows > 1:  # which layers with states can't
+            self.cache.batch_repeat_interleave(self.rows)
 
     def rewind(self, length: int) -> None:
         beyond = self.cache.get_seq_length() - length

@@ -52,12 +52,16 @@ def main(source: str) -> None:
     logging.disable(logging.ERROR)
     types = {"f32": gguf.LlamaFileType.ALL_F32, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
 
+    def set_no_vocab(converter: Any) -> None:
+        converter._set_vocab_none()
+        converter.gguf_writer.add_vocab_size(converter.hparams["vocab_size"])  # llama.cpp asks
+
     own_vocabulary: dict[type, Any] = {}
 
     def adapt(converter: type, *, heads: bool, vocabulary: bool) -> None:
         """Leave out what isn't asked for, also in classes of which one chooses by config.json."""
         own = own_vocabulary.setdefault(converter, converter.set_vocab)
-        converter.set_vocab = own if vocabulary else lambda self: self._set_vocab_none()
+        converter.set_vocab = own if vocabulary else set_no_vocab
         converter.no_mtp = converter.supports_mtp_export and not heads
         for each in vars(converter).values():
             if isinstance(each, type):
