@@ -4,15 +4,23 @@ positions that rotate half of each head."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family, TensorNames
+from exkv.checkpoint.gguf.names import most
 from exkv.checkpoint.mamba import ExpandedMamba2Config
 from exkv.checkpoint.value_checks import check_layers, is_int
 
 from .decoder import Decoder
-from .granitemoehybrid import MAMBA_NAMES, mamba_or_attention, mamba_states
+from .granitemoehybrid import (
+    GGUF_MAMBA,
+    MAMBA_NAMES,
+    mamba_or_attention,
+    mamba_states,
+    of_expansion,
+)
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
@@ -27,6 +35,24 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 #: What checkpoints call the other parts of a layer.
 NAMES = {"mlp.": "feed_forward.", "post_attention_layernorm": "pre_ff_layernorm"}
+
+GGUF_NAMES = {
+    **GGUF_MAMBA.names,
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+}
+GGUF_ENDS = {"output_norm": "model.final_layernorm"}
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers that attend are those with heads of keys."""
+    heads = values.get("num_key_value_heads")
+    found = of_expansion(values)
+    if not isinstance(heads, list):
+        return found
+    attend = [layer for layer, count in enumerate(heads) if count]
+    return {**found, "num_key_value_heads": most(heads), "attn_layer_indices": attend}
+
 
 FAMILY = Family(
     architecture="BambaForCausalLM",
@@ -46,4 +72,13 @@ FAMILY = Family(
     specific=ExpandedMamba2Config,
     names=(TensorNames(norm="model.final_layernorm"),),
     states=mamba_states,
+    gguf=replace(
+        GGUF_MAMBA,
+        architecture="granitehybrid",
+        names=GGUF_NAMES,
+        ends=GGUF_ENDS,
+        interleaved=True,
+        marks={"rope.scaling.finetuned": True},
+        additions=_of_gguf,
+    ),
 )

@@ -4,7 +4,7 @@ goes into and comes out of each of their parts."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from exkv.ops.activations import ACTIVATIONS
 
 from . import bamba
 from .decoder import Decoder, DecoderLayer, MakeNorm
-from .granitemoehybrid import mamba_states
+from .granitemoehybrid import GGUF_MAMBA, mamba_states, of_inner
 
 _FACTORS = (
     *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier"),
@@ -177,6 +177,12 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     return None, (windows.HYBRID,) * values["num_hidden_layers"]
 
 
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All multipliers are in the weights."""
+    sizes = {**of_inner(values), "mamba_d_ssm": values.get("mamba_inner")}
+    return {**sizes, "mamba_norm_before_gate": False}
+
+
 FAMILY = Family(
     architecture="FalconH1ForCausalLM",
     model_type="falcon_h1",
@@ -197,4 +203,12 @@ FAMILY = Family(
     multipliers={"embedding": "embedding_multiplier", "logits": "lm_head_multiplier"},
     names=(TensorNames(norm="model.final_layernorm"),),
     states=mamba_states,
+    # Norms are behind the gate in llama.cpp, where there are any.
+    gguf=replace(
+        GGUF_MAMBA,
+        architecture="falcon-h1",
+        names={**bamba.GGUF_NAMES, "ffn_norm": "pre_ff_layernorm.weight"},  # there by this name
+        ends=bamba.GGUF_ENDS,
+        additions=_of_gguf,
+    ),
 )

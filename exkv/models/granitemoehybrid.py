@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig, StateTensor, windows
+from exkv.checkpoint.gguf.names import GGUFFamily, most
 from exkv.checkpoint.mamba import ExpandedMamba2Config, Mamba2Config
+from exkv.checkpoint.value_checks import is_int
 from exkv.layers import MLP, Attention, GatedMLP, Mamba2, SharedExperts
 from exkv.weights import Source
 
@@ -71,10 +73,65 @@ MAMBA_NAMES = {
     for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")
 }
 _MLP_NAMES = {
-    "mlp.gate_proj": "shared_mlp.input_linear",
-    "mlp.up_proj": "shared_mlp.input_linear",
+    "mlp.gate_proj": "shared_mlp.input_linear.gate",
+    "mlp.up_proj": "shared_mlp.input_linear.up",
     "mlp.down_proj": "shared_mlp.output_linear",
 }
+
+
+def of_heads(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads of keys, and which layers have none of them, but a state."""
+    heads = values.get("num_key_value_heads")
+    if not isinstance(heads, list) or not all(map(is_int, heads)) or not any(heads):
+        return {}
+    linear, *_ = windows.STATES
+    types = [windows.FULL_ATTENTION if each else linear for each in heads]
+    return {"num_key_value_heads": most(heads), "layer_types": types}
+
+
+def of_inner(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Features of a head of Mamba 2, by those of all."""
+    inner, heads = values.get("mamba_inner"), values.get("mamba_n_heads")
+    size = inner // heads if is_int(inner) and is_int(heads) and heads else None
+    return {"mamba_d_head": size, "mamba_inner": None}
+
+
+def of_expansion(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, and how many times the hidden size these are."""
+    inner, hidden = values.get("mamba_inner"), values.get("hidden_size")
+    if not is_int(inner) or not is_int(hidden) or not hidden:
+        return of_inner(values)
+    return {**of_inner(values), "mamba_expand": inner // hidden}
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    experts = values.get("num_local_experts", 0)
+    return {**of_heads(values), **of_expansion(values), "num_local_experts": experts}
+
+
+#: What GGUF files call the parts of Mamba 2, and what its metadata say.
+GGUF_MAMBA = GGUFFamily(
+    architecture="mamba2",
+    names={
+        "ssm_in": "mamba.in_proj",
+        "ssm_conv1d": "mamba.conv1d",
+        "ssm_a": "mamba.A_log",
+        "ssm_d": "mamba.D",
+        "ssm_dt.bias": "mamba.dt_bias",
+        "ssm_norm": "mamba.norm",
+        "ssm_out": "mamba.out_proj",
+    },
+    dims={"ssm_conv1d": 3, **dict.fromkeys(("ssm_a", "ssm_d", "ssm_norm"), 1)},
+    restore={".A_log": lambda x: x.neg().log()},
+    metadata={
+        "ssm.conv_kernel": "mamba_d_conv",
+        "ssm.state_size": "mamba_d_state",
+        "ssm.group_count": "mamba_n_groups",
+        "ssm.time_step_rank": "mamba_n_heads",
+        "ssm.inner_size": "mamba_inner",
+    },
+)
+_GGUF_SHARED = granitemoeshared.GGUF
 
 FAMILY = replace(
     granitemoeshared.FAMILY,
@@ -91,5 +148,19 @@ FAMILY = replace(
     rotated=_rotated,
     specific=MambaExpertsConfig,
     states=mamba_states,
-    gguf=None,
+    gguf=replace(
+        GGUF_MAMBA,
+        architecture="granitehybrid",
+        names={
+            **GGUF_MAMBA.names,
+            **_GGUF_SHARED.names,
+            "ffn_gate": "shared_mlp.input_linear.gate",
+            "ffn_up": "shared_mlp.input_linear.up",
+            "ffn_down": "shared_mlp.output_linear",
+        },
+        interleaved=True,
+        metadata={**GGUF_MAMBA.metadata, **_GGUF_SHARED.metadata},
+        marks={"rope.scaling.finetuned": False},
+        additions=_of_gguf,
+    ),
 )

@@ -47,6 +47,15 @@ def halves(
 
 SHARED = {"mlp.shared_expert.down_proj": "shared_mlp.output_linear"}
 NAMES = {**granitemoe.NAMES, **SHARED}
+GGUF = replace(
+    granitemoe.GGUF,
+    names={
+        **granitemoe.GGUF.names,
+        **shared("mlp.shared_expert"),
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
+    marks={"expert_shared_feed_forward_length": True},
+)
 DECODER = Decoder(mlp=routed_experts, rename=NAMES, made=experts)
 FAMILY = replace(
     granitemoe.FAMILY,
@@ -55,13 +64,5 @@ FAMILY = replace(
     units=DECODER,
     defaults=granitemoe.FAMILY.defaults | {"shared_expert_intermediate_size": 0},
     aliases={"shared_expert_intermediate_size": "shared_intermediate_size"},
-    gguf=replace(
-        granitemoe.GGUF,
-        names={
-            **granitemoe.GGUF.names,
-            **shared("mlp.shared_expert"),
-            "ffn_down_shexp": "shared_mlp.output_linear",
-        },
-        marks={"expert_shared_feed_forward_length": True},
-    ),
+    gguf=GGUF,
 )

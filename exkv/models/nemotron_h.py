@@ -4,7 +4,7 @@ without positions, an MLP, and experts, behind one norm."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig, windows
 from exkv.checkpoint.families import Family, TensorNames
+from exkv.checkpoint.gguf.names import most
 from exkv.checkpoint.mamba import Mamba2Config
 from exkv.checkpoint.value_checks import check_size, set_floats
 from exkv.layers import MLP, Attention, Linear, Mamba2, PlainMLP, PlainModule
@@ -22,7 +23,7 @@ from exkv.ops.activations import ACTIVATIONS
 from exkv.ops.experts import Routing, sum_of_experts
 
 from .decoder import Decoder, MakeNorm, rms_norm
-from .granitemoehybrid import mamba_states
+from .granitemoehybrid import GGUF_MAMBA, mamba_states, of_inner
 
 #: The letters of ``hybrid_override_pattern``.
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": windows.FULL_ATTENTION, "-": "mlp"}
@@ -168,6 +169,26 @@ NAMES = {
     "input_layernorm": "norm",
 }
 
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's type by its heads of keys and by the sizes of its MLP, of which it has one or
+    none."""
+    heads, inner = values.get("num_key_value_heads"), values.get("intermediate_size")
+    found = {**of_inner(values), "num_key_value_heads": most(heads)}
+    found["intermediate_size"] = most(inner)
+    if not isinstance(heads, list) or not isinstance(inner, list):
+        return found
+    if not values.get("num_local_experts"):  # and no layer has any
+        found |= {"num_local_experts": 1, "num_experts_per_tok": 1}
+    mlp = "moe" if values.get("num_local_experts") else "mlp"
+    linear, *_ = windows.STATES
+    types = [
+        windows.FULL_ATTENTION if own else mlp if size else linear
+        for own, size in zip(heads, inner, strict=False)
+    ]
+    return {**found, "layer_types": types}
+
+
 FAMILY = Family(
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",
@@ -215,7 +236,29 @@ FAMILY = Family(
     },
     names=(
         TensorNames(layers="backbone.layers", table="backbone.embeddings", norm="backbone.norm_f"),
+        TensorNames(),  # of GGUF files
     ),
     states=mamba_states,
     derived=_derived,
+    gguf=replace(
+        GGUF_MAMBA,
+        architecture="nemotron_h",
+        mixture="nemotron_h_moe",
+        names={
+            "attn_norm": "norm",
+            **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+            "attn_output": "mixer.o_proj",
+            **{own: name.replace("mamba.", "mixer.") for own, name in GGUF_MAMBA.names.items()},
+            **{f"ffn_{part}": f"mixer.{part}_proj" for part in ("up", "down")},
+            **{f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
+            **{f"ffn_{part}_shexp": f"mixer.shared_experts.{part}_proj" for part in ("up", "down")},
+            "ffn_gate_inp": "mixer.gate",
+            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        interleaved=True,
+        metadata={**GGUF_MAMBA.metadata, "moe_latent_size": "moe_latent_size"},
+        additions=_of_gguf,
+    ),
 )

@@ -66,11 +66,23 @@ PHIMOE = {
     | dict.fromkeys(("short_mscale", "long_mscale"), 1.243163121016122),
 }
 HUNYUAN = {"max_position_embeddings": 32768}
+#: Which are in the weights of files; powers of two lose nothing in blocks.
+FALCON_FACTORS = {
+    **{"embedding_multiplier": 4.0, "lm_head_multiplier": 0.5, "key_multiplier": 2.0},
+    **{"attention_in_multiplier": 0.5, "attention_out_multiplier": 0.25},
+    **{"ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5, "mlp_multipliers": [0.5, 2.0]},
+    "ssm_multipliers": [0.5, 2.0, 0.25, 4.0, 0.125],
+}
+NEMOTRON = {
+    "layers_block_type": ["moe", "linear_attention", "full_attention"],
+    "mamba_head_dim": 32,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"num_hidden_layers": 4, "global_attn_every_n_layers": 4},
     "Cohere2ForCausalLM": {"num_hidden_layers": 4, "layer_types": None},
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), ONE_TEMPERATURE),
     "Ernie4_5_MoeForCausalLM": {"moe_norm_min": 1e-12},
+    "FalconH1ForCausalLM": FALCON_FACTORS,
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
     "Gemma3ForCausalLM": {**GEMMA3, "query_pre_attn_scalar": 32},
     "Gemma3ForConditionalGeneration": {**GEMMA3, "query_pre_attn_scalar": 16},
@@ -86,19 +98,32 @@ CHANGES: dict[str, dict[str, Any]] = {
     "MellumForCausalLM": {"mlp_layer_types": ["sparse", "sparse"]},
     "Mistral4ForCausalLM": {"rope_parameters": {**MISTRAL4_ROPE, "llama_4_scaling_beta": 0.0}},
     "MistralForCausalLM": {"sliding_window": None},
+    "NemotronHForCausalLM": NEMOTRON,
     "PhiForCausalLM": {"num_key_value_heads": 4, "intermediate_size": 256},
     "PhimoeForCausalLM": PHIMOE,
     "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "norm_topk_prob": True},
     "Qwen3VLMoeForConditionalGeneration": {"decoder_sparse_step": 1},
     "SmolLM3ForCausalLM": {"num_hidden_layers": 4, "no_rope_layers": None},
 }
-#: What published checkpoints' config.json has beside what transformers' classes write.
+#: The converter reads the file itself then, without what transformers would add.
+OLD = {"model_type": "of another version"}
+#: What published checkpoints' config.json has beside what transformers' classes write; None for
+#: what it lacks.
 SIGMOID = {"scoring_func": "sigmoid"}
+GRANITE_HYBRID = {"layer_types": ["mamba", "attention"]}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_rotary_emb": 8},
+    **dict.fromkeys(("FalconH1ForCausalLM", "Falcon-H1 with norms"), {"head_dim": 16}),
     "Cohere2ForCausalLM": {"rotary_pct": 1.0},
     **dict.fromkeys(("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), SIGMOID),
-    # The key that transformers 5 no longer keeps; the converter reads the file itself then.
-    "GPTNeoXForCausalLM": {"rotary_pct": 0.25, "model_type": "of another version"},
+    **dict.fromkeys(("GraniteMoeHybridForCausalLM", "Granite 4 H-Micro"), GRANITE_HYBRID),
+    "Granite 4 Micro": {"layer_types": ["attention", "attention"], "num_experts_per_tok": 0},
+    "Nemotron-H": {
+        **{"hybrid_override_pattern": "M*-", **OLD},
+        **dict.fromkeys(("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group")),
+    },
+    # The key that transformers 5 no longer keeps.
+    "GPTNeoXForCausalLM": {"rotary_pct": 0.25, **OLD},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": [64, 64], "num_shared_expert": [1, 1]},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
     "PhimoeForCausalLM": {"architectures": ["PhiMoEForCausalLM"]},
@@ -110,6 +135,24 @@ VARIANTS = {
     "linear": lambda: llama("linear", tie_word_embeddings=True),
     "yarn": lambda: llama("yarn", attention_bias=True, mlp_bias=True),
     "longrope": lambda: phi3(**longrope()),
+    "Falcon-H1 with norms": partial(
+        TINY["FalconH1ForCausalLM"],
+        **FALCON_FACTORS | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "Granite 4 H-Micro": partial(TINY["GraniteMoeHybridForCausalLM"], num_local_experts=0),
+    "Granite 4 Micro": partial(
+        TINY["GraniteMoeHybridForCausalLM"],
+        num_local_experts=0,
+        shared_intermediate_size=64,
+        layer_types=["full_attention"] * 2,
+        position_embedding_type="rope",
+    ),
+    "Nemotron-H": partial(
+        TINY["NemotronHForCausalLM"],
+        mamba_head_dim=32,
+        layers_block_type=["linear_attention", "full_attention", "mlp"],
+    ),
+    "Nemotron 3 Super": partial(TINY["NemotronHForCausalLM"], **NEMOTRON, moe_latent_size=32),
     "Llama 4 without chunks": partial(
         TINY["Llama4ForCausalLM"],
         **LLAMA4
@@ -161,6 +204,8 @@ def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
     save(theirs, folder)
     file = folder / "config.json"
     values = {**json.loads(file.read_text()), **PUBLISHED.get(name, {})}
+    for key in [key for key, value in PUBLISHED.get(name, {}).items() if value is None]:
+        del values[key]
     if name == "Mistral4ForCausalLM":  # which is published beside a model of images
         images = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
         values = {**images, "text_config": {**values, "architectures": None}}

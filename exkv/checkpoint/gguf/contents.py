@@ -150,11 +150,13 @@ class GGUFContents:
         mixture = bool(self.own("expert_count", 0))
         for name, family in FAMILIES.items():
             gguf = family.gguf
-            if gguf is None or gguf.architecture != self.architecture:
+            if gguf is None or self.architecture not in (gguf.architecture, gguf.mixture):
                 continue
             if all(_says(self.own(key, 0), says) for key, says in gguf.marks.items()):
                 return name, family, gguf
-        known = sorted({f.gguf.architecture for f in FAMILIES.values() if f.gguf is not None})
+        families = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
+        names = {each for gguf in families for each in (gguf.architecture, gguf.mixture)}
+        known = sorted(name for name in names if name is not None)
         raise CheckpointError(
             f"{self.path}: architecture {quoted(self.architecture)}{' with experts' * mixture} is "
             f"not supported in GGUF; known are: {', '.join(known)}"

@@ -128,6 +128,8 @@ def _by_tensors(contents: GGUFContents, family: Family) -> dict[str, Any]:
         for key, each in parts.items()
         if key in known
     }
+    if "mamba_rms_norm" in known:
+        found["mamba_rms_norm"] = "blk.0.ssm_norm.weight" in contents.tensors
     if "lm_head_bias" in known:
         found["lm_head_bias"] = "output.bias" in contents.tensors
     layers = layers_of(contents)
@@ -153,7 +155,10 @@ def _settings(family: Family) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of 32 bits as it was written in decimal digits: 1e-05, not 9.99999974e-06."""
+    """A number of 32 bits as it was written in decimal digits: 1e-05, not 9.99999974e-06; integers
+    of each layer as one if they are alike."""
+    if isinstance(value, list) and value and all(is_int(x) and x == value[0] for x in value):
+        return value[0]
     if not isinstance(value, float):
         return value
     for digits in range(1, 10):

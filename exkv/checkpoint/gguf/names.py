@@ -54,6 +54,13 @@ def shared(module: str) -> dict[str, str]:
     return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
 
 
+def most(stated: Any) -> Any:
+    """A number of all layers, where it may be stated of each, 0 for those without."""
+    if isinstance(stated, list) and all(map(is_int, stated)):
+        return max(stated, default=0)
+    return stated
+
+
 #: From what reads the architecture's metadata by key, and the rows of a file's tensor: where in it
 #: each row of a checkpoint's tensor lies, int64, or None for as they are. ValueError where the
 #: metadata is none that fits.
@@ -65,9 +72,7 @@ def _thirds(index: int) -> Rows:
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         heads = own("attention.head_count")
-        of_keys = own("attention.head_count_kv") or heads
-        if isinstance(of_keys, list):  # of each layer, 0 for those without
-            of_keys = max(of_keys, default=0)
+        of_keys = most(own("attention.head_count_kv") or heads)
         sizes = [heads, of_keys, of_keys]
         if not all(is_int(size) and size > 0 for size in sizes) or count % sum(sizes):
             raise ValueError(f"they are not {sizes!r} heads of queries, keys and values")
@@ -114,6 +119,7 @@ class GGUFFamily:
 
     Attributes:
         architecture: what ``general.architecture`` calls it.
+        mixture: what it calls one with experts, if that is another name.
         names: of a layer's parts, where they are not the usual ones or beside them; ``{}`` stands
             for an expert's number, and the tensor holds all experts. A part with its ``.weight`` or
             ``.bias`` stands for a parameter that checkpoints have under another ending.
@@ -121,7 +127,8 @@ class GGUFFamily:
         rows: parts whose rows lie in another order, or are those of several tensors -> the names of
             these, with the rows of each.
         dims: parts with fewer dimensions than the checkpoint's tensor -> its dimensions, those
-            before the last being 1: 2 for a matrix of one row. Converters differ in them.
+            before the last being 1: 2 for a matrix of one row, 1 for numbers that lie one behind
+            the other. Converters differ in them.
         interleaved: the rows of queries and keys lie as pairs to be rotated, and not as halves.
         norm_offset: what was added to the weights of norms, but for those of ``plain_norms``.
         restore: ends of names in the checkpoint -> what makes its numbers, float32, of the file's.
@@ -136,6 +143,7 @@ class GGUFFamily:
     """
 
     architecture: str
+    mixture: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     ends: Mapping[str, str] = field(default_factory=dict)
     rows: Mapping[str, Mapping[str, Rows]] = field(default_factory=dict)
@@ -166,9 +174,11 @@ class GGUFFamily:
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A tensor's shape in a checkpoint, of its name and shape in the file."""
         match = _BLOCK.fullmatch(name)
-        dims = self.dims.get(match[2].rpartition(".")[0]) if match else None
+        dims = self.dims.get(match[2].removesuffix(".weight")) if match else None
         if dims is None:
             return shape
+        if dims == 1:
+            return (torch.Size(shape).numel(),)
         long = [size for size in shape if size != 1]
         return (*long[:-1], *(1,) * (dims - len(long)), *long[-1:])
 

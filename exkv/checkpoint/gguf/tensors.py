@@ -22,7 +22,7 @@ from ..open_file import CheckpointError
 from ..safetensors import Checkpoint, TensorInfo
 from ..value_checks import is_int, is_number
 from .contents import SHOWN, GGUFContents, PlacedTensor
-from .names import GGUFFamily, Rows
+from .names import GGUFFamily, Rows, most
 
 #: What stands for rotary frequencies, which a config holds.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -210,7 +210,7 @@ def _part(
         whole, order = replace(whole, shape=shape, nbytes=nbytes, offset=offset), None
     heads = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(name.split(".")[-2])
     if family.interleaved and heads is not None:
-        count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
+        count = most(contents.own(f"attention.{heads}", contents.own("attention.head_count")))
         rows_of = whole.shape[0] if order is None else len(order)
         halves = _halves(contents.path, name, rows_of, count)
         order = halves if order is None else order[halves]
