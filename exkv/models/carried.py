@@ -101,6 +101,25 @@ class Carried:
         return out
 
 
+#: What GGUF files call the parts of layers' embeddings, and those outside of layers.
+GGUF_NAMES = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GGUF_ENDS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+GGUF_METADATA = {
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+
+
 class CarryingEmbedding(PlainModule):
     """The embedding table, and the table of the layers' own; ids (B, T) -> (B, T, width).
 

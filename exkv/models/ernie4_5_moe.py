@@ -96,6 +96,6 @@ FAMILY = replace(
     gguf=GGUFFamily(
         architecture="ernie4_5-moe",
         names={**EXPERTS, **shared("mlp.shared_experts"), "exp_probs_b.bias": "mlp.correction"},
-        dims={"exp_probs_b": 1},
+        dims={"exp_probs_b.bias": 1},
     ),
 )

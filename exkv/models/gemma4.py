@@ -16,15 +16,20 @@ from torch import Tensor, nn
 from exkv.batch import Batch
 from exkv.checkpoint import ExpertsConfig, ModelConfig, windows
 from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.shared_keys import SharedKeysConfig
-from exkv.checkpoint.value_checks import check_size, set_floats
+from exkv.checkpoint.value_checks import check_size, is_int, set_floats
 from exkv.layers import MLP, Experts, GatedMLP, PlainModule
 from exkv.layers.attention import Attend
 from exkv.layers.linear import weight
 from exkv.layers.shared_keys import SharedKeysAttention, rms
 from exkv.ops.experts import Routing
 
+from . import gemma2
 from .carried import (
+    GGUF_ENDS,
+    GGUF_METADATA,
+    GGUF_NAMES,
     NAMES,
     OUTSIDE,
     Carried,
@@ -213,6 +218,30 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     return (window, types) if windows.SLIDING_ATTENTION in types else (None, ())
 
 
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What files say of layers that see everything, and of each layer, is said of kinds of layers;
+    pairs that aren't rotated have a factor of their frequency."""
+    found: dict[str, Any] = {
+        "global_head_dim": values["head_dim"],
+        "head_dim": values.get("swa_head_dim", values["head_dim"]),
+        "swa_head_dim": None,
+        "enable_moe_block": bool(values.get("num_local_experts")),
+    }
+    heads, types = values.get("num_key_value_heads"), values.get("layer_types")
+    if isinstance(heads, list) and isinstance(types, list):
+        of_kind = dict(zip(types, heads, strict=False))
+        found["num_key_value_heads"] = of_kind.get(windows.SLIDING_ATTENTION)
+        found["num_global_key_value_heads"] = of_kind.get(windows.FULL_ATTENTION)
+    inner = values.get("intermediate_size")
+    if isinstance(inner, list) and all(map(is_int, inner)):
+        found |= {"intermediate_size": min(inner), "use_double_wide_mlp": True}
+    factors = values.get("rope_scaling", {}).get("factors")
+    if factors:
+        part = sum(factor == 1 for factor in factors) / len(factors)
+        found["rope_scaling"] = {"rope_type": "proportional", "partial_rotary_factor": part}
+    return found
+
+
 FAMILY = Family(
     architecture="Gemma4ForCausalLM",
     model_type="gemma4_text",
@@ -268,6 +297,26 @@ FAMILY = Family(
         windows.FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     },
     stacked_experts=True,
+    gguf=GGUFFamily(
+        architecture="gemma4",
+        names={
+            **gemma2.GGUF.names,
+            **GGUF_NAMES,
+            "layer_output_scale.weight": "layer_scalar",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_exps": "experts.experts.{}.w1",
+            "ffn_up_exps": "experts.experts.{}.w3",
+            "ffn_down_exps": "experts.experts.{}.w2",
+        },
+        ends=GGUF_ENDS,
+        metadata={**GGUF_METADATA, "attention.key_length_swa": "swa_head_dim"},
+        additions=_of_gguf,
+    ),
 )
 #: The text model alone, of one that sees images or hears, too, as published ones do.
 WITH_IMAGES = replace(
@@ -276,6 +325,7 @@ WITH_IMAGES = replace(
     model_type="gemma4",
     text_config="text_config",
     names=BESIDE_IMAGES,
+    gguf=None,
 )
 
 

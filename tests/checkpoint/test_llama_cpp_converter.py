@@ -19,9 +19,12 @@ from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import (
     ALPHA,
+    GEMMA4_EXPERTS,
+    GEMMA4_SHARED,
     LATENT_YARN,
     TINY,
     beside_images,
+    gemma4,
     is_mixture,
     llama,
     longrope,
@@ -139,6 +142,8 @@ VARIANTS = {
         TINY["FalconH1ForCausalLM"],
         **FALCON_FACTORS | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     ),
+    "Gemma 4 26B-A4B": partial(gemma4, **GEMMA4_EXPERTS),
+    "Gemma 4 E2B": partial(gemma4, **GEMMA4_SHARED),
     "Granite 4 H-Micro": partial(TINY["GraniteMoeHybridForCausalLM"], num_local_experts=0),
     "Granite 4 Micro": partial(
         TINY["GraniteMoeHybridForCausalLM"],
@@ -170,6 +175,7 @@ VARIANTS = {
 AS_OTHERS = (
     *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
     *("Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+    "Gemma4ForConditionalGeneration",
     *("Glm4MoeLiteForCausalLM", "Llama4ForConditionalGeneration", "MistralForCausalLM"),
     *("Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
@@ -212,7 +218,7 @@ def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
     file.write_text(json.dumps(values))
     if name == "Qwen3VLMoeForConditionalGeneration":
         _put_inputs_first(folder / "model.safetensors")
-    if name.startswith("Gemma3"):  # whose embedding has rows for tokens only
+    if name.startswith(("Gemma3", "Gemma4", "Gemma 4")):  # whose embedding has rows for tokens only
         words = {"model": {"vocab": dict.fromkeys(map(str, range(320)))}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(words))
     return theirs
@@ -236,7 +242,7 @@ def _make_codes(model: PreTrainedModel) -> None:
             codes = torch.randint(-127, 128, parameter.shape, generator=generator)
             codes[..., ::8] = codes[..., ::8, :] = 127
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.data = codes.mul(signs).to(parameter.dtype) / 1024
+            parameter.data = codes.mul(signs).to(parameter.dtype) / 2048
 
 
 def logits_of(file: Path) -> torch.Tensor:

@@ -130,6 +130,12 @@ def _by_tensors(contents: GGUFContents, family: Family) -> dict[str, Any]:
     }
     if "mamba_rms_norm" in known:
         found["mamba_rms_norm"] = "blk.0.ssm_norm.weight" in contents.tensors
+    if "attention_k_eq_v" in known:
+        made = [part.removesuffix("attn_k.weight") for part in contents.tensors]
+        made = [part for part in made if f"{part}attn_k.weight" in contents.tensors]
+        found["attention_k_eq_v"] = any(f"{x}attn_v.weight" not in contents.tensors for x in made)
+    if placed := contents.tensors.get("per_layer_token_embd.weight"):
+        found["vocab_size_per_layer_input"] = placed.tensor.shape[0]
     if "lm_head_bias" in known:
         found["lm_head_bias"] = "output.bias" in contents.tensors
     layers = layers_of(contents)

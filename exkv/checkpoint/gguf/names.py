@@ -126,9 +126,9 @@ class GGUFFamily:
         ends: of what is in no layer, likewise.
         rows: parts whose rows lie in another order, or are those of several tensors -> the names of
             these, with the rows of each.
-        dims: parts with fewer dimensions than the checkpoint's tensor -> its dimensions, those
-            before the last being 1: 2 for a matrix of one row, 1 for numbers that lie one behind
-            the other. Converters differ in them.
+        dims: parts (with their ending where that isn't ``.weight``) whose dimensions are other than
+            those of the checkpoint's tensor -> how many it has, those before the last being 1: 2
+            for a matrix of one row, 1 for numbers one behind the other. Converters differ in them.
         interleaved: the rows of queries and keys lie as pairs to be rotated, and not as halves.
         norm_offset: what was added to the weights of norms, but for those of ``plain_norms``.
         restore: ends of names in the checkpoint -> what makes its numbers, float32, of the file's.
