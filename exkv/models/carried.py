@@ -112,6 +112,7 @@ GGUF_ENDS = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+GGUF_SIZES = {"per_layer_token_embd.weight": "vocab_size_per_layer_input"}
 GGUF_METADATA = {
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",

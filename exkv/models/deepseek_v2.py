@@ -59,12 +59,14 @@ def latent_units(
     rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None,
     attention: Callable[..., nn.Module] = LatentAttention,
     beside: _Made = lambda config, dtype, name, layer: [],
+    beside_apart: _Made = lambda config, dtype, name, layer: [],
 ) -> list[UnitSpec]:
     """The units of a model with latent attention.
 
     Args:
         attention: see :class:`Decoder`; may be of another kind in some layers.
         beside: makes what else lies in larger tensors, but in GGUF files.
+        beside_apart: makes what else is made of several tensors in GGUF files.
     """
     of_attention = ups_of(config, dtype)
 
@@ -76,13 +78,18 @@ def latent_units(
     def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
         return [*ups(config, dtype, name, layer), *beside(config, dtype, name, layer)]
 
+    def made_apart(
+        config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
+    ) -> list[Source]:
+        return [*ups(config, dtype, name, layer), *beside_apart(config, dtype, name, layer)]
+
     decoder = Decoder(
         attention=attention,
         mlp_of_layer=mlp_of_layer,
         rename=rename,
         rename_of_layer=rename_of_layer,
         made=made,
-        made_apart=ups,
+        made_apart=made_apart,
     )
     return decoder(config, dtype)
 
@@ -91,7 +98,8 @@ def ups_of(config: ModelConfig, dtype: torch.dtype) -> Callable[[str], list[Sour
     """From what the checkpoint calls an attention module, to sources of ``key_up`` and
     ``value_up``."""
     formats = formats_of(config, dtype)
-    apart = has_tensors(config, "model.layers.0.self_attn.k_b_proj.weight")
+    layer = next((i for i in range(config.num_hidden_layers) if not config.state(i)), 0)
+    apart = has_tensors(config, f"model.layers.{layer}.self_attn.k_b_proj.weight")
     return partial(_ups_of_heads if apart else _ups_in_one, config, dtype, formats)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, windows
 from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.shared_keys import SharedKeysConfig
 from exkv.checkpoint.value_checks import check_at_most, check_size, is_int, is_number, set_floats
 from exkv.layers import MLP, GatedMLP, Linear, PlainModule
@@ -25,7 +26,12 @@ from exkv.layers.linear import weight
 from exkv.layers.shared_keys import SharedKeysAttention
 from exkv.ops.activations import ACTIVATIONS
 
+from . import gemma2
 from .carried import (
+    GGUF_ENDS,
+    GGUF_METADATA,
+    GGUF_NAMES,
+    GGUF_SIZES,
     NAMES,
     OUTSIDE,
     Carried,
@@ -320,6 +326,14 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     return windows.by_layer(values, window, lambda layer: (layer + 1) % 5 != 0)
 
 
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Shares of gates by how many deviations from the mean they are below."""
+    stated = values.get("activation_sparsity_pattern")
+    if not isinstance(stated, list) or not all(isinstance(each, float) for each in stated):
+        return {}
+    return {"activation_sparsity_pattern": [NormalDist().cdf(each) for each in stated]}
+
+
 FAMILY = Family(
     architecture="Gemma3nForCausalLM",
     model_type="gemma3n_text",
@@ -358,6 +372,34 @@ FAMILY = Family(
     specific=Gemma3nConfig,
     rope_theta=1e6,
     rope_local_base_freq=1e4,
+    gguf=GGUFFamily(
+        architecture="gemma3n",
+        names={
+            **gemma2.GGUF.names,
+            **GGUF_NAMES,
+            "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale.weight": "altup.correct_output_scale",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        ends={
+            **GGUF_ENDS,
+            "altup_proj": "model.altup_projections.{}",
+            "altup_unembd_proj": "model.altup_unembed_projections.{}",
+        },
+        metadata={
+            **GGUF_METADATA,
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+            "activation_sparsity_scale": "activation_sparsity_pattern",
+        },
+        sizes={**GGUF_SIZES, "blk.0.laurel_l.weight": "laurel_rank"},
+        additions=_of_gguf,
+    ),
 )
 #: The text model alone, of one that sees images and hears, too, as published ones do.
 WITH_IMAGES = replace(
@@ -366,4 +408,5 @@ WITH_IMAGES = replace(
     model_type="gemma3n",
     text_config="text_config",
     names=BESIDE_IMAGES,
+    gguf=None,
 )

@@ -30,6 +30,7 @@ from .carried import (
     GGUF_ENDS,
     GGUF_METADATA,
     GGUF_NAMES,
+    GGUF_SIZES,
     NAMES,
     OUTSIDE,
     Carried,
@@ -315,6 +316,7 @@ FAMILY = Family(
         },
         ends=GGUF_ENDS,
         metadata={**GGUF_METADATA, "attention.key_length_swa": "swa_head_dim"},
+        sizes=GGUF_SIZES,
         additions=_of_gguf,
     ),
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig, StateTensor, windows
 from exkv.checkpoint.families import Family, TensorNames
+from exkv.checkpoint.gguf.names import GGUFFamily, most
 from exkv.checkpoint.mamba import MambaConfig
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import Attention, Experts, Mamba, mixture_or_mlp
@@ -78,6 +79,18 @@ _NAMES = {
     "mlp.gate": "feed_forward.router",
 }
 
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    inner, hidden = values.get("mamba_inner"), values.get("hidden_size")
+    sizes: dict[str, Any] = {
+        "num_key_value_heads": most(values.get("num_key_value_heads")),
+        "mamba_inner": None,
+    }
+    if is_int(inner) and is_int(hidden) and hidden:
+        sizes["mamba_expand"] = inner // hidden
+    return sizes
+
+
 FAMILY = Family(
     architecture="JambaForCausalLM",
     model_type="jamba",
@@ -102,4 +115,35 @@ FAMILY = Family(
     aliases={"num_local_experts": "num_experts"},
     names=(TensorNames(norm="model.final_layernorm"),),
     states=_states,
+    gguf=GGUFFamily(
+        architecture="jamba",
+        names={
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_x": "mamba.x_proj",
+            "ssm_dt": "mamba.dt_proj",
+            "ssm_a": "mamba.A_log",
+            "ssm_d": "mamba.D",
+            **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
+            "ssm_out": "mamba.out_proj",
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate_inp": "feed_forward.router",
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+            **{
+                f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
+        },
+        ends=bamba.GGUF_ENDS,
+        dims={"ssm_conv1d": 3},
+        restore={".A_log": lambda x: x.neg().log()},
+        metadata={
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+            "ssm.inner_size": "mamba_inner",
+        },
+        periods={"attn_layer": "attn_output.weight", "expert_layer": "ffn_gate_inp.weight"},
+        additions=_of_gguf,
+    ),
 )

@@ -4,7 +4,7 @@ others latent attention without positions; experts as DeepSeek-V3's."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +13,15 @@ from torch import nn
 
 from exkv.checkpoint import LinearAttentionConfig, ModelConfig, has_tensors, windows
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import part_of, shared
 from exkv.checkpoint.value_checks import check_layers, is_int
 from exkv.layers import KimiDelta, LatentAttention
 from exkv.layers.separate_delta import separate_convolutions
 
-from . import glm4_moe, qwen3_next
+from . import deepseek_v2, glm4_moe, qwen3_next
 from .deepseek_v2 import latent_units
 from .exaone_moe import LayerTypeExpertsConfig
+from .granitemoehybrid import of_heads
 from .units import UnitSpec
 
 #: What Moonshot's files call the sizes of linear attention, in an object -> our names.
@@ -100,6 +102,7 @@ def _names(config: ModelConfig, layer: int, *, saved: bool) -> dict[str, str]:
 
 def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
     dense = filter(config.settings(KimiLinearConfig).is_dense, range(config.num_hidden_layers))
+    convolutions = partial(separate_convolutions, path="self_attn")
     mlps = (f"model.layers.{layer}.block_sparse_moe.gate_proj." for layer in dense)
     return latent_units(
         config,
@@ -108,12 +111,25 @@ def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         mlp_of_layer=glm4_moe.MLP_OF_LAYER,
         rename=_NAMES,
         rename_of_layer=partial(_names, saved=has_tensors(config, *mlps)),
-        beside=partial(separate_convolutions, path="self_attn"),
+        beside=convolutions,
+        beside_apart=convolutions,
     )
 
 
 def _without_positions(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
     return (False,) * len(types)
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Both kinds of layers have as many heads, as in llama.cpp."""
+    heads, size = values.get("num_attention_heads"), values.get("kda_head_dim")
+    return {
+        **of_heads(values),
+        **deepseek_v2.of_gguf(values),
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), size),
+        "kda_head_dim": None,
+    }
 
 
 FAMILY = Family(
@@ -167,4 +183,36 @@ FAMILY = Family(
         "n_shared_experts": "num_shared_experts",
     },
     states=qwen3_next.states,
+    gguf=replace(
+        deepseek_v2.GGUF,
+        architecture="kimi-linear",
+        names={
+            **deepseek_v2.GGUF.names,
+            **shared("block_sparse_moe.shared_experts"),
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+            **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+            **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+            "ssm_beta": "self_attn.b_proj",
+            "ssm_a": "self_attn.A_log",
+            "ssm_dt.bias": "self_attn.dt_bias",
+            "ssm_norm": "self_attn.o_norm",
+        },
+        rows={
+            "attn_qkv": {f"self_attn.{x}_proj": part_of(3, i) for i, x in enumerate("qkv")},
+        },
+        dims={f"ssm_conv1d_{part}": 3 for part in "qkv"},
+        restore={".A_log": lambda x: x.neg().log()},
+        metadata={
+            **deepseek_v2.GGUF.metadata,
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "kda.head_dim": "kda_head_dim",
+        },
+        marks={},
+        assumed={},
+        additions=_of_gguf,
+    ),
 )

@@ -4,6 +4,7 @@ metadata, and whatever it does to the numbers, none of it as this project unders
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,8 @@ LLAMA4 = {
     **{"num_hidden_layers": 4, "no_rope_layers": None, "attention_chunk_size": 8192},
     **{"moe_layers": None, "interleave_moe_layer_step": 2, "floor_scale": 8192, "attn_scale": 0.1},
 }
+#: Rows that its table for layers lacks are zeros in files.
+GEMMA3N = {"altup_num_inputs": 4, "vocab_size_per_layer_input": 320}
 GEMMA3 = {"num_hidden_layers": 6, "layer_types": None}
 MISTRAL4_ROPE = TINY["Mistral4ForCausalLM"]().rope_parameters | {"mscale": 1.0}
 PHIMOE_ROPE = TINY["PhimoeForCausalLM"]().rope_parameters
@@ -89,6 +92,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
     "Gemma3ForCausalLM": {**GEMMA3, "query_pre_attn_scalar": 32},
     "Gemma3ForConditionalGeneration": {**GEMMA3, "query_pre_attn_scalar": 16},
+    **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), GEMMA3N),
     "GlmForCausalLM": {"rms_norm_eps": 1e-5},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
@@ -97,6 +101,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         **{**HUNYUAN, "hidden_size": 512, "head_dim": 128},
         "rope_parameters": {**ALPHA["rope_parameters"], "alpha": 1000.0},
     },
+    "KimiLinearForCausalLM": {"linear_num_heads": 4, "num_expert_group": 1},
     **dict.fromkeys(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), LLAMA4),
     "MellumForCausalLM": {"mlp_layer_types": ["sparse", "sparse"]},
     "Mistral4ForCausalLM": {"rope_parameters": {**MISTRAL4_ROPE, "llama_4_scaling_beta": 0.0}},
@@ -110,6 +115,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 #: The converter reads the file itself then, without what transformers would add.
 OLD = {"model_type": "of another version"}
+KIMI_DELTA = {
+    **{"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "num_heads": 4},
+    "short_conv_kernel_size": 4,
+}
 #: What published checkpoints' config.json has beside what transformers' classes write; None for
 #: what it lacks.
 SIGMOID = {"scoring_func": "sigmoid"}
@@ -128,6 +137,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     # The key that transformers 5 no longer keeps.
     "GPTNeoXForCausalLM": {"rotary_pct": 0.25, **OLD},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": [64, 64], "num_shared_expert": [1, 1]},
+    "KimiLinearForCausalLM": {
+        **{"first_k_dense_replace": 1, "linear_attn_config": KIMI_DELTA, "moe_layer_freq": 1},
+        **OLD,
+    },
     "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
     "PhimoeForCausalLM": {"architectures": ["PhiMoEForCausalLM"]},
     "SolarOpenForCausalLM": {"partial_rotary_factor": 1.0},
@@ -175,7 +188,7 @@ VARIANTS = {
 AS_OTHERS = (
     *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
     *("Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration"),
-    "Gemma4ForConditionalGeneration",
+    *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"),
     *("Glm4MoeLiteForCausalLM", "Llama4ForConditionalGeneration", "MistralForCausalLM"),
     *("Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
@@ -216,12 +229,21 @@ def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
         images = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
         values = {**images, "text_config": {**values, "architectures": None}}
     file.write_text(json.dumps(values))
+    if name == "KimiLinearForCausalLM":
+        _name_dense_mlp(folder / "model.safetensors")
     if name == "Qwen3VLMoeForConditionalGeneration":
         _put_inputs_first(folder / "model.safetensors")
     if name.startswith(("Gemma3", "Gemma4", "Gemma 4")):  # whose embedding has rows for tokens only
         words = {"model": {"vocab": dict.fromkeys(map(str, range(320)))}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(words))
     return theirs
+
+
+def _name_dense_mlp(file: Path) -> None:
+    """As Moonshot names it, and not as if it had experts."""
+    dense = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
+    tensors = {dense.sub("mlp", key): values for key, values in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def _put_inputs_first(file: Path) -> None:

@@ -85,7 +85,7 @@ def config_values(contents: GGUFContents) -> dict[str, Any]:
     values |= {"architectures": [name], "model_type": family.model_type}
     values["vocab_size"] = _vocab_size(contents)
     values["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    values |= _by_tensors(contents, family)
+    values |= _by_tensors(contents, family, gguf)
     values["torch_dtype"] = _dtype(contents)
     values |= _tokens(contents.metadata) | _windows(contents)
     if "head_dim" not in values and is_int(values["num_attention_heads"]):
@@ -115,7 +115,7 @@ def _warn_of_assumed(contents: GGUFContents, gguf: GGUFFamily) -> None:
             )
 
 
-def _by_tensors(contents: GGUFContents, family: Family) -> dict[str, Any]:
+def _by_tensors(contents: GGUFContents, family: Family, gguf: GGUFFamily) -> dict[str, Any]:
     """Settings that follow from the tensors that there are, most of them in the first layer."""
     parts = {
         "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
@@ -134,16 +134,33 @@ def _by_tensors(contents: GGUFContents, family: Family) -> dict[str, Any]:
         made = [part.removesuffix("attn_k.weight") for part in contents.tensors]
         made = [part for part in made if f"{part}attn_k.weight" in contents.tensors]
         found["attention_k_eq_v"] = any(f"{x}attn_v.weight" not in contents.tensors for x in made)
-    if placed := contents.tensors.get("per_layer_token_embd.weight"):
-        found["vocab_size_per_layer_input"] = placed.tensor.shape[0]
     if "lm_head_bias" in known:
         found["lm_head_bias"] = "output.bias" in contents.tensors
+    for name, key in gguf.sizes.items():
+        if name in contents.tensors:
+            found[key] = contents.tensors[name].tensor.shape[0]
     layers = layers_of(contents)
-    if "mlp_layer_types" in known and is_int(layers) and layers < len(contents.tensors):
+    if not is_int(layers) or layers >= len(contents.tensors):
+        return found
+    if "mlp_layer_types" in known:
         routers = (f"blk.{layer}.ffn_gate_inp.weight" for layer in range(layers))
         kinds = {True: "sparse", False: "dense"}
         found["mlp_layer_types"] = [kinds[name in contents.tensors] for name in routers]
+    for key, part in gguf.periods.items():
+        found |= _period(contents, key, part, layers)
     return found
+
+
+def _period(contents: GGUFContents, key: str, part: str, layers: int) -> dict[str, int]:
+    """Every how many layers, and from which on, there is a part: ``KEY_period``, ``KEY_offset``."""
+    have = [i for i in range(layers) if f"blk.{i}.{part}" in contents.tensors]
+    offset = have[0] if have else layers
+    period = have[1] - offset if len(have) > 1 else max(layers, offset + 1)
+    if have != [*range(offset, layers, period)] or offset >= period:
+        raise ValueError(
+            f"layers {', '.join(map(str, have))} have {part}, and that is not one of every {period}"
+        )
+    return {f"{key}_period": period, f"{key}_offset": offset}
 
 
 def _warn_of_doubts(contents: GGUFContents, gguf: GGUFFamily) -> None:

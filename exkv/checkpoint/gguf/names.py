@@ -82,13 +82,13 @@ def _thirds(index: int) -> Rows:
     return rows
 
 
-def _half(index: int) -> Rows:
-    """The rows of gates or of ups, which may lie in one tensor."""
+def part_of(parts: int, index: int) -> Rows:
+    """The rows of one of several matrices of one size, which may lie in one tensor."""
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
-        if count % 2 or not count:
-            raise ValueError("they are not as many gates as ups")
-        return torch.arange(count).chunk(2)[index]
+        if count % parts or not count:
+            raise ValueError(f"they are not those of {parts} matrices of one size")
+        return torch.arange(count).chunk(parts)[index]
 
     return rows
 
@@ -107,7 +107,7 @@ def _inside(outer: Rows, inner: Rows) -> Rows:
 #: What the converter writes as one tensor on demand: of these parts.
 _FUSED: dict[str, dict[str, Rows]] = {
     "attn_qkv": {f"attn_{part}": _thirds(index) for index, part in enumerate("qkv")},
-    "ffn_gate_up_exps": {"ffn_gate_exps": _half(0), "ffn_up_exps": _half(1)},
+    "ffn_gate_up_exps": {"ffn_gate_exps": part_of(2, 0), "ffn_up_exps": part_of(2, 1)},
 }
 #: Values as a config.json has them -> what only the architecture knows to add.
 Additions = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -137,6 +137,8 @@ class GGUFFamily:
             architectures have one name.
         scalars: metadata with a number for each layer, or one for all -> the parameter of a layer
             that it is, and its shape.
+        sizes: tensors -> the setting that is how many rows they have.
+        periods: how settings begin that say which layers have a part -> that part.
         assumed: metadata that files may lack -> what is taken for it, for a warning.
         doubts: patterns of a model's lowercase name -> what its file can't say, for a warning.
         additions: what else there is to say.
@@ -155,6 +157,8 @@ class GGUFFamily:
     metadata: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, bool | tuple[int, ...]] = field(default_factory=dict)
     scalars: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    periods: Mapping[str, str] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
     doubts: Mapping[str, str] = field(default_factory=dict)
     additions: Additions = lambda values: {}
