@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from exkv.checkpoint import windows
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import is_number
 from exkv.layers import SinkAttention
 
@@ -72,6 +73,24 @@ def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, .
     return () if bases is None or all(bases) else tuple(map(bool, bases))
 
 
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions of one base, in the layers that have any."""
+    stated, theta = values.get("rope_pattern"), values.get("rope_theta")
+    if not isinstance(stated, list):
+        return {"rope_pattern": None}
+    return {"rope_pattern": None, "layer_rope_theta": [theta if each else 0 for each in stated]}
+
+
+GGUF = GGUFFamily(
+    architecture="granite_swa",
+    names={"attn_sinks.weight": "self_attn.sinks"},
+    interleaved=True,
+    metadata={**granite.GGUF_FACTORS, "attention.rope_pattern": "rope_pattern"},
+    marks={"expert_count": False},
+    assumed={"attention.rope_pattern": "all layers have positions"},
+    additions=_of_gguf,
+)
+
 FAMILY = replace(
     granite.FAMILY,
     architecture="GraniteSWAForCausalLM",
@@ -96,5 +115,5 @@ FAMILY = replace(
     windows=_layers,
     rope_local_base_freq=1e4,
     rotated=_rotated,
-    gguf=None,
+    gguf=GGUF,
 )

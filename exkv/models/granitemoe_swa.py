@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.gguf.names import part_of
 from exkv.layers import SinkAttention
 from exkv.weights import Source
 
@@ -37,5 +38,19 @@ FAMILY = replace(
     windows=granite_swa.FAMILY.windows,
     rope_local_base_freq=1e4,
     rotated=granite_swa.FAMILY.rotated,
-    gguf=None,
+    gguf=replace(
+        granite_swa.GGUF,
+        names={
+            **granite_swa.GGUF.names,
+            **granitemoeshared.GGUF.names,
+            "ffn_gate_inp": "block_sparse_moe.router",
+        },
+        rows={
+            "ffn_up_shexp": {
+                f"mlp.shared_expert.{part}_proj": part_of(2, i)
+                for i, part in enumerate(("gate", "up"))
+            },
+        },
+        marks={"expert_count": True},
+    ),
 )

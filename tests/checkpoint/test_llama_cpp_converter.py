@@ -96,6 +96,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "GlmForCausalLM": {"rms_norm_eps": 1e-5},
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1},
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
+    "GraniteMoeSWAForCausalLM": {"layer_rope_theta": [10000.0, 10000.0]},
+    "GraniteSWAForCausalLM": {"layer_rope_theta": [10000.0, 0]},
     "HunYuanDenseV1ForCausalLM": HUNYUAN,
     "HunYuanMoEV1ForCausalLM": {
         **{**HUNYUAN, "hidden_size": 512, "head_dim": 128},
@@ -136,6 +138,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     # The key that transformers 5 no longer keeps.
     "GPTNeoXForCausalLM": {"rotary_pct": 0.25, **OLD},
+    "GraniteSWAForCausalLM": {"no_rope_layers": [1, 0]},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": [64, 64], "num_shared_expert": [1, 1]},
     "KimiLinearForCausalLM": {
         **{"first_k_dense_replace": 1, "linear_attn_config": KIMI_DELTA, "moe_layer_freq": 1},
