@@ -14,6 +14,7 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, windows
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import is_int, is_number
 from exkv.layers import MLP, Attention, GatedMLP, Linear, SharedExperts
 from exkv.layers.attention import Attend
@@ -142,6 +143,42 @@ def as_stated(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     return windows.by_layer(values, windows.sliding_window(values), lambda layer: False)
 
 
+def heads_of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Heads of queries by layer, where they differ."""
+    heads = values["num_attention_heads"]
+    if not isinstance(heads, list) or not heads:
+        return {}
+    return {"num_attention_heads": heads[0], "num_attention_heads_per_layer": heads}
+
+
+def positions_of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions by type of layer."""
+    rotated, head = values.get("rotated_swa"), values.get("head_dim")
+    full = {"rope_theta": values.get("rope_theta"), **values.get("rope_scaling", {})}
+    full["partial_rotary_factor"] = values.get("partial_rotary_factor")
+    sliding = {"rope_theta": values.get("rope_local_base_freq")}
+    if is_int(rotated) and is_int(head) and head:
+        sliding["partial_rotary_factor"] = rotated / head
+    return {
+        "rope_parameters": {windows.FULL_ATTENTION: full, windows.SLIDING_ATTENTION: sliding},
+        **dict.fromkeys(("rope_theta", "rope_scaling", "partial_rotary_factor", "rotated_swa")),
+        "rope_local_base_freq": None,
+    }
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Every fourth layer from the first on attends to everything; gates are by their number."""
+    found = {**heads_of_gguf(values), **positions_of_gguf(values), "gate_rows": None}
+    heads = found.get("num_attention_heads", values["num_attention_heads"])
+    rows, layers = values.get("gate_rows"), values["num_hidden_layers"]
+    if is_int(rows) and is_int(heads):
+        found["gating"] = "per-head" if rows == heads else "per-element"
+    if values.get("sliding_window") and values.get("layer_types") is None and is_int(layers):
+        kinds = {True: windows.SLIDING_ATTENTION, False: windows.FULL_ATTENTION}
+        found["layer_types"] = [kinds[layer % 4 != 0] for layer in range(layers)]
+    return found
+
+
 FAMILY = Family(
     architecture="LagunaForCausalLM",
     model_type="laguna",
@@ -192,4 +229,19 @@ FAMILY = Family(
         "num_local_experts": "num_experts",
         "routed_scaling_factor": "moe_routed_scaling_factor",
     },
+    gguf=GGUFFamily(
+        architecture="laguna",
+        names={
+            **EXPERTS,
+            **shared("mlp.shared_expert"),
+            "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+            "attn_gate": "self_attn.g_proj",
+        },
+        metadata={
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "rope.dimension_count_swa": "rotated_swa",
+        },
+        sizes={"blk.0.attn_gate.weight": "gate_rows"},
+        additions=_of_gguf,
+    ),
 )

@@ -83,6 +83,10 @@ NEMOTRON = {
     "layers_block_type": ["moe", "linear_attention", "full_attention"],
     "mamba_head_dim": 32,
 }
+LAGUNA = {
+    **{"layer_types": ["full_attention", "sliding_attention"], "moe_router_logit_softcapping": 0.0},
+    **{"num_attention_heads_per_layer": [4, 6], "mlp_layer_types": ["dense", "sparse"]},
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"num_hidden_layers": 4, "global_attn_every_n_layers": 4},
     "Cohere2ForCausalLM": {"num_hidden_layers": 4, "layer_types": None},
@@ -104,6 +108,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**ALPHA["rope_parameters"], "alpha": 1000.0},
     },
     "KimiLinearForCausalLM": {"linear_num_heads": 4, "num_expert_group": 1},
+    "LagunaForCausalLM": LAGUNA,
     **dict.fromkeys(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), LLAMA4),
     "MellumForCausalLM": {"mlp_layer_types": ["sparse", "sparse"]},
     "Mistral4ForCausalLM": {"rope_parameters": {**MISTRAL4_ROPE, "llama_4_scaling_beta": 0.0}},
@@ -144,6 +149,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 1, "linear_attn_config": KIMI_DELTA, "moe_layer_freq": 1},
         **OLD,
     },
+    "Laguna M": {"sliding_window": None, **OLD},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
     "PhimoeForCausalLM": {"architectures": ["PhiMoEForCausalLM"]},
     "SolarOpenForCausalLM": {"partial_rotary_factor": 1.0},
@@ -174,6 +180,12 @@ VARIANTS = {
         layers_block_type=["linear_attention", "full_attention", "mlp"],
     ),
     "Nemotron 3 Super": partial(TINY["NemotronHForCausalLM"], **NEMOTRON, moe_latent_size=32),
+    "Laguna M": partial(
+        TINY["LagunaForCausalLM"],
+        **LAGUNA
+        | {"layer_types": ["full_attention"] * 2, "num_attention_heads_per_layer": None}
+        | {"gating": "per-element"},
+    ),
     "Llama 4 without chunks": partial(
         TINY["Llama4ForCausalLM"],
         **LLAMA4

@@ -73,6 +73,9 @@ def _thirds(index: int) -> Rows:
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         heads = own("attention.head_count")
         of_keys = most(own("attention.head_count_kv") or heads)
+        size = own("attention.key_length")
+        if isinstance(heads, list) and is_int(of_keys) and is_int(size) and size:
+            heads = count // size - 2 * of_keys  # which differ by layer
         sizes = [heads, of_keys, of_keys]
         if not all(is_int(size) and size > 0 for size in sizes) or count % sum(sizes):
             raise ValueError(f"they are not {sizes!r} heads of queries, keys and values")
