@@ -223,8 +223,8 @@ def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
     """What files say of layers that see everything, and of each layer, is said of kinds of layers;
     pairs that aren't rotated have a factor of their frequency."""
     found: dict[str, Any] = {
-        "global_head_dim": values["head_dim"],
-        "head_dim": values.get("swa_head_dim", values["head_dim"]),
+        "global_head_dim": values.get("head_dim"),
+        "head_dim": values.get("swa_head_dim", values.get("head_dim")),
         "swa_head_dim": None,
         "enable_moe_block": bool(values.get("num_local_experts")),
     }
@@ -234,7 +234,7 @@ def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = of_kind.get(windows.SLIDING_ATTENTION)
         found["num_global_key_value_heads"] = of_kind.get(windows.FULL_ATTENTION)
     inner = values.get("intermediate_size")
-    if isinstance(inner, list) and all(map(is_int, inner)):
+    if isinstance(inner, list) and inner and all(map(is_int, inner)):
         found |= {"intermediate_size": min(inner), "use_double_wide_mlp": True}
     factors = values.get("rope_scaling", {}).get("factors")
     if factors:

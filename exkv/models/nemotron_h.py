@@ -186,6 +186,11 @@ def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
         windows.FULL_ATTENTION if own else mlp if size else linear
         for own, size in zip(heads, inner, strict=False)
     ]
+    if len(types) != values["num_hidden_layers"]:
+        raise ValueError(
+            f"attention.head_count_kv and feed_forward_length name {len(heads)} and {len(inner)} "
+            f"layers, and there are {values['num_hidden_layers']!r}"
+        )
     return {**found, "layer_types": types}
 
 

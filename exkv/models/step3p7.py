@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from exkv.checkpoint import ModelConfig, windows
 from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, most, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int, is_number, set_floats
 from exkv.layers import MLP, Attention, Experts, GatedMLP, SharedExperts
 from exkv.layers.low_rank import side_by_side
@@ -241,6 +242,33 @@ def _positions(values: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any
     return {"rope_parameters": found, "rope_scaling": None, "rope_theta": None}
 
 
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Half of a head is rotated in layers that see everything, as in llama.cpp, and all of it in
+    the others. Lists may go on with the layers that propose several tokens."""
+    layers, types, heads = (
+        values.get(key) for key in ("num_hidden_layers", "layer_types", "num_attention_heads")
+    )
+    scaling = values.get("rope_scaling", {})
+    if factors := scaling.get("factors"):
+        scaling = {**scaling, "factors": factors[: len(factors) // 2]}
+    full = {"rope_theta": values.get("rope_theta"), "partial_rotary_factor": 0.5, **scaling}
+    sliding = {"rope_theta": values.get("rope_local_base_freq")}
+    found: dict[str, Any] = {
+        "num_key_value_heads": most(values.get("num_key_value_heads")),
+        "rope_parameters": {windows.FULL_ATTENTION: full, windows.SLIDING_ATTENTION: sliding},
+        **dict.fromkeys(("rope_theta", "rope_scaling", "partial_rotary_factor")),
+        "rope_local_base_freq": None,
+    }
+    for key in ("layer_types", *_LIMITS):
+        if isinstance(values.get(key), list) and is_int(layers):
+            found[key] = values[key][:layers]
+    if isinstance(types, list) and isinstance(heads, list) and heads:
+        of_kind = dict(zip(types, heads, strict=False))
+        found["num_attention_heads"] = of_kind.get(windows.FULL_ATTENTION, heads[0])
+        found["num_sliding_attention_heads"] = of_kind.get(windows.SLIDING_ATTENTION)
+    return found
+
+
 _norm = partial(rms_norm, offset=True)
 
 FAMILY = Family(
@@ -295,4 +323,24 @@ FAMILY = Family(
     stacked_experts=True,
     text_config="text_config",
     names=BESIDE_IMAGES,
+    gguf=GGUFFamily(
+        architecture="step35",
+        names={
+            **EXPERTS,
+            **shared("share_expert"),
+            "ffn_gate_inp": "moe.gate",
+            "exp_probs_b.bias": "moe.router_bias",
+            "ffn_gate_exps": "mlp.experts.{}.w1",
+            "ffn_up_exps": "mlp.experts.{}.w3",
+            "ffn_down_exps": "mlp.experts.{}.w2",
+            "attn_gate": "self_attn.g_proj",
+        },
+        norm_offset=1.0,
+        metadata={
+            "rope.freq_base_swa": "rope_local_base_freq",
+            "swiglu_clamp_exp": "swiglu_limits",
+            "swiglu_clamp_shexp": "swiglu_limits_shared",
+        },
+        additions=_of_gguf,
+    ),
 )

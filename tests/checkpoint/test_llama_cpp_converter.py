@@ -23,6 +23,7 @@ from tiny import (
     GEMMA4_EXPERTS,
     GEMMA4_SHARED,
     LATENT_YARN,
+    ROPE,
     TINY,
     beside_images,
     gemma4,
@@ -52,7 +53,7 @@ IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 #: The converter has no class for these: nothing is known of files of them.
 UNWRITTEN = (
     *("CwmForCausalLM", "FlexOlmoForCausalLM", "HeliumForCausalLM", "HyperCLOVAXForCausalLM"),
-    *("MinistralForCausalLM", "VaultGemmaForCausalLM"),
+    *("MinistralForCausalLM", "OlmoHybridForCausalLM", "VaultGemmaForCausalLM"),
 )
 #: What a file can't say, or the converter takes to be so: Gemma's scores are divided by the root of
 #: a head's features; one number stands for both of DeepSeek's temperatures; and so on.
@@ -118,6 +119,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "PhimoeForCausalLM": PHIMOE,
     "Qwen3MoeForCausalLM": {"decoder_sparse_step": 1, "norm_topk_prob": True},
     "Qwen3VLMoeForConditionalGeneration": {"decoder_sparse_step": 1},
+    "Step3p7ForConditionalGeneration": {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 16,
+    },
     "SmolLM3ForCausalLM": {"num_hidden_layers": 4, "no_rope_layers": None},
 }
 #: The converter reads the file itself then, without what transformers would add.
@@ -125,6 +130,13 @@ OLD = {"model_type": "of another version"}
 KIMI_DELTA = {
     **{"full_attn_layers": [2], "kda_layers": [1], "head_dim": 8, "num_heads": 4},
     "short_conv_kernel_size": 4,
+}
+#: StepFun's names, and what it states by layer.
+STEP = {
+    "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+    **{"num_attention_groups": 2, "moe_num_experts": 4, "moe_top_k": 2},
+    **{"rope_theta": [5e5, 1e3, 5e5], "partial_rotary_factors": [0.5, 1.0, 0.5]},
+    "rope_scaling": ROPE["llama3"],
 }
 #: What published checkpoints' config.json has beside what transformers' classes write; None for
 #: what it lacks.
@@ -152,6 +164,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Laguna M": {"sliding_window": None, **OLD},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
     "PhimoeForCausalLM": {"architectures": ["PhiMoEForCausalLM"]},
+    "Step3p7ForConditionalGeneration": OLD,
     "SolarOpenForCausalLM": {"partial_rotary_factor": 1.0},
 }
 #: Settings that take another path through the converter.
@@ -240,6 +253,9 @@ def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
     values = {**json.loads(file.read_text()), **PUBLISHED.get(name, {})}
     for key in [key for key, value in PUBLISHED.get(name, {}).items() if value is None]:
         del values[key]
+    if name == "Step3p7ForConditionalGeneration":
+        values["text_config"] |= STEP
+        del values["text_config"]["rope_parameters"]
     if name == "Mistral4ForCausalLM":  # which is published beside a model of images
         images = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
         values = {**images, "text_config": {**values, "architectures": None}}
@@ -428,6 +444,13 @@ def of_layer(unit) -> dict[str, GroupFormat]:
         ("Lfm2", "lfm2.attention.head_count_kv", [0, 0], "num_key_value_heads"),
         ("Lfm2", "lfm2.attention.head_count_kv", [0, 2, 2], "layer_types"),
         ("Lfm2", "lfm2.shortconv.l_cache", 5, "conv.conv.weight in model.gguf"),
+        ("GraniteMoeHybrid", "granitehybrid.ssm.time_step_rank", 0, "mamba_n_heads must be"),
+        ("GraniteMoeHybrid", "granitehybrid.ssm.inner_size", 100, "mamba_d_head 25 .* must be"),
+        ("FalconH1", "falcon-h1.ssm.group_count", 4, "in_proj.weight in model.gguf"),
+        ("NemotronH", "nemotron_h_moe.feed_forward_length", [32, 0], "name 3 and 2 layers"),
+        ("Gemma4", "gemma4.attention.key_length_swa", 8, "q_norm.weight in model.gguf"),
+        ("Gemma3n", "gemma3n.activation_sparsity_scale", [9.0] * 7, "activation_sparsity_pattern"),
+        ("Laguna", "laguna.attention.head_count", [6, 4], "o_proj.weight in model.gguf"),
     ],
 )
 def test_metadata_of_another_model_is_named(tmp_path, convert, name, key, value, problem):
