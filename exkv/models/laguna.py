@@ -242,6 +242,10 @@ FAMILY = Family(
             "rope.dimension_count_swa": "rotated_swa",
         },
         sizes={"blk.0.attn_gate.weight": "gate_rows"},
+        assumed={
+            "attention.sliding_window_pattern": "every fourth layer attends to everything, and the "
+            "others have the window, if there is one"
+        },
         additions=_of_gguf,
     ),
 )
