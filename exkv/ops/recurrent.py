@@ -22,6 +22,7 @@ _EPS = 1e-6
     "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? new_lens) "
     "-> Tensor",
     fake=lambda x, weight, bias, state, new_lens: x.new_empty(x.shape),
+    kernels_fall_back=True,
 )
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, new_lens: Tensor | None
@@ -72,6 +73,7 @@ def causal_conv(
     "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) state, "
     "Tensor? new_lens) -> Tensor",
     fake=lambda q, k, v, decay, beta, state, new_lens: v.new_empty(v.shape),
+    kernels_fall_back=True,
 )
 def gated_delta(
     q: Tensor,

@@ -22,6 +22,8 @@ _DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 2
 _PREFILL_TOTAL = 1 << 30
 #: Keys that no split falls short of, and splits of a row at most.
 _SPLIT_KEYS, _MOST_SPLITS = 128, 64
+#: Rows of a head's state that the CUDA kernels of recurrent layers have in registers, at most.
+_STATE_ROWS = 256
 #: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
 #: the up to four rows of a tile; and what rounding up to whole blocks adds.
 _MOST_STATES = 256 * 16 // 4 * 4 + 12
@@ -120,6 +122,14 @@ def _prefill_use(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int)
     return replace(decode, takes=decode.takes or fits)
 
 
+def _gated_delta(*, q: torch.Tensor, **rest: Any) -> KernelUse:
+    return KernelUse(takes=q.shape[-1] <= _STATE_ROWS)
+
+
+def _ssd(*, b: torch.Tensor, **rest: Any) -> KernelUse:
+    return KernelUse(takes=b.shape[-1] <= _STATE_ROWS)
+
+
 #: Device type -> op name -> a function from the op's arguments. A kernel that is not here takes
 #: every call and allocates results only.
 KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
@@ -127,5 +137,7 @@ KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
         "attention": _attention,
         "attention_int8": _attention_int8,
         "attention_part": _attention_part,
+        "gated_delta": _gated_delta,
+        "ssd": _ssd,
     }
 }

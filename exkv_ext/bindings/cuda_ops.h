@@ -16,9 +16,12 @@
 #include "../cuda/linear_groups.cuh"
 #include "../cuda/linear_packed.cuh"
 #include "../cuda/prefill.cuh"
+#include "../cuda/recurrent.cuh"
 #include "../cuda/rows.cuh"
 #include "append_binding.h"
+#include "conv_binding.h"
 #include "decode_binding.h"
+#include "delta_binding.h"
 #include "experts_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
@@ -29,6 +32,7 @@
 #include "rope_binding.h"
 #include "rows_binding.h"
 #include "sections_binding.h"
+#include "ssd_binding.h"
 
 namespace exkv {
 namespace {
@@ -241,6 +245,33 @@ std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tens
   return Rope(q, k, cos, sin, [&](const RopeParams& p) { LaunchOn(q, "rope", LaunchRope, p); });
 }
 
+Tensor CausalConvCuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
+                      Tensor state, std::optional<Tensor> new_lens) {
+  return CausalConv(x, weight, bias, state, new_lens,
+                    [&](const ConvParams& p) { LaunchOn(x, "causal_conv", LaunchConv, p); });
+}
+
+// Whether vectors (..., D) are too long for a kernel that has D rows of a state in registers.
+bool IsTooLong(const Tensor& x) { return x.dim() > 0 && x.size(x.dim() - 1) > kMostStateRows; }
+
+Tensor GatedDeltaCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& decay,
+                      const Tensor& beta, Tensor state, std::optional<Tensor> new_lens) {
+  if (IsTooLong(q)) {
+    return CallReference("exkv::gated_delta_reference", q, k, v, decay, beta, state, new_lens);
+  }
+  return GatedDelta(q, k, v, decay, beta, state, new_lens,
+                    [&](const DeltaParams& p) { LaunchOn(q, "gated_delta", LaunchDelta, p); });
+}
+
+Tensor SsdCuda(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b, const Tensor& c,
+               const Tensor& d, Tensor state, std::optional<Tensor> new_lens) {
+  if (IsTooLong(b)) {
+    return CallReference("exkv::ssd_reference", x, dt, a, b, c, d, state, new_lens);
+  }
+  return StateSpaceDuality(x, dt, a, b, c, d, state, new_lens,
+                           [&](const SsdParams& p) { LaunchOn(x, "ssd", LaunchSsd, p); });
+}
+
 // Registers the kernels in a STABLE_TORCH_LIBRARY_IMPL.
 void RegisterKernels(torch::stable::detail::StableLibrary& m) {
   EXKV_IMPL(m, quantize_kv, QuantizeKvCuda);
@@ -261,6 +292,9 @@ void RegisterKernels(torch::stable::detail::StableLibrary& m) {
   EXKV_IMPL(m, silu_mul_, SiluMulCuda);
   EXKV_IMPL(m, gelu_mul_, GeluMulCuda);
   EXKV_IMPL(m, rope, RopeCuda);
+  EXKV_IMPL(m, causal_conv, CausalConvCuda);
+  EXKV_IMPL(m, gated_delta, GatedDeltaCuda);
+  EXKV_IMPL(m, ssd, SsdCuda);
   EXKV_IMPL(m, attention, AttentionCuda);
   EXKV_IMPL(m, attention_int8, AttentionInt8Cuda);
   m.impl("attention_part", TORCH_BOX(&AttentionPartOp<AttentionPartCuda>));

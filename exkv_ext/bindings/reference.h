@@ -58,6 +58,14 @@ void KernelOrReference(StableIValue* stack, uint64_t arguments, uint64_t outputs
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Op::Reference(), "", stack, TORCH_ABI_VERSION));
 }
 
+// The result of an op that is a reference, and takes no str.
+template <typename... Arguments>
+Tensor CallReference(const char* op, const Arguments&... arguments) {
+  std::array<StableIValue, sizeof...(Arguments)> stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 }  // namespace exkv
 
 // m.impl of such an op, in namespace exkv, where cuda_ops.h says what a device is.

@@ -45,6 +45,10 @@ struct dim3 {
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+struct float2 {
+  float x, y;
+};
+
 namespace exkv::emulation {
 
 constexpr unsigned kWarp = 32;

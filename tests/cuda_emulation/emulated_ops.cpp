@@ -169,6 +169,15 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()");
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
+      "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? new_lens) "
+      "-> Tensor");
+  m.def(
+      "gated_delta(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta, Tensor(a!) state, "
+      "Tensor? new_lens) -> Tensor");
+  m.def(
+      "ssd(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor d, Tensor(a!) state, "
+      "Tensor? new_lens) -> Tensor");
+  m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
       "float scale, int window=0, float softcap=0.0) -> Tensor");
   m.def(

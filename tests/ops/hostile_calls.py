@@ -489,8 +489,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
-                "chosen_experts", "decode_attention", "attention_part_since", "causal_conv",
-                "gated_delta", "ssd", "selective_scan"}  # fmt: skip
+                "chosen_experts", "decode_attention", "attention_part_since",
+                "selective_scan"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

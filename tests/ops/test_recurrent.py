@@ -6,17 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from native import needs_kernels
+from native import BACKENDS, ops_of
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 import exkv  # noqa: F401 # defines the ops
 from exkv.ops import REFERENCES
 
-WAYS = [
-    pytest.param(torch.ops.exkv.gated_delta, id="kernel", marks=needs_kernels),
-    pytest.param(REFERENCES["gated_delta"], id="reference"),
-]
 #: Keys' heads and size, values' heads and size: also such as fill no vector of any processor.
 SIZES = [(2, 128, 4, 128), (1, 16, 3, 40), (2, 6, 2, 5)]
 
@@ -47,6 +43,14 @@ def inputs(
     return q, k, v, decay, beta, random(rows, heads, key_dim, dim)
 
 
+@pytest.fixture(params=["reference", *BACKENDS])
+def op(request):
+    """The gated delta rule's reference, and its kernels."""
+    if request.param == "reference":
+        return REFERENCES["gated_delta"]
+    return ops_of(request.param).gated_delta
+
+
 def theirs(q, k, v, decay, beta, state):
     wide = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     q, k, v = (x.float() for x in (q, k, v))
@@ -56,7 +60,6 @@ def theirs(q, k, v, decay, beta, state):
     return recurrent_kimi_delta_attention(q, k, v, g=decay, beta=beta, **wide)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 64, 150])
 def test_outputs_and_states_are_those_of_a_loop_over_tokens(op, sizes, tokens):
@@ -67,7 +70,6 @@ def test_outputs_and_states_are_those_of_a_loop_over_tokens(op, sizes, tokens):
     torch.testing.assert_close(state, after, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 150])
 @pytest.mark.parametrize("fading", [0.01, 1, 100])
@@ -82,7 +84,6 @@ def test_channels_that_fade_by_themselves_are_those_of_a_loop_over_tokens(
     torch.testing.assert_close(state, after, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
     *given, state = inputs(5, SIZES[0], dtype)
@@ -93,7 +94,6 @@ def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
     torch.testing.assert_close(state, after, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("fading", [None, 1])
 def test_padding_leaves_a_rows_state_as_it_is(op, fading):
     *given, state = inputs(70, SIZES[1], rows=3, fading=fading)
@@ -108,24 +108,21 @@ def test_padding_leaves_a_rows_state_as_it_is(op, fading):
         torch.testing.assert_close(padded[row], after[0], rtol=2e-4, atol=2e-5)
 
 
-@needs_kernels
-def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token():
+def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token(kernels):
     *given, state = inputs(9, SIZES[0], torch.bfloat16, rows=4)
     before = state.clone()
-    together = torch.ops.exkv.gated_delta(*given, state, None)
+    together = kernels.gated_delta(*given, state, None)
     own = before[2:3].clone()
     steps = [
-        torch.ops.exkv.gated_delta(*(x[2:3, at : at + 1] for x in given), own, None)
-        for at in range(9)
+        kernels.gated_delta(*(x[2:3, at : at + 1] for x in given), own, None) for at in range(9)
     ]
     assert torch.equal(torch.cat(steps, dim=1), together[2:3])
     assert torch.equal(own, state[2:3])
 
 
-@needs_kernels
-def test_tensors_that_contradict_each_other_are_named():
+def test_tensors_that_contradict_each_other_are_named(kernels):
     q, k, v, decay, beta, state = inputs(2, SIZES[0])
-    run = torch.ops.exkv.gated_delta
+    run = kernels.gated_delta
     with pytest.raises(RuntimeError, match="state must be float32 with q's rows"):
         run(q, k, v, decay, beta, state[..., :-1], None)
     with pytest.raises(RuntimeError, match="a multiple of its heads"):
@@ -150,7 +147,7 @@ def test_the_reference_refuses_keys_that_serve_no_values(heads):
 
 @pytest.mark.parametrize("tokens", [1, 2, 30])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_convolutions_are_torchs_over_all_tokens(tokens, with_bias):
+def test_convolutions_are_torchs_over_all_tokens(ops, tokens, with_bias):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn((2, 8 + tokens, 6), generator=generator)
     weight = torch.randn((6, 1, 4), generator=generator)
@@ -158,12 +155,12 @@ def test_convolutions_are_torchs_over_all_tokens(tokens, with_bias):
     expected = F.conv1d(x.mT, weight, bias, padding=3, groups=6)[..., :-3].mT
     state = x.new_zeros((2, 3, 6))
     lens = torch.tensor([8, 2], dtype=torch.int32)
-    first = torch.ops.exkv.causal_conv(x[:, :8], weight, bias, state, lens)
+    first = ops.causal_conv(x[:, :8], weight, bias, state, lens)
     torch.testing.assert_close(first[0], expected[0, :8])
     torch.testing.assert_close(first[1, :2], expected[1, :2])
     torch.testing.assert_close(
         state, torch.stack((x[0, 5:8], torch.cat((x.new_zeros(1, 6), x[1, :2]))))
     )
-    rest = torch.ops.exkv.causal_conv(x[:1, 8:], weight, bias, state[:1], None)
+    rest = ops.causal_conv(x[:1, 8:], weight, bias, state[:1], None)
     torch.testing.assert_close(rest[0], expected[0, 8:])
     torch.testing.assert_close(state[0], x[0, -3:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native import needs_kernels
+from native import BACKENDS, ops_of
 from transformers.models.bamba.modeling_bamba import (
     mamba2_chunk_scan,
     mamba2_selective_state_update,
@@ -14,10 +14,6 @@ from transformers.models.bamba.modeling_bamba import (
 import exkv  # noqa: F401 # defines the ops
 from exkv.ops import REFERENCES
 
-WAYS = [
-    pytest.param(torch.ops.exkv.ssd, id="kernel", marks=needs_kernels),
-    pytest.param(REFERENCES["ssd"], id="reference"),
-]
 #: Heads and their size, groups, and a state's size: also such as fill no vector of any processor.
 SIZES = [(4, 64, 2, 128), (3, 40, 1, 16), (4, 5, 2, 6)]
 
@@ -37,6 +33,12 @@ def inputs(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype = torch.float
     return x, dt, a, b, c, random(heads), random(rows, heads, size, dim)
 
 
+@pytest.fixture(params=["reference", *BACKENDS])
+def op(request):
+    """The reference, and the kernels."""
+    return REFERENCES["ssd"] if request.param == "reference" else ops_of(request.param).ssd
+
+
 def theirs(x, dt, a, b, c, d, state):
     out, after = mamba2_chunk_scan(
         *(x, dt, a, b, c, 32), D=d, initial_states=state.mT, return_final_states=True
@@ -48,7 +50,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 64, 150])
 def test_outputs_and_states_are_transformers(op, sizes, tokens):
@@ -58,7 +59,6 @@ def test_outputs_and_states_are_transformers(op, sizes, tokens):
     assert_close(state, after)
 
 
-@pytest.mark.parametrize("op", WAYS)
 def test_a_step_is_transformers_step(op):
     x, dt, a, b, c, d, state = inputs(1, SIZES[0])
     heads, dim, _, size = SIZES[0]
@@ -71,7 +71,6 @@ def test_a_step_is_transformers_step(op):
     assert_close(state, theirs.mT)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
     *given, state = inputs(5, SIZES[0], dtype)
@@ -82,7 +81,6 @@ def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
     assert_close(state, after)
 
 
-@pytest.mark.parametrize("op", WAYS)
 def test_a_token_that_forgets_much_leaves_what_comes_after_it_exact(op):
     """Differences of sums over a block would lose the small steps behind a large one."""
     x, dt, a, b, c, d, state = inputs(64, SIZES[1])
@@ -108,7 +106,6 @@ def theirs_in_double(x, dt, a, b, c, d, state):
     return torch.stack(outs, dim=1), state
 
 
-@pytest.mark.parametrize("op", WAYS)
 def test_padding_leaves_a_rows_state_as_it_is(op):
     x, dt, a, b, c, d, state = inputs(70, SIZES[1], rows=3)
     lens = torch.tensor([70, 11, 0], dtype=torch.int32)
@@ -122,10 +119,9 @@ def test_padding_leaves_a_rows_state_as_it_is(op):
         assert_close(padded[row], after[0])
 
 
-@needs_kernels
-def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token():
+def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token(kernels):
     x, dt, a, b, c, d, state = inputs(9, SIZES[0], torch.bfloat16, rows=4)
-    own, run = state[2:3].clone(), torch.ops.exkv.ssd
+    own, run = state[2:3].clone(), kernels.ssd
     together = run(x, dt, a, b, c, d, state, None)
 
     def step(at: int) -> torch.Tensor:
@@ -136,10 +132,9 @@ def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token():
     assert torch.equal(own, state[2:3])
 
 
-@needs_kernels
-def test_tensors_that_contradict_each_other_are_named():
+def test_tensors_that_contradict_each_other_are_named(kernels):
     x, dt, a, b, c, d, state = inputs(2, SIZES[0])
-    run = torch.ops.exkv.ssd
+    run = kernels.ssd
     with pytest.raises(RuntimeError, match="state must be float32 with x's rows"):
         run(x, dt, a, b, c, d, state[..., :-1], None)
     with pytest.raises(RuntimeError, match="groups that its heads are a multiple of"):

@@ -1,0 +1,17 @@
+// Layers with a state on CUDA: what the bindings call. Free of torch; see ../cpu/rows.h.
+#pragma once
+
+#include "../cpu/rows.h"
+#include "../params/conv_params.h"
+#include "launch.cuh"
+
+namespace exkv {
+
+inline constexpr int64_t kMostStateRows = 256;  // of a head's state: D_k, or N
+
+// All only enqueue work on the stream: they allocate nothing and wait for nothing.
+void LaunchConv(const ConvParams& params, cudaStream_t stream);
+void LaunchDelta(const DeltaParams& params, cudaStream_t stream);  // up to kMostStateRows
+void LaunchSsd(const SsdParams& params, cudaStream_t stream);      // likewise
+
+}  // namespace exkv
