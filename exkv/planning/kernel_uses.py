@@ -122,6 +122,10 @@ def _prefill_use(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int)
     return replace(decode, takes=decode.takes or fits)
 
 
+def _causal_conv(*, x: torch.Tensor, state: torch.Tensor, **rest: Any) -> KernelUse:
+    return KernelUse(takes=x.dtype == state.dtype)
+
+
 def _gated_delta(*, q: torch.Tensor, **rest: Any) -> KernelUse:
     return KernelUse(takes=q.shape[-1] <= _STATE_ROWS)
 
@@ -137,6 +141,7 @@ KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
         "attention": _attention,
         "attention_int8": _attention_int8,
         "attention_part": _attention_part,
+        "causal_conv": _causal_conv,
         "gated_delta": _gated_delta,
         "ssd": _ssd,
     }

@@ -247,6 +247,9 @@ std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tens
 
 Tensor CausalConvCuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
                       Tensor state, std::optional<Tensor> new_lens) {
+  if (x.scalar_type() != state.scalar_type()) {  // of a cache in other floats than the model
+    return CallReference("exkv::causal_conv_reference", x, weight, bias, state, new_lens);
+  }
   return CausalConv(x, weight, bias, state, new_lens,
                     [&](const ConvParams& p) { LaunchOn(x, "causal_conv", LaunchConv, p); });
 }

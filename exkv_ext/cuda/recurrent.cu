@@ -18,9 +18,7 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 // That a multiprocessor has registers for at least: asked for no more, the compiler spills some to
 // make room for one block more.
 template <int kRows>
-constexpr int kBlocks = kRows == 16   ? 4
-                        : kRows == 32 ? 3
-                                      : 2;
+constexpr int kBlocks = 4 - kRows / 32;
 
 struct alignas(16) Four {
   float at[4];

@@ -1,4 +1,4 @@
-"""CUDA kernels of layers with a state, emulated or on a GPU, by the sizes that decide their ways."""
+"""CUDA kernels of layers with a state, emulated or on a GPU, by the sizes that decide their way."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def ops(request):
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 #: Keys' heads and size, values' heads and size: 16, 32 and 64 keys a warp, of which the last warp
 #: has fewer, in one warp to four; one tile of columns or two.
-DELTA_SIZES = [(1, 7, 2, 33), (2, 49, 2, 3), (1, 100, 1, 32), (1, 128, 2, 40), (1, 193, 1, 9),
-               (1, 256, 1, 5)]  # fmt: skip
+DELTA_SIZES = [(1, 7, 2, 33), (1, 20, 1, 4), (2, 40, 2, 3), (1, 100, 1, 32), (1, 128, 2, 40),
+               (1, 129, 1, 9), (1, 256, 1, 5)]  # fmt: skip
 
 
 def delta_in_double(q, k, v, decay, beta, state):
@@ -116,14 +116,25 @@ def test_convolutions_that_do_not_fit_are_refused_by_name(ops):
         ops.causal_conv(x, weight, None, state[:, 1:], None)
     with pytest.raises(RuntimeError, match=r"weight must be \(C, 1, K\)"):
         ops.causal_conv(x, weight[:5], None, state, None)
-    with pytest.raises(RuntimeError, match="x is Float and state Half; convert one of them"):
-        ops.causal_conv(x, weight, None, state.half(), None)
+    with pytest.raises(RuntimeError, match="x is Float and weight Half; convert one of them"):
+        ops.causal_conv(x, weight.half(), None, state, None)
     with pytest.raises(RuntimeError, match=r"bias must be \(6,\)"):
         ops.causal_conv(x, weight, torch.zeros(5), state, None)
     with pytest.raises(RuntimeError, match="new_lens must be int32"):
         ops.causal_conv(x, weight, None, state, torch.tensor([1, 2]))
     with pytest.raises(RuntimeError, match="the rows of state must be contiguous"):
         ops.causal_conv(x, weight, None, state.mT.contiguous().mT, None)
+
+
+def test_a_state_in_other_floats_is_the_references_and_plans_know_it(ops):
+    x, weight = torch.randn(2, 5, 6).bfloat16(), torch.randn(6, 1, 4).bfloat16()
+    for dtype in DTYPES:
+        states = [torch.ones(2, 3, 6, dtype=dtype) for _ in range(2)]
+        out = ops.causal_conv(x, weight, None, states[0], None)
+        assert torch.equal(out, REFERENCES["causal_conv"](x, weight, None, states[1], None))
+        assert torch.equal(*states)
+        call = named_arguments("causal_conv", (x, weight, None, states[0], None))
+        assert kernel_use("causal_conv", "cuda", call).takes == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [256, 257])
