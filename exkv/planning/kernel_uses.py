@@ -18,6 +18,8 @@ from exkv.ops.registry import NAMED
 
 #: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
 _DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
+#: Queries of a row and values of a head at most, where heads are wider than that.
+_WIDE_QUERIES, _WIDE_DIM = 16, 576
 #: Query rows of a head of keys in all rows of a batch, where many are taken, are fewer than this.
 _PREFILL_TOTAL = 1 << 30
 #: Keys that no split falls short of, and splits of a row at most.
@@ -27,6 +29,8 @@ _STATE_ROWS = 256
 #: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
 #: the up to four rows of a tile; and what rounding up to whole blocks adds.
 _MOST_STATES = 256 * 16 // 4 * 4 + 12
+#: The same of wide heads: three blocks of up to 16 rows for each multiprocessor.
+_MOST_WIDE_STATES = 256 * 3 * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +104,15 @@ def _decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
     """
     rows, length, heads, head_dim = q.shape
     group = heads // k.shape[2]
-    most_queries = min(length, max(_DECODE_ROWS // group, 1))
-    fits = head_dim <= _DECODE_DIM and max(rows, k.shape[2]) <= _DECODE_BATCH
+    wide = head_dim > _DECODE_DIM
+    most_queries = min(length, _WIDE_QUERIES if wide else max(_DECODE_ROWS // group, 1))
+    fits = head_dim <= _WIDE_DIM and max(rows, k.shape[2]) <= _DECODE_BATCH
     fits &= rows * most_queries * heads < _DECODE_TOTAL
     if not fits:
         return KernelUse(takes=False)
     splits = min(-(-kv_len // _SPLIT_KEYS), _MOST_SPLITS)
-    states = min(rows * most_queries * heads * splits, _MOST_STATES) if splits > 1 else 0
+    most_states = _MOST_WIDE_STATES if wide else _MOST_STATES
+    states = min(rows * most_queries * heads * splits, most_states) if splits > 1 else 0
     return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)
 
 

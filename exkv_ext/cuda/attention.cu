@@ -9,6 +9,7 @@
 #include <atomic>
 
 #include "attention_tensor.cuh"
+#include "attention_wide.cuh"
 
 namespace exkv {
 namespace {
@@ -468,6 +469,7 @@ void Launch(const DecodeCall& p, const DecodePlan& plan, unsigned rows, cudaStre
 }
 
 void LaunchTiles(const DecodeCall& p, const DecodePlan& plan, unsigned rows, cudaStream_t stream) {
+  if (plan.wide) return LaunchWide(p, plan, rows, stream);
   if (plan.on_tensor_cores) return LaunchOnTensorCores(p, plan, rows, stream);
   switch (plan.tile_rows) {
     case 1:
@@ -479,39 +481,55 @@ void LaunchTiles(const DecodeCall& p, const DecodePlan& plan, unsigned rows, cud
   }
 }
 
-}  // namespace
-
-bool DecodeTakes(const DecodeShape& s) {
-  constexpr int64_t kMostBlocks = 65535, kMostKeys = int64_t{1} << 30, kMostRows = 1 << 24;
-  const int64_t group = s.heads / s.kv_heads;
-  return (s.queries == 1 || s.queries * group <= kDecodeRows) && s.dim <= kDecodeDim &&
-         s.rows <= kMostBlocks && s.kv_heads <= kMostBlocks && s.kv_len < kMostKeys &&
-         s.rows * s.queries * s.heads < kMostRows;
-}
-
-DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
+// The plan but for the splits, and what follows from them.
+DecodePlan BlocksFor(const AttentionParams& p) {
   DecodePlan plan{};
   const int64_t rows = RowsOfHead(p);
+  plan.wide = p.dim > kDecodeDim;
+  if (plan.wide) {
+    const WideBlocks blocks = WideBlocksFor(p);
+    plan.tile_rows = blocks.rows;
+    plan.tiles = 1;
+    plan.row_blocks = CeilDiv(rows, blocks.rows);
+    plan.at_once = blocks.at_once;
+    return plan;
+  }
   plan.on_tensor_cores = FitsTensorCores(p);
   plan.tile_rows = plan.on_tensor_cores || rows > 2 ? kTensorRows : rows;
   const int64_t tiles = CeilDiv(rows, plan.tile_rows);
   const bool paged = p.part != nullptr && p.part->block_table != nullptr;
   plan.row_blocks = CeilDiv(tiles, paged ? kMostTilesInPages : kMostTiles);
   plan.tiles = CeilDiv(tiles, plan.row_blocks);
-  if (processors > kMostProcessors) processors = kMostProcessors;
   const int64_t most_at_once = std::max<int64_t>(1, kWarpsWanted / (kDecodeWarps * plan.tiles));
   const int64_t room = plan.on_tensor_cores ? TensorBlocks(p, plan.tiles)
                                             : DecodeBlocks(plan.tile_rows, paged, plan.tiles);
-  const int64_t at_once = std::min(room, most_at_once);
+  plan.at_once = std::min(room, most_at_once);
+  return plan;
+}
+
+}  // namespace
+
+bool DecodeTakes(const DecodeShape& s) {
+  constexpr int64_t kMostBlocks = 65535, kMostKeys = int64_t{1} << 30, kMostRows = 1 << 24;
+  const int64_t group = s.heads / s.kv_heads;
+  const bool few = s.dim <= kDecodeDim ? s.queries == 1 || s.queries * group <= kDecodeRows
+                                       : s.dim <= kWideDim && s.queries <= kWideQueries;
+  return few && s.rows <= kMostBlocks && s.kv_heads <= kMostBlocks && s.kv_len < kMostKeys &&
+         s.rows * s.queries * s.heads < kMostRows;
+}
+
+DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
+  DecodePlan plan = BlocksFor(p);
+  if (processors > kMostProcessors) processors = kMostProcessors;
   const bool near = p.window > 0 && !Joined(p) && p.window + p.length < p.kv_len;
   const int64_t keys = near ? p.window + p.length : p.kv_len;
   const int64_t most =
       CeilDiv(keys, kBlockKeys) < kMostSplits ? CeilDiv(keys, kBlockKeys) : kMostSplits;
   // All blocks at once, and none that begins when the others are done.
-  plan.splits = processors * at_once / (p.rows * p.kv_heads * plan.row_blocks);
+  plan.splits = processors * plan.at_once / (p.rows * p.kv_heads * plan.row_blocks);
   if (plan.splits > most) plan.splits = most;
   if (plan.splits < 1) plan.splits = 1;
-  const int64_t states = plan.splits > 1 ? p.rows * p.kv_heads * rows * plan.splits : 0;
+  const int64_t states = plan.splits > 1 ? p.rows * p.kv_heads * RowsOfHead(p) * plan.splits : 0;
   plan.state_floats = states * (p.dim + static_cast<int64_t>(sizeof(StateTail) / sizeof(float)));
   return plan;
 }

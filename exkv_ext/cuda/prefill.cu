@@ -8,8 +8,8 @@
 // type; those of float32 by plain arithmetic, in the same fragments. Sums are float32.
 #include "attention_call.cuh"
 #include "floats.cuh"
-#include "mma.cuh"
 #include "prefill.cuh"
+#include "tile_fragment.cuh"
 
 namespace exkv {
 namespace {
@@ -77,41 +77,8 @@ struct Place {
   int first_row;
 };
 
-// Where a lane works in its warp's fragments.
-__device__ __forceinline__ int LaneRow() { return static_cast<int>(threadIdx.x) % kWarp / 4; }
-__device__ __forceinline__ int LaneColumn() { return static_cast<int>(threadIdx.x) % 4 * 2; }
-
 // Values of a head that are in use, rounded up to what one product takes.
 __device__ __forceinline__ int UsedDim(int dim) { return (dim + 15) / 16 * 16; }
-
-template <typename T>
-__device__ __forceinline__ void PutFragment(const float (&x)[kFragment], T* to) {
-  Chunk<16> chunk;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) chunk.words[i] = PackPair<T>(x[2 * i], x[2 * i + 1]);
-  *reinterpret_cast<Chunk<16>*>(to) = chunk;
-}
-
-template <>
-__device__ __forceinline__ void PutFragment<float>(const float (&x)[kFragment], float* to) {
-#pragma unroll
-  for (int i = 0; i < kFragment; i += 4) {
-    Chunk<16> chunk;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) chunk.words[j] = __float_as_uint(x[i + j]);
-    *reinterpret_cast<Chunk<16>*>(to + i) = chunk;
-  }
-}
-
-__device__ __forceinline__ Span SpanOf(int index, int dim) {
-  const int first = index * kFragment;
-  return {first, max(0, min(kFragment, dim - first))};
-}
-
-template <typename T>
-constexpr Kind kKindOf = sizeof(T) == 4 ? Kind::kFloat32 : Kind::kBFloat16;
-template <>
-constexpr Kind kKindOf<__half> = Kind::kFloat16;
 
 // The block's queries into shared memory, zeros where there are none; and what each of them sees.
 template <typename S>
@@ -269,16 +236,9 @@ __device__ __forceinline__ void NarrowValues(const Space<S>& space, int dim, Row
   }
 }
 
-struct alignas(16) FloatFour {
-  float at[4];
-};
 struct alignas(8) FloatPair {
   float at[2];
 };
-
-__device__ __forceinline__ FloatFour FourAt(const float* from) {
-  return *reinterpret_cast<const FloatFour*>(from);
-}
 
 // Products of queries and keys in float32.
 template <typename S>

@@ -490,7 +490,7 @@ def test_the_names_of_formats_leave_no_memory_behind():
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
 def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
-    args = arguments(("int4", "int8"), 1, 17, 32, head_dim=288)  # more than kernels take
+    args = arguments(("int4", "int8"), 1, 17, 32, head_dim=608)  # more than kernels take
     op = ops_of("emulated").attention_part
     grown(op, args, 500)
     assert grown(op, args, 3000) < 100_000
@@ -500,8 +500,8 @@ def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
 @pytest.mark.parametrize("kinds", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
 def test_calls_that_go_on_to_the_reference_take_each_format_for_what_it_is(kinds):
     generator = torch.Generator().manual_seed(0)
-    part = make_part(generator, list(kinds), [0, 0], [32, 64], head_dim=288)
-    q = torch.randn(2, 3, 4, 288)
+    part = make_part(generator, list(kinds), [0, 0], [32, 64], head_dim=608)
+    q = torch.randn(2, 3, 4, 608)
     found = part.attend(q, [30, 61], ops=ops_of("emulated"))
     expected = part.attend(q, [30, 61], op=REFERENCES["attention_part"])
     assert all(map(torch.equal, found, expected))
