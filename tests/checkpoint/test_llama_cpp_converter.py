@@ -391,6 +391,23 @@ def test_projections_of_linear_attention_as_they_were_at_first_are_read(tmp_path
     assert_near(logits_of(tmp_path / "first.gguf"), expected_of(theirs))
 
 
+@pytest.mark.parametrize(
+    ("name", "attention", "stored"),
+    [
+        ("GraniteMoeHybrid", "model.layers.1.self_attn", "model.layers.1.self_attn"),
+        ("NemotronH", "model.layers.2.mixer", "backbone.layers.2.mixer"),
+    ],
+)
+def test_rows_without_positions_are_put_back_too(tmp_path, convert, name, attention, stored):
+    """No logits tell, but adapters' rows are added to them."""
+    saved(f"{name}ForCausalLM", tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "model.gguf")
+    theirs = load_file(tmp_path / "saved/model.safetensors")
+    with open_checkpoint(tmp_path / "model.gguf") as checkpoint:
+        for part in ("q_proj.weight", "k_proj.weight"):
+            assert torch.equal(checkpoint.tensor(f"{attention}.{part}"), theirs[f"{stored}.{part}"])
+
+
 def test_adapters_of_a_matrix_whose_columns_lie_in_another_order(tmp_path, convert):
     """Heads of values are put in the order of the file behind an adapter's own matrix."""
     theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved", "q8_0")
