@@ -47,7 +47,7 @@ class AtWork:
     def __init__(self, costs: Costs) -> None:
         # Of all processes: units at work now, units that began, and the sum of those at work then.
         self._counts = multiprocessing.get_context("fork").Array("q", 3)
-        standing, chunk, at_work = Transformer._standing, Transformer.forward_chunk, self
+        standing, chunk, at_work = Transformer.standing, Transformer.forward_chunk, self
 
         def slow(self, unit):
             at_work._add(1)
@@ -59,7 +59,7 @@ class AtWork:
             self.seconds_now = costs.of(lengths.chunk, len(lengths.new))
             return chunk(self, input_ids, cache, lengths, **options)
 
-        Transformer._standing, Transformer.forward_chunk = slow, noted
+        Transformer.standing, Transformer.forward_chunk = slow, noted
 
     def _add(self, number: int) -> None:
         with self._counts:
