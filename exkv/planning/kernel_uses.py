@@ -29,8 +29,9 @@ _STATE_ROWS = 256
 #: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
 #: the up to four rows of a tile; and what rounding up to whole blocks adds.
 _MOST_STATES = 256 * 16 // 4 * 4 + 12
-#: The same of wide heads: three blocks of up to 16 rows for each multiprocessor.
-_MOST_WIDE_STATES = 256 * 3 * 16
+#: The same of wide heads, by bytes of a query's value: three blocks for each multiprocessor, of 16
+#: rows or of 8.
+_MOST_WIDE_STATES = {2: 256 * 3 * 16, 4: 256 * 3 * 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +109,11 @@ def _decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
     most_queries = min(length, _WIDE_QUERIES if wide else max(_DECODE_ROWS // group, 1))
     fits = head_dim <= _WIDE_DIM and max(rows, k.shape[2]) <= _DECODE_BATCH
     fits &= rows * most_queries * heads < _DECODE_TOTAL
+    fits &= not wide or head_dim % 8 == 0
     if not fits:
         return KernelUse(takes=False)
     splits = min(-(-kv_len // _SPLIT_KEYS), _MOST_SPLITS)
-    most_states = _MOST_WIDE_STATES if wide else _MOST_STATES
+    most_states = _MOST_WIDE_STATES[q.element_size()] if wide else _MOST_STATES
     states = min(rows * most_queries * heads * splits, most_states) if splits > 1 else 0
     return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)
 

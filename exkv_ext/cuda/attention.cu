@@ -481,6 +481,12 @@ void LaunchTiles(const DecodeCall& p, const DecodePlan& plan, unsigned rows, cud
   }
 }
 
+// Heads that are no multiple of 8 values were read wrong by the prefill kernel, which loads as this
+// one does (docs/cuda.md); no model has such wide ones.
+bool TakesWide(const DecodeShape& s) {
+  return s.dim <= kWideDim && s.dim % kFragment == 0 && s.queries <= kWideQueries;
+}
+
 // The plan but for the splits, and what follows from them.
 DecodePlan BlocksFor(const AttentionParams& p) {
   DecodePlan plan{};
@@ -512,8 +518,8 @@ DecodePlan BlocksFor(const AttentionParams& p) {
 bool DecodeTakes(const DecodeShape& s) {
   constexpr int64_t kMostBlocks = 65535, kMostKeys = int64_t{1} << 30, kMostRows = 1 << 24;
   const int64_t group = s.heads / s.kv_heads;
-  const bool few = s.dim <= kDecodeDim ? s.queries == 1 || s.queries * group <= kDecodeRows
-                                       : s.dim <= kWideDim && s.queries <= kWideQueries;
+  const bool few =
+      s.dim <= kDecodeDim ? s.queries == 1 || s.queries * group <= kDecodeRows : TakesWide(s);
   return few && s.rows <= kMostBlocks && s.kv_heads <= kMostBlocks && s.kv_len < kMostKeys &&
          s.rows * s.queries * s.heads < kMostRows;
 }

@@ -68,14 +68,15 @@ void PlaceTensors(int64_t tensors_on, int64_t current) {
 // not on.
 std::tuple<int64_t, int64_t> WrongDevice() { return {emulation::current, emulation::wrong}; }
 
-// Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
-// it doesn't take it.
+// Bytes that the decode kernel allocates for a call of this shape, in rows or in pages and with
+// queries of float32 or of 16 bits, or -1 where it doesn't take it.
 int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
-                      int64_t kv_len, int64_t processors, bool shared) {
+                      int64_t kv_len, int64_t processors, bool shared, bool narrow) {
   if (!DecodeTakes({rows, queries, heads, kv_heads, dim, kv_len})) return -1;
   PartParams part{};
   part.row_queries = queries;
   AttentionParams params{};
+  params.dtype = narrow ? FloatType::kBFloat16 : FloatType::kFloat32;
   params.rows = shared ? 1 : rows;
   params.length = shared ? rows * queries : queries;
   params.heads = heads;
@@ -193,7 +194,7 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
       "Tensor? new_lens=None, Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()");
   m.def(
       "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
-      "int processors, bool shared) -> int");
+      "int processors, bool shared, bool narrow) -> int");
   m.def(
       "prefill_taken(int rows, int queries, int heads, int kv_heads, int dim, int kv_len) "
       "-> bool");

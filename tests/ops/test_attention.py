@@ -538,10 +538,10 @@ KERNEL_ARGUMENTS = {
 }
 
 
-def predicted_use(name, rows, queries, heads, kv_heads, head_dim, kv_len):
+def predicted_use(name, rows, queries, heads, kv_heads, head_dim, kv_len, dtype=torch.float32):
     """What a plan for CUDA thinks of a call of this shape."""
     tensors = {
-        "q": torch.empty(rows, queries, heads, head_dim, device="meta"),
+        "q": torch.empty(rows, queries, heads, head_dim, dtype=dtype, device="meta"),
         "k": torch.empty(rows, kv_len, kv_heads, head_dim, device="meta"),
         "lens": torch.empty(rows, dtype=torch.int32, device="meta"),
         "kv_len": kv_len,
@@ -568,16 +568,18 @@ def test_a_prediction_is_not_below_what_the_kernel_allocates(name):
         queries=st.sampled_from([1, 2, 3, 4, 5, 8, 16, 17, 100, 2048, 1 << 16]),
         group=st.sampled_from([1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 71, 128]),
         kv_heads=st.sampled_from([1, 2, 8, 40]),
-        head_dim=st.sampled_from([1, 64, 80, 128, 256, 257, 576, 577]),
+        head_dim=st.sampled_from([1, 64, 80, 128, 256, 257, 264, 576, 584]),
         kv_len=st.sampled_from([1, 128, 129, 1000, 8192, 8193, 1 << 20]),
         processors=st.sampled_from([1, 8, 46, 84, 108, 128, 132, 188, 256, 1000]),
         shared=st.booleans(),
+        narrow=st.booleans(),
     )
-    def check(rows, queries, group, kv_heads, head_dim, kv_len, processors, shared):
+    def check(rows, queries, group, kv_heads, head_dim, kv_len, processors, shared, narrow):
         rest = (group * kv_heads, kv_heads, head_dim, kv_len)
-        use = predicted_use(name, rows, queries, *rest)
+        dtype = torch.bfloat16 if narrow else torch.float32
+        use = predicted_use(name, rows, queries, *rest, dtype=dtype)
         for fewer in {1, 2, 3, 16, queries - 1, queries} & set(range(1, queries + 1)):
-            allocated = scratch(rows, fewer, *rest, processors, shared)
+            allocated = scratch(rows, fewer, *rest, processors, shared, narrow)
             assert use.scratch >= allocated
             if fewer == queries:
                 another = head_dim % 8 == 0 and taken_by_another(rows, queries, *rest)
