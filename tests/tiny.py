@@ -542,6 +542,7 @@ TINY = {
     "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
     "JambaForCausalLM": small(
         "Jamba",
+        num_hidden_layers=4,
         mamba_d_state=8,
         attn_layer_period=2,
         attn_layer_offset=1,

@@ -34,7 +34,7 @@ def test_an_object_of_linear_attentions_settings_is_read_as_transformers_does():
     dense = [config.specific.is_dense(layer) for layer in range(27)]
     assert dense == [kind == "dense" for kind in theirs.mlp_layer_types]
     assert [list(tensor.shape) for tensor in config.state(0)] == [[2, 3 * 16 * 64], [16, 64, 64]]
-    assert config.state(3) == ()
+    assert config.state(3) is None
 
 
 @pytest.mark.parametrize(
