@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_states import GREEDY, IDS, NAMES, alone, theirs_greedy
+from test_states import GREEDY, IDS, alone, theirs_greedy
 from tiny import TINY, reference, save, save_tokenizer
 
 from exkv import CACHES, Draft, Engine, Job, KVCache, Model, NGrams, Tokenizer
@@ -13,7 +13,9 @@ from exkv.cache import PagedCache
 from exkv.models import Transformer
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module", params=["Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "FalconH1ForCausalLM"]
+)
 def models(request, tmp_path_factory):
     """A model of transformers, exkv's of the same weights, and exkv's of almost the same."""
     theirs = reference(TINY[request.param]())
@@ -76,7 +78,7 @@ def verified(model: Model, kind: type[KVCache]) -> KVCache:
     return cache
 
 
-@pytest.mark.parametrize("kept", [(25, 16), (21, 14), (23, 16), (24, 15), (22, 14)])
+@pytest.mark.parametrize("kept", [(25, 16), (21, 14), (23, 15)])
 def test_rejected_tokens_run_again_together_with_the_next_ones(models, kind, ran, kept):
     _, model, _ = models
     cache = verified(model, kind)
