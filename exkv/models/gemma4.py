@@ -354,6 +354,7 @@ UNIFIED = replace(
     | {"num_local_experts", "num_experts_per_tok", "moe_intermediate_size"},
     aliases={},
     stacked_experts=False,
+    gguf=None,  # in a file it is a Gemma 4
 )
 UNIFIED_WITH_IMAGES = replace(
     UNIFIED,
