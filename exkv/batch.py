@@ -25,15 +25,15 @@ class Lengths:
     """Tokens per row: ``past`` in the cache, ``new`` in this chunk of the call, ``later`` in the
     following chunks of the same call; () for none. ``pages`` is the block table, int32 (B, P) on
     the host (``exkv.ops.pages``); None for contiguous rows. ``adapters`` are the rows' adapters
-    (``exkv.models.adapters``). ``settled`` are new tokens of each row behind which recurrent states
-    are snapshotted, 0 for a row without; () for none."""
+    (``exkv.models.adapters``). ``snapshot_at`` are new tokens of each row behind which
+    a snapshot of recurrent states is taken, 0 for a row without; () for none."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
     later: tuple[int, ...] = ()
     pages: torch.Tensor | None = field(default=None, compare=False, repr=False)
     adapters: Chosen = None
-    settled: tuple[int, ...] = ()
+    snapshot_at: tuple[int, ...] = ()
 
     @classmethod
     def uniform(cls, batch_size: int, past: int, new: int) -> Lengths:
@@ -95,7 +95,7 @@ class Batch:
         write_index: int64 ``(row, token, position)`` of every real token; None unless ragged.
         last_index: int64 (B,), each row's last real token; None unless ragged.
         new_lens: int32 (B,), new tokens of each row; None unless ragged, or with snapshots.
-        settled: int32 (B,), see :class:`Lengths`; None without snapshots.
+        snapshot_at: int32 (B,), see :class:`Lengths`; None without snapshots.
         block_table: int32 (B, pages), or None for contiguous rows.
         tables: the source of ``rotary``.
         shifts: memo of :meth:`rotated_back`, on the host.
@@ -108,7 +108,7 @@ class Batch:
     last_index: torch.Tensor | None
     tables: RotaryTables
     new_lens: torch.Tensor | None = None
-    settled: torch.Tensor | None = None
+    snapshot_at: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     shifts: dict[tuple[str, int], Factors] = field(default_factory=dict)
 
@@ -119,10 +119,10 @@ class Batch:
         """Build the tensors on the host and copy them to the device, the rotary factors in one
         copy; equal lengths are filled in there, without a copy."""
         tables = _moved_together(rotary(lengths, dtype), device)
-        write_index = last_index = new_lens = settled = None
-        if lengths.settled:
-            settled = move(torch.tensor(lengths.settled, dtype=torch.int32), device)
-        if lengths.ragged or lengths.settled:
+        write_index = last_index = new_lens = snapshot_at = None
+        if lengths.snapshot_at:
+            snapshot_at = move(torch.tensor(lengths.snapshot_at, dtype=torch.int32), device)
+        if lengths.ragged or lengths.snapshot_at:
             new_lens = move(torch.tensor(lengths.new, dtype=torch.int32), device)
         if lengths.ragged:
             write_index = token_index(lengths, device)
@@ -135,7 +135,7 @@ class Batch:
             last_index=last_index,
             tables=rotary,
             new_lens=new_lens,
-            settled=settled,
+            snapshot_at=snapshot_at,
             block_table=None if lengths.pages is None else move(lengths.pages, device),
         )
 

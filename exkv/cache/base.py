@@ -476,7 +476,7 @@ class KVCache(Rows):
         """Copy a row to host memory, to swap it out: its pages of the pool, and its states. A
         stale row returns to its snapshot."""
         if row in self.stale:
-            self.return_to_snapshots([row])
+            self.restore_snapshots([row])
         states = [layer.state(row) for layer in self.layers]
         return SwappedPages.of([layer.pooled for layer in self.layers], pages, states)
 
@@ -556,8 +556,8 @@ class KVCache(Rows):
         lost = self._lost_keys(row, kept)
         changed = bool(self._states) and kept < len(self.sequences[row])
         self.forget_after(row, kept, lost=lost or changed)
-        if self.settled[row] and self._lost_keys(row, self.settled[row]):
-            self.settled[row] = 0
+        if self.snapshot_lens[row] and self._lost_keys(row, self.snapshot_lens[row]):
+            self.snapshot_lens[row] = 0
 
     def _lost_keys(self, row: int, kept: int) -> bool:
         """Whether keys and values were overwritten that tokens behind the first ``kept`` see."""
@@ -578,21 +578,21 @@ class KVCache(Rows):
     def _keys(self) -> list[CacheLayer]:
         return [layer for layer in self.layers if not isinstance(layer, StateLayer)]
 
-    def tails(self, rows: int) -> dict[int, int]:
+    def rerun_lens(self, rows: int) -> dict[int, int]:
         """Of the first rows, those that run again from a snapshot on at their next use -> how many
         of their tokens are behind it."""
         return {
-            row: len(self.sequences[row]) - self.settled[row]
+            row: len(self.sequences[row]) - self.snapshot_lens[row]
             for row in self.stale
-            if row < rows and self.settled[row]
+            if row < rows and self.snapshot_lens[row]
         }
 
-    def return_to_snapshots(self, rows: Iterable[int]) -> None:
+    def restore_snapshots(self, rows: Iterable[int]) -> None:
         """Truncate these rows to their snapshots, from where they go on."""
         for row in rows:
             for layer in self._states:
                 layer.restore(row)
-            self.forget_after(row, self.settled[row], lost=False)
+            self.forget_after(row, self.snapshot_lens[row], lost=False)
             self.stale.discard(row)
 
     @mirrored
@@ -653,7 +653,9 @@ class KVCache(Rows):
         """Length of the prefix that both rows store alike, so that it needs no copying."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
-        if self.prefix_of(to) != self.prefix_of(row) or self.settled[to] != self.settled[row]:
+        if self.prefix_of(to) != self.prefix_of(row):
+            return 0
+        if self.snapshot_lens[to] != self.snapshot_lens[row]:
             return 0
         written, new = max(self.written[to], self.written[row]), len(self.sequences[row])
         kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in layers)
@@ -800,7 +802,7 @@ class KVCache(Rows):
     def name_row(self, row: int, tokens: Sequence[int], made_with: str | None) -> None:
         """Record the tokens of an empty row whose keys and values are stored."""
         self.sequences[row] = list(tokens)
-        self.settled[row], self.written[row] = 0, len(tokens)
+        self.snapshot_lens[row], self.written[row] = 0, len(tokens)
         self.made_with[row] = made_with
         self.hidden[row] = None
 
@@ -817,7 +819,10 @@ class KVCache(Rows):
         hidden = other.hidden[source]
         self.set_row(row, other.sequences[source], other.pages.rows[source])
         self.rotary_variants[row], self.made_with[row] = variant, made_with
-        self.settled[row], self.written[row] = other.settled[source], other.written[source]
+        self.snapshot_lens[row], self.written[row] = (
+            other.snapshot_lens[source],
+            other.written[source],
+        )
         self.hidden[row] = hidden
         if source in other.stale:
             self.stale.add(row)
@@ -833,7 +838,7 @@ class KVCache(Rows):
         """Record what the rows of a copy hold: those of these rows."""
         fork.become([self.sequences[row] for row in source])
         fork.alike = self.alike_among(source)
-        fork.settled = [self.settled[row] for row in source]
+        fork.snapshot_lens = [self.snapshot_lens[row] for row in source]
         fork.written = [self.written[row] for row in source]
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]

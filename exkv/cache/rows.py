@@ -31,8 +31,7 @@ class Rows:
             for several.
         stale: rows that were cropped into tokens which their ring had overwritten; the model
             recomputes them on next use.
-        settled: tokens of each row behind which its snapshot of recurrent states was taken; 0 for
-            none.
+        snapshot_lens: length of each row at its snapshot of recurrent states; 0 for none.
         written: most tokens that each row has had since it was empty or recomputed; if more than it
             has now, its ring may have overwritten some.
         hidden: the last hidden states of each row's newest tokens, where the model has an MTP
@@ -46,7 +45,7 @@ class Rows:
     rotary_variants: list[tuple[bool, ...] | None]
     made_with: list[str | None]
     stale: set[int]
-    settled: list[int]
+    snapshot_lens: list[int]
     written: list[int]
     hidden: list[Hidden | None]
     alike: np.ndarray
@@ -65,13 +64,13 @@ class Rows:
         self,
         tokens: Sequence[Sequence[int]],
         made_with: Sequence[str | None] | None = None,
-        settled: Sequence[int] = (),
+        snapshot_at: Sequence[int] = (),
     ) -> None:
-        """Append tokens that every layer has stored, with the adapters in use, and snapshots behind
-        the first ``settled`` of them; called once a forward call, and only there."""
-        for row, count in enumerate(settled):
+        """Append tokens that every layer has stored, with the adapters in use, and record snapshots
+        behind the first ``snapshot_at`` of them; called once a forward call, and only there."""
+        for row, count in enumerate(snapshot_at):
             if count:
-                self.settled[row] = len(self.sequences[row]) + count
+                self.snapshot_lens[row] = len(self.sequences[row]) + count
         for row, new in enumerate(tokens):
             key = None if made_with is None else made_with[row]
             if new and self.made_with[row] != key:
@@ -79,11 +78,11 @@ class Rows:
             self.sequences[row].extend(new)
             self.written[row] = max(self.written[row], len(self.sequences[row]))
 
-    def unsettle(self, settled: Sequence[int]) -> None:
+    def drop_snapshots(self, snapshot_at: Sequence[int]) -> None:
         """Forget the snapshots of rows that get another one, until all layers have it."""
-        for row, count in enumerate(settled):
+        for row, count in enumerate(snapshot_at):
             if count:
-                self.settled[row] = 0
+                self.snapshot_lens[row] = 0
 
     def forget_after(self, row: int, kept: int, *, lost: bool) -> None:
         """Truncate a row to ``kept`` tokens; ``lost`` if tokens that the next one would see were
@@ -92,8 +91,8 @@ class Rows:
         self.prefix_lens[row] = min(self.prefix_lens[row], kept)
         for known in (self.alike[row], self.alike[:, row]):
             known[:] = known.clip(max=kept)
-        if self.settled[row] > kept:
-            self.settled[row] = 0
+        if self.snapshot_lens[row] > kept:
+            self.snapshot_lens[row] = 0
         if kept == 0:
             self.made_with[row] = self.hidden[row] = None
             self.stale.discard(row)
@@ -142,7 +141,7 @@ class Rows:
         self.alike[:used, :used] = alike
         self.stale = {to for to, row in enumerate(source) if row in self.stale}
         spare = len(self.sequences) - used
-        self.settled = [self.settled[row] for row in source] + [0] * spare
+        self.snapshot_lens = [self.snapshot_lens[row] for row in source] + [0] * spare
         self.written = [self.written[row] for row in source] + [0] * spare
         variants = [self.rotary_variants[row] for row in source]
         self.rotary_variants = [*variants, *[None] * spare]
@@ -165,6 +164,6 @@ class Rows:
         self.made_with = [None] * len(self.prefix_lens)
         self.hidden = [None] * len(self.prefix_lens)
         self.stale = set(stale)
-        self.settled = [0] * len(self.prefix_lens)
+        self.snapshot_lens = [0] * len(self.prefix_lens)
         self.written = self.seq_lens
         self.alike = np.zeros((len(self.prefix_lens), len(self.prefix_lens)), dtype=np.int64)

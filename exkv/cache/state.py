@@ -4,7 +4,8 @@ A state is of one size, however long its row is. It is what is behind the row's 
 no earlier token can be returned to: like a ring that has overwritten what it would need, a cropped
 row is stale, and the model runs it again at its next use (``Rows.stale``): from its first token
 on, or from where a snapshot was taken. A cache with room for snapshots has one of each row, which a
-call takes behind the tokens that are known to stay (``Lengths.settled``), amid the row's new ones.
+call takes behind the tokens that are known to stay (``Lengths.snapshot_at``), amid the row's new
+ones.
 """
 
 from __future__ import annotations
@@ -56,20 +57,20 @@ class States:
             inputs: (B, T, ...) each.
         """
         state, batch = self.tensors[name], self.batch
-        if batch.settled is None or batch.new_lens is None:
+        if batch.snapshot_at is None or batch.new_lens is None:
             return op(*inputs, state, batch.new_lens)
         # In two parts, whose border is another one in each row.
-        settled, tokens = batch.lengths.settled, inputs[0].shape[1]
-        first = op(*(x[:, : max(settled)].contiguous() for x in inputs), state, batch.settled)
-        rows = [row for row, count in enumerate(settled) if count]
+        counts, tokens = batch.lengths.snapshot_at, inputs[0].shape[1]
+        first = op(*(x[:, : max(counts)].contiguous() for x in inputs), state, batch.snapshot_at)
+        rows = [row for row, count in enumerate(counts) if count]
         self.tensors[name + _SNAPSHOT][rows] = state[rows]
-        rest = tokens - min(settled)
+        rest = tokens - min(counts)
         if not rest:
             return first
-        at, border = torch.arange(tokens, device=state.device), batch.settled.unsqueeze(-1)
-        row = torch.arange(len(settled), device=state.device).unsqueeze(-1)
+        at, border = torch.arange(tokens, device=state.device), batch.snapshot_at.unsqueeze(-1)
+        row = torch.arange(len(counts), device=state.device).unsqueeze(-1)
         behind = (at[:rest] + border).clamp_(max=tokens - 1)
-        last = op(*(x[row, behind] for x in inputs), state, batch.new_lens - batch.settled)
+        last = op(*(x[row, behind] for x in inputs), state, batch.new_lens - batch.snapshot_at)
         out = last[row, (at - border).clamp_(min=0, max=rest - 1)]
         early = (at < border).nonzero(as_tuple=True)
         out[early] = first[early]

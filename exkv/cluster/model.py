@@ -717,7 +717,7 @@ def _lose(cache: KVCache) -> None:
     assert cache.pages is not None
     cache.pages.pool.lose()
     cache.stale = {row for row, ids in enumerate(cache.sequences) if ids}
-    cache.settled = [0] * cache.batch_size
+    cache.snapshot_lens = [0] * cache.batch_size
 
 
 def _check_kept(cache: KVCache | None) -> None:

@@ -273,7 +273,7 @@ class Replica:
         cache.rollback([len(ids) for ids in state["sequences"]], state["written"])
         cache.sequences = [list(ids) for ids in state["sequences"]]
         cache.written = list(state["written"])
-        cache.stale, cache.settled = set(state["stale"]), list(state["settled"])
+        cache.stale, cache.snapshot_lens = set(state["stale"]), list(state["snapshot_lens"])
         cache.rotary_variants = list(state["variants"])
         cache.made_with = list(state["made_with"])
         cache.alike[:] = 0  # unknown: rows may have changed
@@ -339,7 +339,7 @@ def rows_of(cache: KVCache) -> dict[str, Any]:
         "sequences": cache.sequences,
         "written": cache.written,
         "stale": sorted(cache.stale),
-        "settled": cache.settled,
+        "snapshot_lens": cache.snapshot_lens,
         "variants": cache.rotary_variants,
         "made_with": cache.made_with,
         "prefix_rows": cache.prefix_rows,
@@ -391,4 +391,4 @@ def rebuild(model: Transformer, cache: KVCache, stop: int) -> None:
     finally:
         cache.sequences, cache.made_with = tokens, made_with
         cache.written, cache.stale = written, stale
-        cache.settled = [0] * len(tokens)
+        cache.snapshot_lens = [0] * len(tokens)

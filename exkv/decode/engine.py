@@ -22,7 +22,7 @@ from .job import Event, Handle, Job
 from .job_chooser import JobChooser
 from .new_job import check_parts, new_handle
 from .scheduler import EngineStats, Scheduler
-from .speculation import MTP, Draft, NGrams, Speculation, check_returns
+from .speculation import MTP, Draft, NGrams, Speculation, check_rollback
 from .streams import Step, Streams
 
 
@@ -87,7 +87,7 @@ class Engine:
         self.tokenizer = tokenizer
         speculation = Speculation(model, draft, ngrams, chunk)
         if speculation.tokens:
-            check_returns(cache)
+            check_rollback(cache)
         self.max_running = max_running
         self.draft = draft = speculation.draft
         self._held = ExitStack()  # of the draft's cache

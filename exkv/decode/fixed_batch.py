@@ -30,7 +30,7 @@ from .request import Request, read_request, stopping_criteria
 from .rows import Row
 from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import MTP, Draft, NGrams, Speculation, check_returns
+from .speculation import MTP, Draft, NGrams, Speculation, check_rollback
 
 #: Tokens that must be saved for beams to share a prompt instead of copying it: attention over a
 #: shared and an own part is two calls and a merge. With 4 beams of the demo model on a CPU a step
@@ -170,7 +170,7 @@ def run_loop(
         ngrams = NGrams(tokens=lookup, longest=config.max_matching_ngram_size or 2)
     speculation = Speculation(runner.model, draft, ngrams)
     if speculation.tokens:
-        check_returns(runner.cache)
+        check_rollback(runner.cache)
     chooser = chooser_of(task, place, len(rows), speculation.tokens > 0)
     scheduler = Scheduler(place, chooser, speculation)
     task.stream(task.prompts.followed_by(torch.empty((len(rows), 0), dtype=torch.int64)))

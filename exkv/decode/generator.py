@@ -27,7 +27,7 @@ from .job_chooser import JobChooser
 from .new_job import check_parts, new_handle
 from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import MTP, Draft, NGrams, Speculation, check_returns
+from .speculation import MTP, Draft, NGrams, Speculation, check_rollback
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
@@ -89,7 +89,7 @@ class Generator:
         check_parts(model, cache, tokenizer)
         self._speculation = Speculation(model, draft, ngrams)
         if self._speculation.tokens:
-            check_returns(cache)
+            check_rollback(cache)
         self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()

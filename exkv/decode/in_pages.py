@@ -271,9 +271,9 @@ class InPages(Rows[PagedGroup]):
         """Swap out a row, as far as it is valid; None if it has to run again."""
         assert cache.pages is not None
         stale = row in cache.stale
-        if stale and not cache.settled[row]:
+        if stale and not cache.snapshot_lens[row]:
             return None
-        tokens = cache.sequences[row][: cache.settled[row] if stale else None]
+        tokens = cache.sequences[row][: cache.snapshot_lens[row] if stale else None]
         pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
         return SwappedRow(tokens=tokens, pages=cache.swap_out(pages, row))
 

@@ -59,7 +59,7 @@ class Runner(Leased):
             rows = [ids[kept:] for ids, kept in zip(prompts, keep, strict=True)]
             if self.cache.has_snapshots:  # where another answer to these prompts would begin
                 firsts = [ids[:-1] for ids in rows]
-                self.rescue.run(lambda: self._settle(firsts), self.cache)
+                self.rescue.run(lambda: self._prefill_to_snapshot(firsts), self.cache)
                 rows = [ids[-1:] for ids in rows]
             return self._forward(rows)
 
@@ -122,7 +122,7 @@ class Runner(Leased):
                 cache.free()
                 self.model.forget_cache(cache)
 
-    def _settle(self, rows: Sequence[Sequence[int]]) -> None:
+    def _prefill_to_snapshot(self, rows: Sequence[Sequence[int]]) -> None:
         """Run tokens of rows, and take snapshots of recurrent states behind them."""
         padded, lengths = pad_rows(rows)
         if any(lengths):
@@ -132,7 +132,7 @@ class Runner(Leased):
                 new_lens=lengths,
                 preprocess_only=True,
                 adapter=self.adapter,
-                settle=lengths,
+                snapshot_at=lengths,
             )
 
     def _forward(self, rows: Sequence[Sequence[int]], placed: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,12 +35,23 @@ from .bound_run import Logits
 from .elsewhere import Transport
 from .logits_check import check_logits
 from .mtp import follow
+from .rerun import Rerun
 from .runs import Runs
-from .tails import Tails
 from .units import PlacedUnit, Unit, UnitSpec, unit_specs
 
 #: Default sizes of a chunk, in tokens: a plan takes the largest that fits.
 CHUNKS = (2048, 1024, 512, 256, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """What :meth:`Transformer.forward` is asked for, by its arguments."""
+
+    last_id_only: bool = False
+    preprocess_only: bool = False
+    keep_chunks: bool = False
+    each_token: bool = False
+    placed_ids: torch.Tensor | None = None
 
 
 class Transformer:
@@ -395,7 +406,7 @@ class Transformer:
         each_token: bool = False,
         placed_ids: torch.Tensor | None = None,
         adapter: str | Sequence[str | None] | None = None,
-        settle: Sequence[int] | None = None,
+        snapshot_at: Sequence[int] | None = None,
     ) -> torch.Tensor | None:
         """Run tokens through the model, after those that the cache holds.
 
@@ -414,8 +425,9 @@ class Transformer:
             placed_ids: ``input_ids`` on the device where they were chosen, to save the copy. Only
                 for calls of one chunk.
             adapter: the name of a loaded one, or one or None for each row.
-            settle: new tokens of each row behind which a cache with room for snapshots of recurrent
-                states takes one, 0 for none; None for the first with ``each_token``, else none.
+            snapshot_at: new tokens of each row behind which a cache with room for snapshots of
+                recurrent states takes one, 0 for none; None for the first with ``each_token``, else
+                for none.
 
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
@@ -432,7 +444,8 @@ class Transformer:
             if each_token:
                 raise ValueError("each_token is for tokens that come behind those in a cache")
             lengths = self._check_input(input_ids, None, new_lens, adapter)
-            return self._forward_chunks(input_ids, None, lengths, last_id_only, preprocess_only)
+            call = _Call(last_id_only=last_id_only, preprocess_only=preprocess_only)
+            return self._forward_chunks(input_ids, None, lengths, call)
         if each_token and input_ids.shape[-1] > self.logits_len:
             raise ValueError(
                 f"each_token takes {self.logits_len} tokens a row, and input_ids are "
@@ -442,82 +455,62 @@ class Transformer:
             raise ValueError(
                 f"placed_ids are {tuple(placed_ids.shape)}, and input_ids {tuple(input_ids.shape)}"
             )
+        call = _Call(
+            last_id_only=last_id_only,
+            preprocess_only=preprocess_only,
+            keep_chunks=keep_chunks,
+            each_token=each_token,
+            placed_ids=placed_ids,
+        )
         with cache.use("model.forward"):
             lengths = self._check_input(input_ids, cache, new_lens, adapter)
-            options = (last_id_only, preprocess_only, keep_chunks, each_token)
-            if cache.has_snapshots:
-                if settle is None and each_token:
-                    settle = [min(new, 1) for new in lengths.new]
-                if settle is not None and any(settle):
-                    lengths = replace(lengths, settled=tuple(settle))
-                tails = Tails.of(cache, lengths)
-                if tails.tokens and not self.rotary.varies:
-                    return self._from_snapshots(input_ids, cache, lengths, tails, *options)
-            return self._forward_or_defragment(input_ids, cache, lengths, placed_ids, *options)
+            if not cache.has_snapshots:
+                return self._forward_or_defragment(input_ids, cache, lengths, call)
+            if snapshot_at is None and each_token:
+                snapshot_at = [min(new, 1) for new in lengths.new]
+            if snapshot_at is not None and any(snapshot_at):
+                lengths = replace(lengths, snapshot_at=tuple(snapshot_at))
+            return self._forward_from_snapshots(input_ids, cache, lengths, call)
 
     __call__ = forward
 
-    def _from_snapshots(
-        self,
-        input_ids: torch.Tensor,
-        cache: KVCache,
-        lengths: Lengths,
-        tails: Tails,
-        last_id_only: bool,
-        preprocess_only: bool,
-        keep_chunks: bool,
-        each_token: bool,
+    def _forward_from_snapshots(
+        self, input_ids: torch.Tensor, cache: KVCache, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
-        """A call of rows that return to their snapshots, and run their tokens again: together with
+        """A call whose rows may have to run tokens again, from their snapshots on: together with
         the new ones, if a call takes so many, or else before."""
-        ids, call = tails.before(input_ids, lengths)
-        if call.chunk > (self.logits_len if each_token else self.max_input_len):
-            ids, call = tails.alone(lengths)
-            with tails.returned(cache):
-                if call.chunk:
-                    self._forward_or_defragment(ids, cache, call, None, False, True, False, False)
-            options = (last_id_only, preprocess_only, keep_chunks, each_token)
-            return self._forward_or_defragment(input_ids, cache, lengths, None, *options)
-        with tails.returned(cache):
-            logits = self._forward_or_defragment(
-                ids, cache, call, None, last_id_only, preprocess_only, False, each_token
-            )
-        if logits is None or last_id_only:
+        rerun = Rerun.of(cache, lengths)
+        if not rerun.tokens or self.rotary.varies:
+            return self._forward_or_defragment(input_ids, cache, lengths, call)
+        ids, both = rerun.joined(input_ids, lengths)
+        if both.chunk > (self.logits_len if call.each_token else self.max_input_len):
+            ids, before = rerun.alone(lengths)
+            with rerun.restored(cache):
+                if before.chunk:
+                    self._forward_or_defragment(ids, cache, before, _Call(preprocess_only=True))
+            return self._forward_or_defragment(input_ids, cache, lengths, call)
+        joined = replace(call, keep_chunks=False, placed_ids=None)
+        with rerun.restored(cache):
+            logits = self._forward_or_defragment(ids, cache, both, joined)
+        if logits is None or call.last_id_only:
             return logits
-        return tails.without(logits, lengths, each_token)
+        return rerun.own_logits(logits, lengths, call.each_token)
 
     def _forward_or_defragment(
-        self,
-        input_ids: torch.Tensor,
-        cache: KVCache,
-        lengths: Lengths,
-        placed_ids: torch.Tensor | None,
-        last_id_only: bool,
-        preprocess_only: bool,
-        keep_chunks: bool,
-        each_token: bool,
+        self, input_ids: torch.Tensor, cache: KVCache, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
         """:meth:`_forward_cached`, once more where memory is free in pieces only."""
-        options = (last_id_only, preprocess_only, keep_chunks, each_token)
         try:
-            return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
+            return self._forward_cached(input_ids, cache, lengths, call)
         except RuntimeError as error:
-            if keep_chunks or not self._in_segments or not is_out_of_memory(error):
+            if call.keep_chunks or not self._in_segments or not is_out_of_memory(error):
                 raise
         # Calls of other shapes, and growth, may have left pieces that no request fits.
         cache.defragment()
-        return self._forward_cached(input_ids, cache, lengths, placed_ids, *options)
+        return self._forward_cached(input_ids, cache, lengths, call)
 
     def _forward_cached(
-        self,
-        input_ids: torch.Tensor,
-        cache: KVCache,
-        lengths: Lengths,
-        placed_ids: torch.Tensor | None,
-        last_id_only: bool,
-        preprocess_only: bool,
-        keep_chunks: bool,
-        each_token: bool,
+        self, input_ids: torch.Tensor, cache: KVCache, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
         """A call behind a cache, which is rolled back on an error."""
         before = cache.seq_lens
@@ -525,15 +518,13 @@ class Transformer:
             self._make_room(cache, lengths)
             lengths = cache.placed(lengths)
             self._renew_keys(cache, lengths)
-            if each_token:
+            if call.each_token:
                 return self.forward_chunk(
                     input_ids, cache, lengths, head=True, last_id_only=False, each_token=True
                 )
-            return self._forward_chunks(
-                input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
-            )
+            return self._forward_chunks(input_ids, cache, lengths, call)
         except BaseException:
-            cache.rollback(cache.seq_lens if keep_chunks else before, lengths.final)
+            cache.rollback(cache.seq_lens if call.keep_chunks else before, lengths.final)
             raise
 
     @property
@@ -551,20 +542,14 @@ class Transformer:
         return lambda: logits
 
     def _forward_chunks(
-        self,
-        input_ids: torch.Tensor,
-        cache: KVCache | None,
-        lengths: Lengths,
-        last_id_only: bool,
-        preprocess_only: bool,
-        placed_ids: torch.Tensor | None = None,
+        self, input_ids: torch.Tensor, cache: KVCache | None, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
         outputs: list[torch.Tensor] = []
         last: torch.Tensor | None = None
         for first, chunk in self._chunks(lengths, cached=cache is not None):
             end = first + chunk.chunk
             ending = [row for row, new in enumerate(lengths.new) if first < new <= end]
-            wanted = not preprocess_only and (bool(ending) or not last_id_only)
+            wanted = not call.preprocess_only and (bool(ending) or not call.last_id_only)
             whole = chunk is lengths
             ids = input_ids if whole else input_ids[:, first:end]
             logits = self.forward_chunk(
@@ -572,14 +557,14 @@ class Transformer:
                 cache,
                 chunk,
                 head=wanted,
-                last_id_only=last_id_only,
-                placed_ids=placed_ids if whole else None,
+                last_id_only=call.last_id_only,
+                placed_ids=call.placed_ids if whole else None,
             )
             if logits is None:  # not wanted of this chunk
                 continue
             if chunk.chunk < lengths.chunk:
                 logits = logits.to(devices.CPU)  # make room for the next chunk
-            if not last_id_only:
+            if not call.last_id_only:
                 outputs.append(logits)
             elif last is None:
                 last = logits
@@ -602,10 +587,10 @@ class Transformer:
             part = tuple(min(new - d, size) for new, d in zip(lengths.new, done, strict=True))
             ends = zip(lengths.final, past, part, strict=True)
             later = tuple(final - p - n for final, p, n in ends)
-            borders = zip(lengths.settled, done, part, strict=False)
-            settled = tuple(count - d if d < count <= d + n else 0 for count, d, n in borders)
-            settled = settled if any(settled) else ()
-            yield first, replace(lengths, past=past, new=part, later=later, settled=settled)
+            borders = zip(lengths.snapshot_at, done, part, strict=False)
+            at = tuple(count - d if d < count <= d + n else 0 for count, d, n in borders)
+            at = at if any(at) else ()
+            yield first, replace(lengths, past=past, new=part, later=later, snapshot_at=at)
 
     def _make_room(self, cache: KVCache, lengths: Lengths) -> None:
         """Make room for all that a call writes; errors as of ``cache.make_room``."""
@@ -614,7 +599,7 @@ class Transformer:
             return
         again = self._rows_to_renew(cache, lengths)
         past = enumerate(lengths.past)
-        starts = [cache.settled[row] if row in again else start for row, start in past]
+        starts = [cache.snapshot_lens[row] if row in again else start for row, start in past]
         cache.make_room(lengths.final, starts)
 
     def _rows_to_renew(self, cache: KVCache, lengths: Lengths) -> list[int]:
@@ -679,7 +664,7 @@ class Transformer:
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
         wanted = Logits.EACH if each_token else wanted
         if cache is not None:
-            cache.unsettle(lengths.settled)
+            cache.drop_snapshots(lengths.snapshot_at)
         x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
         chosen = lengths.adapters
         units = self.units if chosen is None else self._adapted.find(self.units, chosen)
@@ -716,7 +701,7 @@ class Transformer:
         if cache is not None:
             ids = input_ids.tolist()
             tokens = [row[:new] for row, new in zip(ids, lengths.new, strict=True)]
-            cache.advance(tokens, self.keys_of(chosen, len(tokens)), lengths.settled)
+            cache.advance(tokens, self.keys_of(chosen, len(tokens)), lengths.snapshot_at)
         if not head:
             return None
         logits = x if self.transport is None else self.transport.logits(x, lengths, wanted)

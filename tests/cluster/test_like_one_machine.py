@@ -292,10 +292,10 @@ def verified(model: Model) -> list[torch.Tensor]:
     found = []
     for kept in ([22, 10], [24, 14]):
         found.append(model.forward(IDS[:, 20:24], cache, each_token=True).cpu())
-        settled = list(cache.settled)
+        settled = list(cache.snapshot_lens)
         cache.crop(kept)
         found.append(model.forward(IDS[:, 3:4], cache).cpu())
-        assert cache.settled == settled and all(settled) == model.config.has_states
+        assert cache.snapshot_lens == settled and all(settled) == model.config.has_states
     cache.free()
     model.forget_cache(cache)
     return found

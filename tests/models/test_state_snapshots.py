@@ -74,7 +74,7 @@ def verified(model: Model, kind: type[KVCache]) -> KVCache:
     model.forward(IDS[:, :20], cache, new_lens=[20, 13])
     ids = torch.stack([IDS[0, 20:25], torch.cat((IDS[1, 13:16], torch.zeros(2).long()))])
     model.forward(ids, cache, new_lens=[5, 3], each_token=True)
-    assert cache.settled == [21, 14] and not cache.stale
+    assert cache.snapshot_lens == [21, 14] and not cache.stale
     return cache
 
 
@@ -102,7 +102,7 @@ def test_a_second_verification_goes_on_from_the_first(models, kind):
     cache.crop([23, 14])
     ids = torch.stack([IDS[0, 23:26], IDS[1, 14:17]])
     found = model.forward(ids, cache, each_token=True)
-    assert cache.settled == [24, 15] and len(found) == 6
+    assert cache.snapshot_lens == [24, 15] and len(found) == 6
     for row, (start, settled) in enumerate([(20, 23), (13, 14)]):
         for at in range(3):
             expected = alone(model, kind, row, start, settled + at + 1)
@@ -116,9 +116,9 @@ def test_a_second_verification_goes_on_from_the_first(models, kind):
 def test_a_long_tail_runs_in_a_call_before(models, ran):
     _, model, _ = models
     cache = CACHES["fp16"](model, 64, snapshots=True)
-    model.forward(IDS[:1, :20], cache, settle=[18])
+    model.forward(IDS[:1, :20], cache, snapshot_at=[18])
     model.forward(IDS[:1, 20:40], cache)
-    assert cache.settled == [18]
+    assert cache.snapshot_lens == [18]
     cache.crop(30)
     ran.clear()
     found = model.forward(IDS[:1, 30:40], cache, last_id_only=True)
@@ -130,7 +130,7 @@ def test_what_came_before_a_snapshot_runs_from_the_start(models, kind):
     _, model, _ = models
     cache = verified(model, kind)
     cache.crop([12, 14])
-    assert cache.settled == [0, 14]
+    assert cache.snapshot_lens == [0, 14]
     found = model.forward(torch.stack([IDS[0, 12:13], IDS[1, 14:15]]), cache)[:, -1]
     assert_close(
         found, torch.cat([alone(model, kind, 0, 12, 13), alone(model, kind, 1, 13, 15)]), kind
@@ -169,7 +169,7 @@ def test_a_call_that_fails_leaves_no_half_taken_snapshot(models, monkeypatch):
         patch.setattr(unit, "forward", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model.forward(torch.stack([IDS[0, 23:26], IDS[1, 15:18]]), cache, each_token=True)
-    assert cache.seq_lens == [23, 15] and cache.settled == [0, 0]
+    assert cache.seq_lens == [23, 15] and cache.snapshot_lens == [0, 0]
     found = model.forward(torch.stack([IDS[0, 23:24], IDS[1, 15:16]]), cache)[:, -1]
     expected = [alone(model, CACHES["fp16"], row, n, n + 1) for row, n in enumerate((23, 15))]
     assert_close(found, torch.cat(expected), KVCache)

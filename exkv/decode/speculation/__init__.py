@@ -11,7 +11,7 @@ is speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupl
 
 from .draft import Draft
 from .heads import MTP, OWN_HEAD, check_has_head
-from .limits import Limits, check_promised, check_returns, check_same_vocabulary
+from .limits import Limits, check_promised, check_rollback, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 from .proposals import Speculation
 
@@ -25,6 +25,6 @@ __all__ = [
     "Speculation",
     "check_has_head",
     "check_promised",
-    "check_returns",
+    "check_rollback",
     "check_same_vocabulary",
 ]

@@ -13,7 +13,7 @@ from exkv.cache.lease import Leased
 from exkv.models import Transformer
 from exkv.sampling.bounds import check_count
 
-from .limits import check_returns
+from .limits import check_rollback
 
 #: (logits (1, V), proposed tokens so far) -> a token.
 Guess: TypeAlias = Callable[[Tensor, Sequence[int]], int]
@@ -42,7 +42,7 @@ class Draft(Leased):
                 f"{cache!r:.60}"
             )
         cache.bind(model)
-        check_returns(cache)
+        check_rollback(cache)
         check_count("tokens", tokens, 1, 1024, "an int from 1 to 1024")
         if not 0 <= confidence <= 1:
             raise ValueError(f"confidence is {confidence!r}; it must be from 0 to 1")
@@ -69,13 +69,13 @@ class Draft(Leased):
         with self.using():
             rows = self._begun(texts, self._fitting(texts, most), chunk)
             found: dict[int, list[int]] = {row: [] for row in texts}
-            settle = list(map(len, rows))  # texts stay, proposals may go
+            snapshot_at = list(map(len, rows))  # texts stay, proposals may go
             while any(rows):
                 padded, lengths = pad_rows(rows)
                 logits = self.model.forward(
-                    padded, self.cache, new_lens=lengths, last_id_only=True, settle=settle
+                    padded, self.cache, new_lens=lengths, last_id_only=True, snapshot_at=snapshot_at
                 )
-                settle = [0] * len(rows)
+                snapshot_at = [0] * len(rows)
                 assert logits is not None
                 going = [row for row, ids in enumerate(rows) if ids]
                 rows = [[] for _ in rows]

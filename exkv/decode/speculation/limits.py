@@ -30,7 +30,7 @@ def check_promised(model: Transformer) -> None:
         )
 
 
-def check_returns(cache: KVCache) -> None:
+def check_rollback(cache: KVCache) -> None:
     """ValueError for a cache whose recurrent states have no snapshots to return to."""
     if cache.model.config.has_states and not cache.has_snapshots:
         raise ValueError(
@@ -75,7 +75,7 @@ class Limits:
         """How many of ``most`` tokens a row may store behind its next one, and drop without running
         any again."""
         kept = len(self._cache.sequences[row]) + 1
-        again = self._cache.tails(row + 1).get(row, 0)  # tokens that run again in the same call
+        again = self._cache.rerun_lens(row + 1).get(row, 0)  # in the same call
         most = min(most, self._model.logits_len - 1 - again, self._cache.row_limit(row) - kept)
         while most > 0 and not self._returns(row, kept + most, kept):
             most -= 1

@@ -14,7 +14,7 @@ from exkv.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
-class Tails:
+class Rerun:
     """The tokens behind their snapshots of some rows of a call.
 
     Attributes:
@@ -24,16 +24,16 @@ class Tails:
     tokens: Mapping[int, list[int]]
 
     @classmethod
-    def of(cls, cache: KVCache, lengths: Lengths) -> Tails:
+    def of(cls, cache: KVCache, lengths: Lengths) -> Rerun:
         """Of the rows that a call brings tokens for."""
-        rows = cache.tails(len(lengths.new)).items()
+        rows = cache.rerun_lens(len(lengths.new)).items()
         found = {row: cache.sequences[row][-n:] if n else [] for row, n in rows}
         return cls({row: ids for row, ids in found.items() if lengths.new[row]})
 
     @contextmanager
-    def returned(self, cache: KVCache) -> Iterator[None]:
-        """Return rows to their snapshots; on an error they have their tokens again."""
-        cache.return_to_snapshots(self.tokens)
+    def restored(self, cache: KVCache) -> Iterator[None]:
+        """Restore the rows' snapshots; on an error they have their tokens again."""
+        cache.restore_snapshots(self.tokens)
         try:
             yield
         except BaseException:
@@ -45,23 +45,23 @@ class Tails:
     def alone(self, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """A call of nothing else, before one of these lengths."""
         rows = [self.tokens.get(row, []) for row in range(len(lengths.new))]
-        return self._call(rows, replace(lengths, later=lengths.new, settled=()))
+        return self._call(rows, replace(lengths, later=lengths.new, snapshot_at=()))
 
-    def before(self, ids: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
+    def joined(self, ids: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         """A call of them and of its own tokens (B, T)."""
         own = zip(ids.tolist(), lengths.new, strict=True)
         rows = [[*self.tokens.get(row, ()), *new[:n]] for row, (new, n) in enumerate(own)]
-        pairs = enumerate(lengths.settled)
-        settled = tuple(n + len(self.tokens.get(row, ())) if n else 0 for row, n in pairs)
-        return self._call(rows, replace(lengths, settled=settled))
+        pairs = enumerate(lengths.snapshot_at)
+        later = tuple(n + len(self.tokens.get(row, ())) if n else 0 for row, n in pairs)
+        return self._call(rows, replace(lengths, snapshot_at=later))
 
     def _call(self, rows: list[list[int]], lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
         ids, new = pad_rows(rows)
         past = tuple(n - len(self.tokens.get(row, ())) for row, n in enumerate(lengths.past))
         return ids, replace(lengths, past=past, new=tuple(new))
 
-    def without(self, logits: torch.Tensor, lengths: Lengths, each_token: bool) -> torch.Tensor:
-        """Logits of the call's own tokens, of those of :meth:`before`: (N, 1, V) with
+    def own_logits(self, logits: torch.Tensor, lengths: Lengths, each_token: bool) -> torch.Tensor:
+        """Logits of the call's own tokens, of those of :meth:`joined`: (N, 1, V) with
         ``each_token``, else (B, T, V)."""
         skipped = [len(self.tokens.get(row, ())) for row in range(len(lengths.new))]
         if each_token:
