@@ -7,9 +7,9 @@ output it guesses on, which makes it a draft (``exkv.decode.speculation.heads``)
 order are those of transformers' ``MtpModel``: the model's hidden state is that behind the last
 norm, and so is the head's own.
 
-It is a unit of the model, between the last layer and the head, and its keys and values are the last
-layer of each cache: :func:`follow` runs it on the tokens of every call, as the layers are, so that
-they are found, moved and dropped together with those of the layers.
+It is a unit of the model, between the last layer and the head, and its keys and values are one more
+layer of each cache, behind the decoder layers': :func:`follow` runs it on the tokens of every call,
+as the layers are, so that they are found, moved and dropped together with those of the layers.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def follow(
     lengths, device = batch.lengths, batch.past_lens.device
     x = move(x, device)
     first = before(cache, lengths.past, x)
-    kept = store(module, model.embedded(ids, device), x, first, batch, cache.layers[-1])
+    own = cache.layers[model.config.num_hidden_layers]
+    kept = store(module, model.embedded(ids, device), x, first, batch, own)
     keep(cache, kept, lengths)
 
 

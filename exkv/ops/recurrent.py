@@ -113,11 +113,17 @@ def gated_delta(
             f"of H_k; they are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     beta = beta.unsqueeze(-1)
-    if new_lens is not None:  # padding leaves the state as it is
-        real = torch.arange(v.shape[1], device=v.device) < new_lens.unsqueeze(-1)
-        decay, beta = (x * real[..., None, None] for x in (decay, beta))
+    decay, beta = (zero_at_padding(x, new_lens) for x in (decay, beta))  # which change no state
     blocks = zip(*(x.split(_BLOCK, dim=1) for x in (q, k, v, decay, beta)), strict=True)
     return torch.cat([_block(state, *block) for block in blocks], dim=1)
+
+
+def zero_at_padding(x: Tensor, new_lens: Tensor | None) -> Tensor:
+    """x (B, T, ...) with zeros behind each row's real tokens."""
+    if new_lens is None:
+        return x
+    real = torch.arange(x.shape[1], device=x.device) < new_lens.unsqueeze(-1)
+    return x * real.view(*real.shape, *[1] * (x.dim() - 2))
 
 
 def _block(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .recurrent import zero_at_padding
 from .registry import define_op
 
 #: Tokens of a block.
@@ -46,9 +47,7 @@ def ssd(
     Returns:
         (B, T, H, P) in x's dtype; undefined at padding.
     """
-    if new_lens is not None:  # padding leaves the state as it is
-        real = torch.arange(x.shape[1], device=x.device) < new_lens.unsqueeze(-1)
-        dt = dt * real.unsqueeze(-1)
+    dt = zero_at_padding(dt, new_lens)  # steps of no size leave the state as it is
     blocks = zip(*(each.split(_BLOCK, dim=1) for each in (x, dt, b, c)), strict=True)
     return torch.cat([_block(state, a, d, *block) for block in blocks], dim=1)
 

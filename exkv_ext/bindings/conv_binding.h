@@ -2,10 +2,8 @@
 // the params.
 #pragma once
 
-#include <optional>
-
 #include "../params/conv_params.h"
-#include "rope_binding.h"
+#include "recurrent_binding.h"
 
 namespace exkv {
 
@@ -35,12 +33,11 @@ Tensor CausalConv(const Tensor& x, const Tensor& weight, const std::optional<Ten
   if (bias) CheckAlike(op, "x", x, "bias", *bias);
   STD_TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == channels), op, ": bias must be (",
                   channels, ",), a number for each channel of x ", ShapeText(x));
-  if (new_lens) CheckRowNumbers(op, "new_lens", *new_lens, "x", x, rows);
+  const std::optional<Tensor> lens = CheckedLens(op, "x", x, new_lens);
   Tensor out = NewEmpty(x, x.sizes());
   if (x.numel() == 0) return out;
   const Tensor inputs = InLine(x), factors = Contiguous(weight);
   const Tensor added = bias ? Contiguous(*bias) : factors;
-  const std::optional<Tensor> lens = new_lens ? std::optional(Contiguous(*new_lens)) : std::nullopt;
   params.rows = rows;
   params.length = length;
   params.channels = channels;

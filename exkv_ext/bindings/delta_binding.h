@@ -2,9 +2,7 @@
 // the params.
 #pragma once
 
-#include <optional>
-
-#include "rope_binding.h"
+#include "recurrent_binding.h"
 
 namespace exkv {
 
@@ -27,40 +25,25 @@ Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
       v.size(0) == rows && v.size(1) == length && q.size(2) > 0 && heads % q.size(2) == 0, op,
       ": v ", ShapeText(v), " must have q's rows and tokens, and a multiple of its ",
       "heads; q is ", ShapeText(q));
-  const auto check = [&](const char* name, const Tensor& x, std::initializer_list<int64_t> shape) {
-    CheckSameDevice(op, "q", q, name, x);
-    bool same = x.dim() == static_cast<int64_t>(shape.size());
-    int64_t i = 0;
-    for (int64_t size : shape) same = same && x.size(i++) == size;
-    STD_TORCH_CHECK(same && x.scalar_type() == ScalarType::Float, op, ": ", name,
-                    " must be float32 with q's rows and v's heads; it is ",
-                    torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+  const auto check = [&](const char* name, const Tensor& y, std::initializer_list<int64_t> shape) {
+    CheckFloats(op, "q", q, name, y, shape, "q's rows and v's heads");
   };
   const int64_t channels = decay.dim() == 4 && decay.size(3) == q.size(3) ? q.size(3) : 1;
   check("decay", decay, {rows, length, heads, channels});
   check("beta", beta, {rows, length, heads});
   check("state", state, {rows, heads, q.size(3), v.size(3)});
-  const int64_t inner = v.size(3), matrix = q.size(3) * inner;
-  STD_TORCH_CHECK(state.numel() == 0 || (state.stride(3) == 1 && state.stride(2) == inner &&
-                                         state.stride(1) == matrix),
-                  op, ": the rows of state must be contiguous");
-  if (new_lens) {
-    CheckSameDevice(op, "q", q, "new_lens", *new_lens);
-    STD_TORCH_CHECK(new_lens->dim() == 1 && new_lens->size(0) == rows &&
-                        new_lens->scalar_type() == ScalarType::Int,
-                    op, ": new_lens must be int32 (", rows, ",); it is ", ShapeText(*new_lens));
-  }
+  CheckContiguousRows(op, state);
+  const std::optional<Tensor> lens = CheckedLens(op, "q", q, new_lens);
   Tensor out = NewEmpty(v, v.sizes());
   if (v.numel() == 0) return out;
   const Tensor queries = InLine(q), keys = InLine(k), values = InLine(v);
   const Tensor decays = Contiguous(decay), betas = Contiguous(beta);
-  const std::optional<Tensor> lens = new_lens ? std::optional(Contiguous(*new_lens)) : std::nullopt;
   params.rows = rows * heads;
   params.heads = heads;
   params.groups = heads / q.size(2);
   params.length = length;
   params.key_dim = q.size(3);
-  params.value_dim = inner;
+  params.value_dim = v.size(3);
   params.channels = channels;
   params.q = ViewOf(queries);
   params.k = ViewOf(keys);

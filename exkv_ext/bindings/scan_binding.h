@@ -2,9 +2,7 @@
 // the params.
 #pragma once
 
-#include <optional>
-
-#include "rope_binding.h"
+#include "recurrent_binding.h"
 
 namespace exkv {
 
@@ -25,31 +23,18 @@ Tensor SelectiveScan(const Tensor& x, const Tensor& dt, const Tensor& a, const T
   CheckAlike(op, "x", x, "c", c);
   const int64_t rows = x.size(0), length = x.size(1), channels = x.size(2), inner = b.size(2);
   const auto check = [&](const char* name, const Tensor& y, std::initializer_list<int64_t> shape) {
-    CheckSameDevice(op, "x", x, name, y);
-    bool same = y.dim() == static_cast<int64_t>(shape.size());
-    int64_t i = 0;
-    for (int64_t size : shape) same = same && y.size(i++) == size;
-    STD_TORCH_CHECK(same && y.scalar_type() == ScalarType::Float, op, ": ", name,
-                    " must be float32 with x's rows and channels, and b's last size; it is ",
-                    torch::headeronly::toString(y.scalar_type()), " ", ShapeText(y));
+    CheckFloats(op, "x", x, name, y, shape, "x's rows and channels, and b's last size");
   };
   check("dt", dt, {rows, length, channels});
   check("a", a, {inner, channels});
   check("d", d, {channels});
   check("state", state, {rows, inner, channels});
-  STD_TORCH_CHECK(state.numel() == 0 || (state.stride(2) == 1 && state.stride(1) == channels), op,
-                  ": the rows of state must be contiguous");
-  if (new_lens) {
-    CheckSameDevice(op, "x", x, "new_lens", *new_lens);
-    STD_TORCH_CHECK(new_lens->dim() == 1 && new_lens->size(0) == rows &&
-                        new_lens->scalar_type() == ScalarType::Int,
-                    op, ": new_lens must be int32 (", rows, ",); it is ", ShapeText(*new_lens));
-  }
+  CheckContiguousRows(op, state);
+  const std::optional<Tensor> lens = CheckedLens(op, "x", x, new_lens);
   Tensor out = NewEmpty(x, x.sizes());
   if (x.numel() == 0) return out;
   const Tensor values = Contiguous(x), inputs = Contiguous(b), outputs = Contiguous(c);
   const Tensor steps = Contiguous(dt), rates = Contiguous(a), skips = Contiguous(d);
-  const std::optional<Tensor> lens = new_lens ? std::optional(Contiguous(*new_lens)) : std::nullopt;
   params.blocks = (channels + kScanChannels - 1) / kScanChannels;
   params.rows = rows * params.blocks;
   params.length = length;

@@ -2,9 +2,7 @@
 // the params.
 #pragma once
 
-#include <optional>
-
-#include "rope_binding.h"
+#include "recurrent_binding.h"
 
 namespace exkv {
 
@@ -29,32 +27,18 @@ Tensor StateSpaceDuality(const Tensor& x, const Tensor& dt, const Tensor& a, con
                   ": b ", ShapeText(b), " must have x's rows and tokens, and groups that its ",
                   "heads are a multiple of; x is ", ShapeText(x));
   const auto check = [&](const char* name, const Tensor& y, std::initializer_list<int64_t> shape) {
-    CheckSameDevice(op, "x", x, name, y);
-    bool same = y.dim() == static_cast<int64_t>(shape.size());
-    int64_t i = 0;
-    for (int64_t size : shape) same = same && y.size(i++) == size;
-    STD_TORCH_CHECK(same && y.scalar_type() == ScalarType::Float, op, ": ", name,
-                    " must be float32 with x's rows and heads, and b's last size; it is ",
-                    torch::headeronly::toString(y.scalar_type()), " ", ShapeText(y));
+    CheckFloats(op, "x", x, name, y, shape, "x's rows and heads, and b's last size");
   };
   check("dt", dt, {rows, length, heads});
   check("a", a, {heads});
   check("d", d, {heads});
   check("state", state, {rows, heads, inner, dim});
-  STD_TORCH_CHECK(state.numel() == 0 || (state.stride(3) == 1 && state.stride(2) == dim &&
-                                         state.stride(1) == inner * dim),
-                  op, ": the rows of state must be contiguous");
-  if (new_lens) {
-    CheckSameDevice(op, "x", x, "new_lens", *new_lens);
-    STD_TORCH_CHECK(new_lens->dim() == 1 && new_lens->size(0) == rows &&
-                        new_lens->scalar_type() == ScalarType::Int,
-                    op, ": new_lens must be int32 (", rows, ",); it is ", ShapeText(*new_lens));
-  }
+  CheckContiguousRows(op, state);
+  const std::optional<Tensor> lens = CheckedLens(op, "x", x, new_lens);
   Tensor out = NewEmpty(x, x.sizes());
   if (x.numel() == 0) return out;
   const Tensor values = InLine(x), inputs = InLine(b), outputs = InLine(c);
   const Tensor steps = Contiguous(dt), rates = Contiguous(a), skips = Contiguous(d);
-  const std::optional<Tensor> lens = new_lens ? std::optional(Contiguous(*new_lens)) : std::nullopt;
   params.rows = rows * heads;
   params.heads = heads;
   params.groups = heads / groups;

@@ -91,7 +91,7 @@ def propose(
                 found[at].append(token)
             pairs = zip(going, sure, strict=True)
             going = [at for at, on in pairs if on and len(found[at]) < most[asked[at]]]
-    cache.layers[-1].prefetched = None  # of a call that failed
+    cache.layers[model.config.num_hidden_layers].prefetched = None  # of a call that failed
     return {row: found[at] for at, row in asked.items()}
 
 
@@ -119,5 +119,6 @@ class _Drafts:
         batch = Batch.on(self._device, lengths, self._model.rotary, self._model.dtype)
         tokens = [[*found.get(row, ())][-1:] or [self._newest[row]] for row in rows]
         embedded = self._model.embedded(torch.tensor(tokens), self._device)
-        self._hidden = self._module(embedded, self._hidden, batch, self._cache.layers[-1])
+        own = self._cache.layers[self._model.config.num_hidden_layers]
+        self._hidden = self._module(embedded, self._hidden, batch, own)
         return self._head.project(move(self._hidden, self._last))[:, 0]
