@@ -7,6 +7,7 @@ placed or loaded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,6 +26,15 @@ from exkv.layers.linear import Matrix
 from exkv.weights import FormatOf, Source, format_source, tensor_source
 from exkv.weights.read_parameters import read_parameters
 from exkv.weights.source import with_precomputed
+
+#: In the name of a parameter of a routed expert: the expert's index.
+_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+
+
+def expert_of(parameter: str) -> int | None:
+    """The routed expert that a unit's parameter belongs to, by its name; None for all others."""
+    found = _EXPERT.search(parameter)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +224,8 @@ class Unit:
         nbytes: parameter -> bytes that its weights take from a device.
         device: where the unit is placed, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
+        host_experts: routed experts whose weights lie in host memory while the rest is on
+            ``device``.
         low_rank: its adapters: name -> path of a layer -> matrices.
     """
 
@@ -222,6 +234,7 @@ class Unit:
         self.spec = spec
         self.device: torch.device | None = None
         self.module: nn.Module | None = None
+        self.host_experts: frozenset[int] = frozenset()
         self.low_rank: Mapping[str, Mapping[str, LowRank]] = {}
         self.shapes = spec.shapes
         self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
@@ -233,6 +246,15 @@ class Unit:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def expert_bytes(self) -> tuple[int, ...]:
+        """Bytes of each routed expert; empty for a unit without."""
+        totals: dict[int, int] = {}
+        for name, nbytes in self.nbytes.items():
+            if (expert := expert_of(name)) is not None:
+                totals[expert] = totals.get(expert, 0) + nbytes
+        return tuple(totals[expert] for expert in range(len(totals)))
 
     def read(
         self,

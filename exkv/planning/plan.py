@@ -310,6 +310,8 @@ class PlacedUnit:
 
     Attributes:
         kept, loss: as in :class:`UnitCost`.
+        host_experts: routed experts whose weights lie in host memory, in ascending order.
+        host_weights: bytes of these, which ``weights`` doesn't count.
     """
 
     name: str
@@ -321,6 +323,8 @@ class PlacedUnit:
     kept: str | None = None
     loss: float = 0.0
     host: str = ""
+    host_experts: tuple[int, ...] = ()
+    host_weights: int = 0
 
     @property
     def place(self) -> Place:
@@ -530,13 +534,18 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     for key, value in values.items():
         if key == "host" and not isinstance(value, str):
             raise ValueError(f"host is {value!r}: expected a name")
-        numbers = value.values() if key == "models" else [] if value is None else [value]
+        if key == "host_experts":
+            numbers = list(value)
+        else:
+            numbers = value.values() if key == "models" else [] if value is None else [value]
         if key == "segmented":
             _flag(key, value)
             continue
         numeric = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
         if not numeric and key not in ("name", "device", "budget", "kept", "host"):
             raise ValueError(f"{key} is {value!r}: expected a number")
+    if "host_experts" in values:
+        values = {**values, "host_experts": tuple(values["host_experts"])}
     if "device" in values:
         values = {**values, "device": torch.device(values["device"])}
     return kind(**values)
