@@ -96,7 +96,8 @@ def cases(name: str) -> Iterator[tuple[str, list[int]]]:
     """A vocabulary's texts with their ids."""
     texts = (FOLDER / f"{name}.gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     lines = (FOLDER / f"{name}.gguf.out").read_text().split("\n")
-    for text, line in zip(texts, lines, strict=True):
+    assert not any(lines[len(texts) :])  # some files end with a line break
+    for text, line in zip(texts, lines[: len(texts)], strict=True):
         yield text, list(map(int, line.split()))
 
 

@@ -1,9 +1,9 @@
 """The tokenizer and chat template of a GGUF file.
 
 Its metadata lists the tokens with scores (``llama``: sentencepiece) or with merges (``gpt2``:
-byte-level BPE, whose ``pre`` names the pre-tokenizer). Both are converted for the original library,
-sentencepiece or tokenizers, so that they tokenize as the original does; ``vocabulary.py`` wraps
-both.
+byte-level BPE, whose ``pre`` names the pre-tokenizer; ``gemma4``: BPE of characters). All are
+converted for the original library, sentencepiece or tokenizers, so that they tokenize as the
+original does; ``vocabulary.py`` wraps both.
 """
 
 from __future__ import annotations
@@ -105,6 +105,31 @@ _MARKED = (
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _GPT4O = _cased(f"{_SHORT}?", "{1,3}")
 
+#: Kimi K2 and Linear: runs of Han, and the same with words that have none.
+_KIMI = (
+    rf"\p{{Han}}+|{_cased(f'{_SHORT}?', '{1,3}')}".replace(_UPPER, f"[{_UPPER}&&[^\\p{{Han}}]]")
+    .replace(_LOWER, f"[{_LOWER}&&[^\\p{{Han}}]]")
+    .replace(_SLASHES, r"[\r\n]*")
+)
+#: Numbers in groups of three digits, counted from their end.
+_THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+#: Scripts without spaces between words, as AFMoE's tokenizer lists them.
+_UNSPACED = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f"
+    "\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f"
+    "\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_PHRASES = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_LING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+#: Spaces in runs of powers of two.
+_RUNS = "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s"
+
 #: Pre-tokenizers, and their names in ``tokenizer.ggml.pre`` (llama.cpp's src/llama-vocab.cpp).
 _RULES = (
     (
@@ -118,7 +143,7 @@ _RULES = (
     (PreTokenizer(patterns=(_digits("{1,3}"),)), "dbrx smaug-bpe chatglm-bpe"),
     (PreTokenizer(patterns=(_digits("{1,3}"),), ignore_merges=True), "glm4 glm5"),
     (PreTokenizer(patterns=(_digits(""),), nfc=True), "qwen2 deepseek-r1-qwen"),
-    (PreTokenizer(patterns=(_digits(""),)), "stablelm2 megrez hunyuan solar-open grok-2"),
+    (PreTokenizer(patterns=(_digits(""),)), "stablelm2 megrez hunyuan solar-open grok-2 kormo"),
     (PreTokenizer(patterns=(_MARKED,)), "qwen35"),
     (PreTokenizer(patterns=(r"\p{N}{1,3}", _digits("+")), ignore_merges=True), "minicpm5"),
     (PreTokenizer(patterns=(_cased("", ""),), ignore_merges=True, add_bos=True), "tekken"),
@@ -152,6 +177,13 @@ _RULES = (
     (PreTokenizer(patterns=(_digits("", tail=""),)), "seed-coder"),
     (PreTokenizer(patterns=(_BLOOM,)), "bloom poro-chat gpt3-finnish"),
     (PreTokenizer(patterns=(_BLOOM, r"\p{N}")), "viking"),
+    (PreTokenizer(patterns=(_KIMI,)), "kimi-k2"),
+    (PreTokenizer(patterns=(_THOUSANDS, _UNSPACED, _DEEPSEEK3)), "afmoe"),
+    (PreTokenizer(patterns=(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)), "tiny_aya cohere2moe"),
+    (PreTokenizer(patterns=(_PHRASES,)), "exaone-moe"),
+    (PreTokenizer(patterns=(_LING,)), "bailingmoe bailingmoe2 llada-moe"),
+    (PreTokenizer(patterns=(r"[^\n]+|\n+", _digits(""))), "laguna"),
+    (PreTokenizer(patterns=(_digits("{1,3}").removesuffix(r"|\s+(?!\S)|\s+") + _RUNS,)), "jais-2"),
 )
 #: Name -> rule.
 PRE_TOKENIZERS = {name: rule for rule, names in _RULES for name in names.split()}
@@ -168,7 +200,7 @@ def read_gguf_tokenizer(file: Path) -> tuple[Settings, Vocabulary, dict[str, Cha
     contents = GGUFContents(file)
     words = _TokenTable(file, contents.metadata)
     kinds: dict[Any, Callable[[_TokenTable, Settings], Vocabulary]]
-    kinds = {"llama": _sentencepiece, "gpt2": _byte_level}
+    kinds = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _of_characters}
     kind = contents.metadata.get(f"{_KEY}model")
     if not isinstance(kind, str) or kind not in kinds:
         raise words.bad("model", f"exkv knows {', '.join(kinds)}")
@@ -265,7 +297,7 @@ def _settings(words: _TokenTable, kind: str, vocab_size: int) -> Settings:
     pre = PRE_TOKENIZERS.get(words.get("pre") or "default")
     add_bos = words.flag("add_bos_token")
     if add_bos is None:
-        add_bos = kind == "llama" or (pre is not None and pre.add_bos)
+        add_bos = kind != "gpt2" or (pre is not None and pre.add_bos)
     tokenizer = {
         "add_bos_token": add_bos,
         "add_eos_token": words.flag("add_eos_token") or False,
@@ -293,11 +325,11 @@ def _templates(file: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, C
         yield name, ChatTemplate(value, file)
 
 
-# Byte-level BPE ---------------------------------------------------------------------------------
+# BPE --------------------------------------------------------------------------------------------
 
 
 def _byte_level(words: _TokenTable, settings: Settings) -> Vocabulary:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
     from tokenizers import pre_tokenizers as pre
 
     rule = _rule(words)
@@ -310,13 +342,37 @@ def _byte_level(words: _TokenTable, settings: Settings) -> Vocabulary:
         tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytes_])
         tokenizer.normalizer = normalizers.NFC() if rule.nfc else None
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_tokens(list(_added(words)))
-        around = {token: tokenizer.token_to_id(token) for token in _around(settings) if token}
-        if around:
-            single = [token or "$A" for token in _around(settings)]
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=single, special_tokens=list(around.items())
-            )
+        return _with_added(tokenizer, words, settings)
+
+
+def _of_characters(words: _TokenTable, settings: Settings) -> Vocabulary:
+    """Merges run over the whole text, with ``\u2581`` for spaces; characters that are no tokens are
+    spelt in bytes (transformers' ``GemmaTokenizer``)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    merges = list(words.merges())
+    unknown = settings.named["unk_token"]
+    with named_errors(words.file, "cannot be read as a tokenizer"):
+        bpe = models.BPE(_ids(words), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(bpe)
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        return _with_added(tokenizer, words, settings)
+
+
+def _with_added(tokenizer: Any, words: _TokenTable, settings: Settings) -> Vocabulary:
+    """With tokens that are matched literally, and those around a text."""
+    from tokenizers import processors
+
+    tokenizer.add_tokens(list(_added(words)))
+    around = {token: tokenizer.token_to_id(token) for token in _around(settings) if token}
+    if around:
+        single = [token or "$A" for token in _around(settings)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=list(around.items())
+        )
     return TokenizersVocabulary(words.file, settings, lambda: tokenizer)
 
 

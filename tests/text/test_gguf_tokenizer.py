@@ -112,6 +112,13 @@ CUTS = {
     "viking": ["I'LL", " pay", " $", *"12345", *_GPT2_END],
     "default": ["I", "'", "LL", " pay", " ", "$", "123", "45", *_GPT2_END],
     "falcon": ["I", "'", "LL", " pay", " ", "$", "123", "45", *_GPT2_END],
+    "kimi-k2": ["I'LL", " pay", " $", "123", "45", *_CASED[:3], *_SPACED],
+    "afmoe": ["I", "'LL", " pay", " $", "12", "345", " for", " HelloWorld", *_SPACED],
+    "tiny_aya": ["I'LL", " pay", " $", "12", "345", *_CASED],
+    "exaone-moe": ["I", "'LL", " pay", " $", *"12345", "".join(_TAIL), "\n\n", " ", " ok"],
+    "bailingmoe": ["I", "'LL", " pay", " $", *"12345", *_LLAMA_END],
+    "laguna": ["I", "'LL", " pay", " $", *"12345", *_LLAMA_END],
+    "jais-2": ["I", "'LL", " pay", " $", "123", "45", *_LLAMA_END],
 }
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -138,10 +145,50 @@ def test_a_rule_cuts_a_text_as_its_model_was_trained(tmp_path, pre):
     assert PRE_TOKENIZERS[pre].add_bos == (pre in ("llama-bpe", "tekken"))
 
 
+@pytest.mark.parametrize(
+    ("pre", "text", "cut"),
+    [
+        ("kimi-k2", "K2\u4e2d\u6587abc", ["K", "2", "\u4e2d\u6587", "abc"]),
+        ("afmoe", "1234567", ["1", "234", "567"]),
+        ("exaone-moe", "hi\n\nyou there !?/", ["hi", "\n\n", "you there", " !?/"]),
+        ("laguna", "hi \n x", ["hi", " ", "\n", " x"]),
+        ("jais-2", "a" + " " * 11 + "b", ["a", " " * 8, " " * 2, " b"]),
+    ],
+)
+def test_a_rule_cuts_where_others_do_not(tmp_path, pre, text, cut):
+    tokenizer = Tokenizer(of_bytes(tmp_path / "m.gguf", tokenizer_pre=pre))
+    found = tokenizer._vocabulary._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"], (0, 1, 3)),  # gpt-oss
+        (["<|end|>", "<|endoftext|>", "<|assistant|>"], (0, 1)),  # Phi-3
+        (["<eos>", "<turn|>", "<|tool_response>", "<|turn>"], (0, 1, 2)),  # Gemma 4
+        (["[BOS]", "[EOS]", "[EOT]", "[start_header_id]"], (1, 2)),  # Kimi
+    ],
+)
+def test_what_ends_an_answer_is_told_by_its_spelling(tmp_path, tokens, ends):
+    known = [*ALPHABET, "\u0120t"]
+    types = [1] * len(known) + [3] * len(tokens)
+    file = write(
+        tmp_path / "m.gguf",
+        "gpt2",
+        known + tokens,
+        token_types=types,
+        token_merges=["\u0120 t"],
+    )
+    assert Tokenizer(file).eos_ids == tuple(len(known) + index for index in ends)
+
+
 BAD = {
-    "tokenizer.ggml.model is 'bert'; exkv knows llama, gpt2": lambda f: write(f, "bert", ["a"]),
-    "tokenizer.ggml.pre is 'kimi-k2'; exkv knows default": lambda f: of_bytes(
-        f, tokenizer_pre="kimi-k2"
+    "tokenizer.ggml.model is 'bert'; exkv knows llama, gpt2, gemma4": lambda f: write(
+        f, "bert", ["a"]
+    ),
+    "tokenizer.ggml.pre is 'chameleon'; exkv knows default": lambda f: of_bytes(
+        f, tokenizer_pre="chameleon"
     ),
     "token_type has 1 entries, and there are 259 tokens": lambda f: of_bytes(f, token_types=[1]),
     "merges.0. is 'x', which is no pair": lambda f: of_bytes(f, token_merges=["x"]),
@@ -171,11 +218,11 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, message):
 needs_golden = pytest.mark.skipif(
     not golden.COMPLETE.exists(), reason="`make test` fetches llama.cpp's golden tokenizations"
 )
-#: Vocabulary -> what it is refused for: WordPiece, and BPE of characters.
-REFUSED = {"bert-bge": "bert", "gemma-4": "gemma4"}
+#: Vocabulary -> what it is refused for: WordPiece.
+REFUSED = {"bert-bge": "bert"}
 READ = (
     *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-bpe", "llama-spm"),
-    *("mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
+    *("gemma-4", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
 )
 
 
@@ -191,5 +238,5 @@ def test_llama_cpp_s_golden_tokenizations_come_out(name):
 def test_llama_cpp_s_other_vocabularies_are_refused_by_their_kind():
     assert {file.stem for file in golden.FOLDER.glob("*.gguf")} == {*READ, *REFUSED}
     for name, kind in REFUSED.items():
-        with pytest.raises(ValueError, match=f"model is '{kind}'; exkv knows llama, gpt2"):
+        with pytest.raises(ValueError, match=f"model is '{kind}'; exkv knows llama, gpt2, gemma4"):
             Tokenizer(golden.FOLDER / f"{name}.gguf")

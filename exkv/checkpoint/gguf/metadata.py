@@ -51,15 +51,15 @@ _NEEDED = tuple(_KEYS)[:5]
 #: Tokens that end an answer in a model in use, whatever else the metadata says.
 _ENDS = frozenset(
     [
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+        *("<|end_of_text|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<EOT>", "_<EOT>"),
+        *("[EOT]", "[EOS]", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
     ]
 )
+#: Where both of a pair are there, "<|end|>" ends one message of an answer that may have several
+#: (gpt-oss's analysis comes before its answer).
+_ENDS_OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -305,5 +305,9 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     found = [token for token in named if token is not None]
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
-        found += [index for index, token in enumerate(tokens) if token in _ENDS]
+        there = _ENDS.intersection(token for token in tokens if isinstance(token, str))
+        if any(pair <= there for pair in _ENDS_OF_MESSAGES):
+            there -= {"<|end|>"}
+            found = [token for token in found if tokens[token : token + 1] != ["<|end|>"]]
+        found += [index for index, token in enumerate(tokens) if token in there]
     return tuple(dict.fromkeys(found))
