@@ -50,6 +50,7 @@ class Job:
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error.
         encode_special_tokens: parse special tokens in a text.
+        shown_tokens: control tokens that the completion's text shows; it leaves out all others.
         continues: whether the completion continues the prompt's text, so that its first word may
             begin with a space; None for a prompt that is a text.
         speculate: allow proposed tokens, if the engine has a draft or n-grams; they change none.
@@ -78,6 +79,7 @@ class Job:
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
+    shown_tokens: Sequence[int] = ()
     continues: bool | None = None
     speculate: bool = True
     adapter: str | None = None

@@ -79,7 +79,7 @@ def begin_completion(
     continues = isinstance(job.prompt, str) if job.continues is None else job.continues
     return Completion(
         ids if healed is None else ids[:-1],
-        tokenizer.stream(after=ids if continues else ()),
+        tokenizer.stream(after=ids if continues else (), shown=job.shown_tokens),
         StopText(stop_texts),
         set(stop_ids),
         job.max_new_tokens,

@@ -11,6 +11,7 @@ from typing import Any
 
 from exkv.decode import Event, Handle
 from exkv.sampling.logprobs import TokenLogprobs
+from exkv.text.reasoning import Piece, Reader
 
 from .tools import CallReader, Delta
 
@@ -120,6 +121,8 @@ class Choice:
 
     Args:
         text: the text that it begins with.
+        reasons: tells reasoning from the answer; None where that isn't asked for.
+        shows: whether the client wants the reasoning.
         reader: parses tool calls; None without tools.
         marker: the control token that begins calls, if there is one.
         spelt: maps a token to its bytes, for log-probabilities.
@@ -130,6 +133,8 @@ class Choice:
         logprobs: of its tokens if requested, without the token that ended it; with that one behind
             an echoed prompt, since such clients (lm-eval) count the new tokens that they asked for.
         tokens: number of new tokens.
+        reasoning: what comes before the answer.
+        reasoning_tokens: number of new tokens of it.
         calls: tool calls in OpenAI's format.
         finish_reason: OpenAI's finish reason; None while it is running.
     """
@@ -142,8 +147,12 @@ class Choice:
         spelt: Callable[[int], bytes] = lambda token: b"",
         echoes: bool = False,
         only_echoes: bool = False,
+        reasons: Reader | None = None,
+        shows: bool = True,
     ) -> None:
         self.text = text
+        self.reasoning, self.reasoning_tokens = "", 0
+        self._reasons, self._shows = reasons, shows
         self.logprobs: list[Likelihood] = []
         self.tokens = 0
         self._sent = self._characters = 0
@@ -153,6 +162,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.handle: Handle | None = None
         self._reader, self._marker = reader, marker
+        self._called: list[Delta] = []  # what began the call that is being written
 
     def take(self, each: Event) -> list[Delta]:
         """Add an event -> the deltas that it produced."""
@@ -163,12 +173,17 @@ class Choice:
             self.finish_reason = "length"
             return []
         self.tokens = len(each.handle.tokens)
-        deltas = [Delta(text=each.text)] if each.text else []
-        if self._reader is not None:
-            if each.token is not None and each.token == self._marker:
-                self._reader.mark()
-            deltas = self._reader.push(each.text)
-            deltas += self._reader.flush() if each.reason else []
+        if self._reader is not None and each.token is not None and each.token == self._marker:
+            self._reader.mark()
+        if self._reasons is None:
+            deltas = self._answered(each.text)
+        else:
+            pieces = self._reasons.push(each.text)
+            self.reasoning_tokens += self._reasons.reasons and each.token is not None
+            pieces += self._reasons.flush() if each.reason else []
+            deltas = [delta for piece in pieces for delta in self._told(piece)]
+        if self._reader is not None and each.reason:
+            deltas += self._reader.flush()
         if each.logprobs is not None and (each.reason != "eos" or self._echoes):
             self._add_logprobs(each.logprobs)
         for delta in deltas:
@@ -177,6 +192,24 @@ class Choice:
             ended = _FINISH_REASONS.get(each.reason)
             self.finish_reason = "tool_calls" if self.calls and ended == "stop" else ended
         return deltas
+
+    def _told(self, piece: Piece) -> list[Delta]:
+        """The deltas of a piece that is told from others."""
+        if piece.reasoning:
+            return [Delta(reasoning=piece.text)] if self._shows else []
+        if piece.recipient and self._reader is not None:
+            if piece.begins:
+                self._called = self._reader.begin(piece.recipient.removeprefix("functions."))
+                return self._called
+            if self._called:
+                return [self._reader.more(piece.text)]
+        return self._answered(piece.text)
+
+    def _answered(self, text: str) -> list[Delta]:
+        """The deltas of text of the answer."""
+        if self._reader is not None:
+            return self._reader.push(text)
+        return [Delta(text=text)] if text else []
 
     def _add_prompt(self, handle: Handle) -> None:
         """The prompt's log-probabilities, if they were requested."""
@@ -200,6 +233,7 @@ class Choice:
     def _add(self, delta: Delta) -> None:
         if delta.call is None:
             self.text += delta.text
+            self.reasoning += delta.reasoning
         elif delta.name:
             function = {"name": delta.name, "arguments": ""}
             self.calls.append({"id": delta.id, "type": "function", "function": function})
@@ -214,11 +248,13 @@ def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
     asked = sum(len(handle.prompt) for handle in handles[::each])
     written = sum(choice.tokens for choice in choices)
     found = sum(handle.cached_tokens for handle in handles[::each])
+    reasoning = sum(choice.reasoning_tokens for choice in choices)
     return {
         "prompt_tokens": asked,
         "completion_tokens": written,
         "total_tokens": asked + written,
         "prompt_tokens_details": {"cached_tokens": found},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -260,6 +296,9 @@ class Form:
         logprobs = self._logprobs(likely)
         if not self.chat:
             return self._part(index, {"text": delta.text}, logprobs=logprobs)
+        if delta.reasoning:
+            thought = {"delta": {"reasoning_content": delta.reasoning}}
+            return self._part(index, thought, logprobs=logprobs)
         if delta.call is None:
             return self._part(index, {"delta": {"content": delta.text}}, logprobs=logprobs)
         if self.functions:
@@ -316,6 +355,8 @@ class Form:
         if not self.chat:
             return {"text": choice.text}
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if choice.calls and self.functions:
             called = choice.calls[0]["function"]
             message |= {"content": choice.text or None, "function_call": called}

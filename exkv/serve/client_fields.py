@@ -51,7 +51,7 @@ _NO_EFFECT = (
     *("prompt_cache_retention", "prediction", "verbosity", "request_id"),
     *("mirostat_tau", "mirostat_eta", "adaptive_decay", "min_keep"),
     *("dynamic_temperature", "dynatemp_range", "rep_pen_size", "rep_pen_slope"),
-    *("truncation_length", "generate_window", "include_reasoning", "speculative_ngram"),
+    *("truncation_length", "generate_window", "speculative_ngram"),
     *("api_type", "api_server", "bypass_status_check", "cache_prompt", "legacy_api"),
     *("n_probs", "num_ctx", "keep_alive", "id_slot", "timings_per_token"),
 )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -18,13 +18,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from exkv.decode import Job
 from exkv.sampling import Grammar
 from exkv.text import Tokenizer
+from exkv.text.reasoning import Reader, ReasoningFormat, reasoning_format
 
 from .answers import DONE, UNCACHED, Choice, Form, RequestError, error_body, event, said, usage
 from .bounds import in_time
 from .hosting import ServedModel
 from .requests import ChatRequest, CompletionRequest, StreamOptions
 from .serving import Found, Serving
-from .tools import CallReader, Delta, Tools, encode_chat, format_of
+from .tools import CallFormat, CallReader, Delta, Tools, encode_chat, format_of
 
 
 def add_generation(app: FastAPI, serving: Serving) -> None:
@@ -51,6 +52,8 @@ class Asked:
         echoes: the prompt that each choice begins with; None for none.
         only_echoes: no new tokens.
         tools: the tools that may be called.
+        reasoning: how the answers' reasoning is marked; None where it is not told from the rest.
+        shows_reasoning: whether the client wants it.
     """
 
     model: ServedModel
@@ -59,30 +62,40 @@ class Asked:
     echoes: Sequence[str | None] = (None,)
     only_echoes: bool = False
     tools: Tools | None = None
+    reasoning: ReasoningFormat | None = None
+    shows_reasoning: bool = True
 
     def choices(self) -> list[Choice]:
         """The jobs' choices, empty as yet."""
         tokenizer = self.model.engine.tokenizer
-        spelt = _spelling(tokenizer)
+        form = format_of(tokenizer)
+        return [
+            Choice(
+                text or "",
+                reader=self._call_reader(form),
+                marker=tokenizer.id_of(form.begin) if form.special else None,
+                spelt=_spelling(tokenizer),
+                echoes=text is not None,
+                only_echoes=self.only_echoes,
+                reasons=self._reasoning_reader(job),
+                shows=self.shows_reasoning,
+            )
+            for text, job in zip(self.echoes, self.jobs, strict=True)
+        ]
+
+    def _reasoning_reader(self, job: Job) -> Reader | None:
+        if self.reasoning is None:
+            return None
+        prompt = cast(list[int], job.prompt)  # of a chat
+        return self.reasoning.reader(self.model.engine.tokenizer, prompt)
+
+    def _call_reader(self, form: CallFormat) -> CallReader | None:
         if self.tools is None:
-            return [
-                Choice(
-                    text or "",
-                    spelt=spelt,
-                    echoes=text is not None,
-                    only_echoes=self.only_echoes,
-                )
-                for text in self.echoes
-            ]
-        form, most = format_of(tokenizer), None if self.tools.parallel else 1
-        marker = tokenizer.id_of(form.begin) if form.special else None
-        found = []
-        for _ in self.jobs:
-            reader = CallReader(self.tools.schemas, most)
-            if self.tools.forced and form.special:
-                reader.mark()
-            found.append(Choice(reader=reader, marker=marker, spelt=spelt))
-        return found
+            return None
+        reader = CallReader(self.tools.schemas, None if self.tools.parallel else 1)
+        if self.tools.forced and form.special:
+            reader.mark()
+        return reader
 
 
 def _spelling(tokenizer: Tokenizer) -> Callable[[int], bytes]:
@@ -119,7 +132,7 @@ async def asked_for(
 
 
 def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> Asked:
-    tokenizer, tools = model.engine.tokenizer, None
+    tokenizer, tools, reasoning = model.engine.tokenizer, None, None
     if request.n > (rows := model.engine.max_running):
         raise ValueError(f"n is {request.n}, and at most {rows} jobs run at once here")
     grammar = request.grammar()
@@ -133,6 +146,8 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
             grammar = tools.grammar(format_of(tokenizer))
         messages = [each.plain() for each in request.messages]
         prompts = [encode_chat(tokenizer, messages, tools, **request.template_variables())]
+        if grammar is None and request.reasoning_format != "none":
+            reasoning = reasoning_format(tokenizer)
     else:
         prompts = request.prompts
         if request.echo:
@@ -144,6 +159,9 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
     if wanted is not None:
         most = min(wanted, room) or 1  # a job has a token at least
     jobs = request.jobs(prompts, model.usual, most, grammar, encode)
+    if reasoning is not None:
+        shown = reasoning.shown_tokens(tokenizer)
+        jobs = [replace(job, shown_tokens=shown) for job in jobs]
     return Asked(
         model=model,
         jobs=jobs,
@@ -151,6 +169,8 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
         echoes=echoes,
         only_echoes=wanted == 0,
         tools=tools,
+        reasoning=reasoning,
+        shows_reasoning=isinstance(request, ChatRequest) and request.include_reasoning,
     )
 
 

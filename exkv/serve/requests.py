@@ -408,6 +408,13 @@ class ChatRequest(_Generation):
     reasoning_effort: Annotated[
         str | None, Field(max_length=64, description="a variable of the chat template")
     ] = None
+    reasoning_format: Annotated[
+        Literal["auto", "deepseek", "none"],
+        Field(description="none: what a model thinks stays in its answer's content"),
+    ] = "auto"
+    include_reasoning: Annotated[
+        bool, Field(description="false: what a model thinks is left out")
+    ] = True
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -482,7 +489,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """``/v1/completions``: one prompt or several, texts or token ids."""
 
-    no_effect = frozenset({"reasoning_effort"})
+    no_effect = frozenset({"reasoning_effort", "reasoning_format", "include_reasoning"})
 
     prompt: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=_MOST_PROMPTS)]
     max_tokens: Annotated[

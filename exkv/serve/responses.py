@@ -63,7 +63,24 @@ class OutputItem(_Item):
     output: Text | list[TextPart]
 
 
-Item: TypeAlias = MessageItem | CallItem | OutputItem
+class ReasoningText(Fields):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(_Item):
+    no_effect = _Item.no_effect | {"encrypted_content"}
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary or ())
+
+
+Item: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
 
 
 class FunctionTool(Function):
@@ -155,13 +172,21 @@ class ResponsesRequest(Fields):
     user: str | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages; calls in a row join the message before them."""
+        """The input as chat messages; calls in a row join the message before them, and reasoning
+        what follows it."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         found: list[dict[str, Any]] = []
+        reasoning = ""
         for item in self.input:
+            if isinstance(item, ReasoningItem):
+                reasoning = item.text
+                continue
             message = _as_message(item)
-            if isinstance(item, CallItem) and found and found[-1]["role"] == "assistant":
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"], reasoning = reasoning, ""
+            after = bool(found) and found[-1]["role"] == "assistant"
+            if isinstance(item, CallItem) and after and "reasoning_content" not in message:
                 found[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             else:
                 found.append(message)
@@ -206,7 +231,7 @@ class ResponsesRequest(Fields):
         }
 
 
-def _as_message(item: Item) -> dict[str, Any]:
+def _as_message(item: MessageItem | CallItem | OutputItem) -> dict[str, Any]:
     if isinstance(item, CallItem):
         call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -235,7 +260,12 @@ class Output:
     _open: bool = False
 
     def take(self, delta: Delta, likely: Sequence[Likelihood]) -> list[tuple[str, dict[str, Any]]]:
-        """Add a delta of text or of a call -> its events."""
+        """Add a delta of reasoning, of text or of a call -> its events."""
+        if delta.reasoning:
+            events = [] if self._open and self._last("reasoning") else self._begin_reasoning()
+            self.items[-1]["content"][0]["text"] += delta.reasoning
+            contents = {**self._place(0), "delta": delta.reasoning}
+            return [*events, ("response.reasoning_text.delta", contents)]
         if delta.call is None:
             events = [] if self._open and self._last("message") else self._begin_message()
             part = self.items[-1]["content"][0]
@@ -259,6 +289,9 @@ class Output:
         if item["type"] == "function_call":
             call = {"name": item["name"], "arguments": item["arguments"]}
             events = [("response.function_call_arguments.done", {**self._place(), **call})]
+        elif item["type"] == "reasoning":
+            text = {"text": item["content"][0]["text"]}
+            events = [("response.reasoning_text.done", {**self._place(0), **text})]
         else:
             part = item["content"][0]
             text = {"text": part["text"], "logprobs": part["logprobs"]}
@@ -279,6 +312,14 @@ class Output:
         events.append(("response.content_part.added", _copied({**self._place(0), "part": part})))
         self.items[-1]["content"].append(part)
         return events
+
+    def _begin_reasoning(self) -> list[tuple[str, dict[str, Any]]]:
+        events = self.close()
+        item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
+        self.items.append({**item, "content": [{"type": "reasoning_text", "text": ""}]})
+        self._open = True
+        added = {**self._index(), "item": {**item, "content": []}}
+        return [*events, ("response.output_item.added", added)]
 
     def _begin_call(self, delta: Delta) -> list[tuple[str, dict[str, Any]]]:
         events = self.close()
@@ -388,7 +429,7 @@ class Answer:
             "input_tokens": found["prompt_tokens"],
             "input_tokens_details": found["prompt_tokens_details"],
             "output_tokens": found["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": found["completion_tokens_details"],
             "total_tokens": found["total_tokens"],
         }
         status = "incomplete" if cut else "completed"
@@ -453,7 +494,9 @@ def _as_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[str, Any] = {"role": "assistant", "content": ""}
     calls = []
     for item in items:
-        if item["type"] == "message":
+        if item["type"] == "reasoning":
+            found["reasoning_content"] = item["content"][0]["text"]
+        elif item["type"] == "message":
             found["content"] += item["content"][0]["text"]
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
@@ -500,7 +543,7 @@ def add_responses(app: FastAPI, serving: Serving) -> None:
 def _as_chat_request(asked: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     """The chat request, with the instructions first; a previous response's do not carry over."""
     if asked.instructions:
-        if messages[0]["role"] == "system":
+        if messages and messages[0]["role"] == "system":
             both = f"{asked.instructions}\n\n{messages[0]['content']}"
             messages = [{"role": "system", "content": both}, *messages[1:]]
         else:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from exkv.sampling import Grammar
 from exkv.text import Tokenizer
+from exkv.text.reasoning import HARMONY, reasoning_format
 
 Message = Mapping[str, Any]
 
@@ -142,6 +143,8 @@ def encode_chat(
     Raises:
         ValueError: the template refuses the messages, or there is none.
     """
+    if reasoning_format(tokenizer) is HARMONY:
+        messages = [_with_thinking(message) for message in messages]
     called = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if tools is None and not called:
         return tokenizer.encode_chat(messages, **variables)
@@ -156,6 +159,15 @@ def encode_chat(
         marker = tokenizer.encode(form.begin, add_bos=False)
         ids = [*ids, *marker]
     return ids
+
+
+def _with_thinking(message: Message) -> Message:
+    """A message with its reasoning by gpt-oss's name; its template takes none beside the content of
+    a message with calls."""
+    found = {name: value for name, value in message.items() if name != "reasoning_content"}
+    reasoning = message.get("reasoning_content")
+    beside = "tool_calls" in message and message.get("content")
+    return found if not reasoning or beside else {**found, "thinking": reasoning}
 
 
 def _with_objects(message: Message) -> Message:
@@ -219,9 +231,10 @@ def _plain(message: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A piece of output: content, the start of a call, or more of its arguments."""
+    """A piece of output: content, reasoning, the start of a call, or more of its arguments."""
 
     text: str = ""
+    reasoning: str = ""
     call: int | None = None
     name: str = ""
     id: str = ""
@@ -286,6 +299,14 @@ class CallReader:
         self._closer, self._listed = "", False
         self._silent = False  # nothing but space since the last call
         self._value, self._scanned = JsonValue(), 0
+
+    def begin(self, name: str) -> list[Delta]:
+        """Begin a call that is no text, as in harmony's messages; [] where it may not be."""
+        return [] if self._is_full or name not in self._schemas else [self._began(name)]
+
+    def more(self, arguments: str) -> Delta:
+        """More of the arguments of the call that began last."""
+        return Delta(call=self.calls - 1, arguments=arguments)
 
     def mark(self) -> None:
         """Note that the control token that begins calls was generated."""

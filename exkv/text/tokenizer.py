@@ -264,15 +264,21 @@ class Tokenizer:
             for ids in sequences
         ]
 
-    def stream(self, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
+    def stream(
+        self,
+        skip_special: bool = True,
+        after: Iterable[int] = (),
+        shown: Iterable[int] = (),
+    ) -> StreamDecoder:
         """A decoder that takes one id at a time.
 
         Args:
-            skip_special: skip control tokens.
+            skip_special: skip control tokens, but for those that are ``shown``.
             after: ids that the text continues. Without them, the first word of a sentencepiece
                 vocabulary loses its leading space, as at the beginning of a text.
         """
-        stream = StreamDecoder(self._vocabulary, self._id_limit, skip_special)
+        skipped = self.special_ids.difference(shown) if skip_special else frozenset()
+        stream = StreamDecoder(self._vocabulary, self._id_limit, skipped)
         for token in after:
             stream.push(token)
         return stream
@@ -422,11 +428,11 @@ class StreamDecoder:
     `Tokenizer.stream`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, id_limit: int, skip_special: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, id_limit: int, skipped: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._id_limit = id_limit
         self._at_start = True
-        self._skipped = vocabulary.special_ids if skip_special else frozenset()
+        self._skipped = skipped
         self._begin()
 
     def push(self, token: int, skip: int = 0) -> str:

@@ -22,12 +22,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from exkv import Generator, Grammar
 from exkv.cli import main
 from exkv.cli.chat.commands import NAMES, mistaken_for_a_message
 from exkv.cli.chat.flags import add_flags
 from exkv.cli.chat.reading import is_open, unquoted
 from exkv.cli.chat.showing import Rendered, split_complete, without_controls
 from exkv.cli.loading import prepare
+from exkv.text.reasoning import ReasoningFormat
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 KEY = "Anna put the key in the kitchen. Where is the key?"
@@ -381,3 +383,25 @@ def test_the_next_run_remembers_and_ctrl_c_stops_an_answer(tmp_path):
         terminal.wait_for(">")
         terminal.type("/quit\r")
         assert terminal.process.wait(terminal.PATIENCE) == 0
+
+
+def test_reasoning_is_a_note_and_no_part_of_the_answer(chat, monkeypatch, tmp_path):
+    """Of a model whose template has the tags; a grammar has it write them."""
+    wrote = "<think>\nthe key\n</think>\n\nin the kitchen"
+    stream = Generator.stream
+
+    def forced(self, *arguments, **fields):
+        return stream(self, *arguments, grammar=Grammar.regex(re.escape(wrote)), **fields)
+
+    monkeypatch.setattr(Generator, "stream", forced)
+    monkeypatch.setattr(
+        "exkv.cli.chat.session.reasoning_format",
+        lambda tokenizer: ReasoningFormat("<think>", "</think>", ("<think>",)),
+    )
+    status, out, notes = chat(KEY, f"/save {tmp_path / 'said.json'}")
+    assert status == 0 and out.strip() == "in the kitchen"
+    assert "the key\n" in notes and "think>" not in notes
+    assert json.loads((tmp_path / "said.json").read_text())["messages"][-1] == {
+        "role": "assistant",
+        "content": "in the kitchen",
+    }

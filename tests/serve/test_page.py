@@ -263,6 +263,33 @@ def say(page: Browser, text: str) -> None:
     ask(page, "hello")
 
 
+REASONED = r"""
+  const real = window.fetch;
+  const event = (delta) => `data: ${JSON.stringify({choices: [{index: 0, delta}]})}\n\n`;
+  window.sent = [];
+  window.fetch = (path, options) => {
+    if (!path.includes("chat")) return real(path, options);
+    window.sent.push(JSON.parse(options.body).messages);
+    return Promise.resolve(new Response(
+      event({reasoning_content: "the <b>key"}) + event({content: "kitchen"}) + "data: [DONE]\n\n",
+      {headers: {"content-type": "text/event-stream"}}));
+  };
+"""
+
+
+@needs_browser
+def test_reasoning_is_folded_away_and_not_sent_back(page):
+    page.run(REASONED)
+    ask(page, QUESTION)
+    details = "document.querySelector('.turn.assistant details')"
+    assert page.run(f"{details}.open") is False
+    assert page.run(f"{details}.textContent") == "reasoningthe <b>key"
+    page.click(".turn.assistant summary")
+    assert page.run(f"{details}.open") is True
+    ask(page, QUESTION)
+    assert page.run("window.sent[1][1]") == {"role": "assistant", "content": "kitchen"}
+
+
 @needs_browser
 def test_what_is_hostile_stays_text(page):
     hostile = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,9 @@ from exkv.sampling import SamplingParams
 from exkv.sampling.exllamav2 import PLAIN
 from exkv.sizes import human
 from exkv.text import Conversation, Tokenizer
+from exkv.text.reasoning import Piece, reasoning_format
 
-from .showing import Plain, Rendered, counted
+from .showing import Plain, Rendered, counted, without_controls
 
 #: Notes in the statistics about answers that were cut.
 _CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
@@ -67,10 +69,13 @@ class Session:
             self.note(f"({', '.join(came)} came, and holds a part of the model)")
         text, stopped = "", False
         try:
+            pieces = self._pieces(prompt)
+            first = self._show_reasoning(pieces)
             with self.show.answer() as show:
-                for piece in self._stream(prompt):
-                    text += piece
-                    show(piece)
+                for piece in itertools.chain(first, pieces):
+                    if not piece.reasoning:
+                        text += piece.text
+                        show(piece.text)
         except KeyboardInterrupt:
             stopped = True
         finally:
@@ -92,10 +97,35 @@ class Session:
             self.note(f"(the context is full: dropped the oldest {counted(dropped, 'turn')})")
         return prompt
 
-    def _stream(self, prompt: list[int]) -> Iterator[str]:
+    def _pieces(self, prompt: list[int]) -> Iterator[Piece]:
+        """The answer, with the reasoning before it told apart."""
+        tokenizer = self.conversation.tokenizer
+        if (form := reasoning_format(tokenizer)) is None:
+            yield from (Piece(text=text) for text in self._stream(prompt))
+            return
+        reader = form.reader(tokenizer, prompt)
+        for text in self._stream(prompt, form.shown_tokens(tokenizer)):
+            yield from reader.push(text)
+        yield from reader.flush()
+
+    def _show_reasoning(self, pieces: Iterator[Piece]) -> list[Piece]:
+        """Print pieces of reasoning beside the answers, as notes -> the first one of the answer."""
+        shown = False
+        for piece in pieces:
+            if not piece.reasoning:
+                break
+            self.note(without_controls(piece.text), end="")
+            shown = True
+        else:
+            piece = Piece()
+        if shown:
+            self.note("\n")
+        return [piece]
+
+    def _stream(self, prompt: list[int], shown: Sequence[int] = ()) -> Iterator[str]:
         seed = None if self.seed is None else self.seed + self.answers
         most = min(self.most, self.generator.cache.max_seq_len)
-        return self.generator.stream(prompt, self.settings, most, seed)
+        return self.generator.stream(prompt, self.settings, most, seed, shown_tokens=shown)
 
     def _room(self) -> int:
         """Tokens reserved for an answer."""
@@ -103,10 +133,10 @@ class Session:
 
     # Notes ------------------------------------------------------------------------------------
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, end: str = "\n") -> None:
         """Print a note."""
         self.notes.print(
-            text, style="dim", markup=False, highlight=False, emoji=False, soft_wrap=True
+            text, end=end, style="dim", markup=False, highlight=False, emoji=False, soft_wrap=True
         )
 
     def show_statistics(self) -> None:

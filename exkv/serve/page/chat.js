@@ -69,8 +69,18 @@ function actions(chat, message, index, box) {
 function write(box, message) {
   const text = box.firstChild;
   if (message.role === "user") { text.textContent = message.content; return; }
+  const chosen = text.querySelector("details")?.dataset.chosen;
   text.replaceChildren(...rendered(message.content));
+  if (message.reasoning) text.prepend(reasoning(message, chosen));
   if (message.error) text.append(make("p", { className: "error" }, message.error));
+}
+
+/** What came before an answer: open until that begins, unless it was opened or closed by hand. */
+function reasoning(message, chosen) {
+  const box = make("details", { open: chosen ? chosen === "open" : !message.content }, make("summary", {}, "reasoning"), message.reasoning);
+  if (chosen) box.dataset.chosen = chosen;
+  box.firstChild.onclick = () => { box.dataset.chosen = box.open ? "closed" : "open"; };
+  return box;
 }
 
 function toEnd() { $("log").scrollTop = $("log").scrollHeight; }
@@ -172,15 +182,16 @@ async function stream(chat, message, body, signal) {
   };
   for await (const part of events("v1/chat/completions", body, signal)) {
     const choice = part.choices[0];
-    const text = choice?.delta.content || "";
-    if (text && !first) {
+    const text = choice?.delta.content || "", thought = choice?.delta.reasoning_content || "";
+    if ((text || thought) && !first) {
       first = performance.now();
       refresh(); // the job is running now
     }
     message.content += text;
+    if (thought) message.reasoning = (message.reasoning || "") + thought;
     reason = choice?.finish_reason || reason;
     tokens = part.usage?.completion_tokens || tokens;
-    if (text && !waiting) { waiting = true; setTimeout(draw, 30); }
+    if ((text || thought) && !waiting) { waiting = true; setTimeout(draw, 30); }
   }
   const seconds = (performance.now() - first) / 1000;
   const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
