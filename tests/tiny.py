@@ -403,6 +403,15 @@ MINISTRAL3 = small(
     rope_parameters={**ROPE["yarn"], "original_max_position_embeddings": 16}
     | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
 )
+MISTRAL4 = small(
+    "Mistral4",
+    rope_parameters={
+        **LATENT_YARN["rope_parameters"],
+        **{"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
+    },
+    **ROUTED,
+    **LATENT,
+)
 #: Architecture -> a tiny config of it.
 TINY = {
     "ApertusForCausalLM": small("Apertus"),
@@ -620,15 +629,8 @@ TINY = {
         rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5},
     ),
     "MistralForCausalLM": mistral,
-    "Mistral4ForCausalLM": small(
-        "Mistral4",
-        rope_parameters={
-            **LATENT_YARN["rope_parameters"],
-            **{"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16},
-        },
-        **ROUTED,
-        **LATENT,
-    ),
+    "Mistral4ForCausalLM": MISTRAL4,
+    "Mistral3ForConditionalGeneration:mistral4": beside_images("Mistral3", MISTRAL4, "Pixtral"),
     "MixtralForCausalLM": mixtral,
     "NemotronHForCausalLM": small(
         "NemotronH",

@@ -383,7 +383,8 @@ class Family:
     """How to read the config.json of one architecture.
 
     Attributes:
-        architecture: ``architectures[0]``.
+        architecture: ``architectures[0]``; where that has text models of several architectures,
+            behind a colon the ``model_type`` of this one.
         model_type: its name for the architecture, where it doesn't state ``architectures``.
         units: the model's units, in the order in which a token passes them.
         defaults: keys that a config.json may leave out, and what that means; what is left out here

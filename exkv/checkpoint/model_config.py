@@ -670,9 +670,16 @@ def _activation(values: Mapping[str, Any], family: Family) -> Any:
 
 def _architecture(values: Mapping[str, Any], where: str) -> str:
     """The key of FAMILIES; ValueError, in a sentence of its own, where there is none."""
+    name = _named_architecture(values, where)
+    text = values.get(FAMILIES[name].text_config or "")
+    of_text = f"{name}:{text.get('model_type')}" if isinstance(text, dict) else name
+    return of_text if of_text in FAMILIES else name
+
+
+def _named_architecture(values: Mapping[str, Any], where: str) -> str:
     names, kind = values.get("architectures"), values.get("model_type", "llama")
     if names is None or names == []:
-        known = [name for name, family in FAMILIES.items() if family.model_type == kind]
+        known = sorted(name for name, family in FAMILIES.items() if family.model_type == kind)
         if not known:
             raise UnsupportedArchitecture(f"{where}: model_type {quoted(kind)} {_unsupported()}")
         return known[0]

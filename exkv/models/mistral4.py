@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from exkv.checkpoint import RoutedExpertsConfig
+from exkv.checkpoint.families import BESIDE_IMAGES
 from exkv.layers import mixture_or_mlp, routed_experts
 
 from . import deepseek_v2, deepseek_v3, ministral3
@@ -85,4 +86,14 @@ FAMILY = replace(
         additions=_of_gguf,
     ),
     query_scaling=partial(ministral3.query_scaling, unstated=_ROPE),
+)
+#: As it is released: beside a model of images.
+WITH_IMAGES = replace(
+    FAMILY,
+    architecture=f"{ministral3.WITH_IMAGES.architecture}:{FAMILY.model_type}",
+    model_type=ministral3.WITH_IMAGES.model_type,
+    text_config=ministral3.WITH_IMAGES.text_config,
+    defaults={**FAMILY.defaults, "tie_word_embeddings": True},
+    names=BESIDE_IMAGES,
+    gguf=None,
 )
