@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import safetensors.torch
 import sentencepiece
 import torch
 import transformers
@@ -302,6 +303,10 @@ IMAGES = {
         **{"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16},
         **{"num_heads": 2, "image_size": 28},
     },
+    "Kimi_K25": {
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4},
+    },
     "Llama4": {
         **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28},
         **{"num_attention_heads": 2, "vision_output_dim": 16, "projector_input_dim": 16},
@@ -403,6 +408,7 @@ MINISTRAL3 = small(
     rope_parameters={**ROPE["yarn"], "original_max_position_embeddings": 16}
     | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
 )
+DEEPSEEK3 = small("DeepseekV3", first_k_dense_replace=1, **ROUTED, **LATENT, **LATENT_YARN)
 MISTRAL4 = small(
     "Mistral4",
     rope_parameters={
@@ -429,9 +435,8 @@ TINY = {
         **LATENT,
         **LATENT_YARN,
     ),
-    "DeepseekV3ForCausalLM": small(
-        "DeepseekV3", first_k_dense_replace=1, **ROUTED, **LATENT, **LATENT_YARN
-    ),
+    "DeepseekV3ForCausalLM": DEEPSEEK3,
+    "Kimi_K25ForConditionalGeneration": beside_images("Kimi_K25", DEEPSEEK3, "Kimi_K25"),
     "Dots1ForCausalLM": small("Dots1", **ROUTED, n_shared_experts=2),
     "FalconH1ForCausalLM": small(
         "FalconH1",
@@ -838,7 +843,17 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     """Write the checkpoint as users get it."""
     model.save_pretrained(folder, **options)
+    if model.config.model_type == "kimi_k25":
+        _rename(Path(folder), "language_model.model.blocks.", "language_model.model.layers.")
     return folder
+
+
+def _rename(folder: Path, saved: str, released: str) -> None:
+    """Give tensors the names that they were released by, where transformers saves others."""
+    for file in folder.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        renamed = {name.replace(saved, released): each for name, each in tensors.items()}
+        safetensors.torch.save_file(renamed, file, {"format": "pt"})
 
 
 def loaded(config: PretrainedConfig, folder: Path, **options: Any) -> Model:

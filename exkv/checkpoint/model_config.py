@@ -689,11 +689,15 @@ def _named_architecture(values: Mapping[str, Any], where: str) -> str:
         )
     # Of a model without its head, e.g. LlamaModel, transformers makes the one with a head, too.
     name = re.sub("Model$", "ForCausalLM", names[0])
-    # Files from before transformers had the class may have capitals in other places.
-    known = [each for each in FAMILIES if each.lower() == name.lower()]
+    # Files from before transformers had the class may have capitals or underscores elsewhere.
+    known = [each for each in FAMILIES if _folded(each) == _folded(name)]
     if not known:
         raise UnsupportedArchitecture(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
     return known[0]
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def _unsupported() -> str:

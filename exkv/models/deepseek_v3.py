@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from exkv.checkpoint import RoutedExpertsConfig
-from exkv.checkpoint.families import Family, MTPNames
+from exkv.checkpoint.families import BESIDE_IMAGES, Family, MTPNames
 
 from . import deepseek_v2, glm4_moe
 
@@ -52,4 +52,15 @@ FAMILY = Family(
         additions=deepseek_v2.of_gguf,
     ),
     mtp=MTPNames(),
+)
+#: Kimi K2.5 and 2.6: the text model alone, of one that sees images, too.
+KIMI_K25 = replace(
+    FAMILY,
+    architecture="Kimi_K25ForConditionalGeneration",
+    model_type="kimi_k25",
+    defaults={**FAMILY.defaults, "tie_word_embeddings": True},
+    text_config="text_config",
+    names=BESIDE_IMAGES,
+    gguf=None,
+    mtp=None,
 )
