@@ -47,17 +47,23 @@ class Attempt:
     ...     return call()
     >>> logger.warning("no room: %s", attempt.why)  # the error's frames and tensors are gone
 
+    Args:
+        passing: errors that pass through although they speak of memory.
+
     Attributes:
         why: the error's message; "" if the block went through.
     """
 
     why = ""
 
+    def __init__(self, *passing: type[BaseException]) -> None:
+        self._passing = passing
+
     def __enter__(self) -> Attempt:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if error is None or not is_out_of_memory(error):
+        if error is None or isinstance(error, self._passing) or not is_out_of_memory(error):
             return False
         self.why = str(error) or type(error).__name__
         return True

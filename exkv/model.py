@@ -499,6 +499,7 @@ class Model(Transformer):
             ValueError: also for one of these that contradicts the call.
             OutOfMemoryError: memory ran out in spite of the plan; the message says what has changed
                 since loading, and the cache keeps the tokens that it had.
+            PlacementError: the cache has no storage, and a device no room for it.
         """
         if past_key_values is not None:
             cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
@@ -538,11 +539,8 @@ class Model(Transformer):
         return cast(ForwardOutput, answer)
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        try:
-            with Attempt() as attempt:
-                return super().forward(*args, **kwargs)
-        except PlacementError:  # names the device and what would fit
-            raise
+        with Attempt(PlacementError) as attempt:
+            return super().forward(*args, **kwargs)
         accelerators.release_idle_memory()
         changes = "" if self.report is None else f"{'. '.join(self.report.changes())}. "
         raise OutOfMemoryError(

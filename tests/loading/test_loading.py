@@ -514,6 +514,27 @@ def test_a_cache_that_finds_no_room_on_a_loaded_model_leaves_it_as_it_was(folder
     assert run_sim(a_cache_too_many, "8M", args=[folder]) == [True, True, True]
 
 
+def a_freed_cache(folder):
+    model = Model(folder, max_input_len=16)
+    cache = Cache(model, 1024, len(IDS))
+    model.load_autosplit(cache)
+    cache.free()
+    free, _ = torch.accelerator.get_memory_info(0)
+    thief = torch.empty(free - (64 << 10), dtype=torch.int8, device="sim:0")
+    try:
+        model.forward(IDS, cache)
+        return "it ran"
+    except PlacementError as error:
+        named = [error.device, error.unit, error.needed > error.available]
+    del thief
+    return [named, model.forward(IDS, cache) is not None]
+
+
+def test_a_freed_cache_that_finds_no_room_for_a_call_says_so(folder):
+    seen = run_sim(a_freed_cache, "8M", args=[folder])
+    assert seen == [["sim:0", "cache layer 0", True], True]
+
+
 def saved_on_one_split(folder, file):
     """Written from a cache over two devices, read into one over two others."""
     digests = []
