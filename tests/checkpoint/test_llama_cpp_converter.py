@@ -322,6 +322,15 @@ def test_what_the_converter_writes_answers_as_transformers_model(tmp_path, conve
     assert_near(logits_of(tmp_path / "model.gguf"), expected_of(theirs))
 
 
+@pytest.mark.parametrize("name", ["Cohere2ForCausalLM", "SmolLM3ForCausalLM", "AfmoeForCausalLM"])
+def test_what_a_file_lacks_is_named_with_what_is_taken(tmp_path, convert, caplog, name):
+    saved(name, tmp_path / "saved")
+    convert(tmp_path / "saved", tmp_path / "model.gguf")
+    ModelConfig.from_pretrained(tmp_path / "model.gguf")
+    assert "the metadata lacks" in caplog.text
+    assert "every fourth layer" in caplog.text
+
+
 def test_what_files_of_llama_4_lack_is_as_published(tmp_path, convert):
     """Of texts longer than these tests', which the first chunk doesn't hold."""
     saved("Llama4ForCausalLM", tmp_path / "saved")
