@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,15 @@ def test_no_two_test_files_have_one_name():
     """pytest imports them by their names alone, and refuses the second where it finds both."""
     names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_file_beside_tests_has_the_name_of_a_package_that_somebody_looks_for():
+    """pytest puts the folders of tests that are no packages on ``sys.path``."""
+    tests = ROOT / "tests"
+    beside = {file.parent for file in tests.rglob("test_*.py")} | {tests, ROOT / "examples"}
+    folders = [each for each in beside if not (each / "__init__.py").exists()]
+    names = {file.stem for folder in folders for file in folder.glob("*.py")}
+    asks = Path(find_spec("transformers").origin).parent / "utils" / "import_utils.py"
+    sought = set(re.findall(r'_is_package_available\("(\w+)"', asks.read_text()))
+    assert {"kernels", "accelerate"} <= sought
+    assert names.isdisjoint(sought | sys.stdlib_module_names)
