@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from netns import Network
+from on_cpu import on_cpu
 
 from exkv import Cache, KVCache, Model, sim
 from exkv.cluster import Cluster, ClusterModel
@@ -115,9 +116,7 @@ STEPS = 12
 
 def alone(folder: str | Path, **options) -> Model:
     """The model on this machine."""
-    model = Model(folder, max_input_len=16, **options)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, max_input_len=16, **options)
 
 
 class Decoding:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from on_cpu import on_cpu
 from references import diverse_beams
 from tiny import llama, reference, save
 from transformers import PreTrainedModel
@@ -20,8 +21,7 @@ WIDTH = max(map(len, ROWS))
 def pair_of(seed: int, folder: Path) -> tuple[PreTrainedModel, Model]:
     """transformers' model and ours with the same weights, on few tokens, so that sequences end."""
     theirs = reference(llama(**diverse_beams.CHANGES), seed=seed)
-    ours = Model(save(theirs, folder))
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, folder))
     return theirs, ours
 
 

@@ -13,6 +13,7 @@ import safetensors.torch
 import sentencepiece
 import torch
 import transformers
+from on_cpu import on_cpu
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -858,9 +859,7 @@ def _rename(folder: Path, saved: str, released: str) -> None:
 
 def loaded(config: PretrainedConfig, folder: Path, **options: Any) -> Model:
     """exkv's model of such a checkpoint, on the CPU."""
-    model = Model(save(reference(config), folder), **options)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(save(reference(config), folder), **options)
 
 
 def save_tokenizer(folder: Path, vocab_size: int = 320, **options: Any) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench import llamacpp
+from on_cpu import on_cpu
 from packers.gguf import dequantized
 from simproc import run_sim
 from tokenizers import Tokenizer as Library
@@ -54,9 +55,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    model = Model(FOLDER, dtype=torch.float32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(FOLDER, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")

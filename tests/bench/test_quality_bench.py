@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import harness, quality, real
+from on_cpu import on_cpu
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaForCausalLM
 
-from exkv import Cache, Model, Tokenizer
+from bench import harness, quality, real
+from exkv import Cache, Tokenizer
 
 RESULTS = Path(__file__).parent / "results"
 CURVE = RESULTS / "quality-2026-11-24-smollm2-best.json"
@@ -44,8 +45,7 @@ def test_divergence_is_torchs():
 @torch.no_grad()
 def test_chunks_through_a_cache_give_the_logits_of_transformers():
     theirs = LlamaForCausalLM.from_pretrained(quality.DEMO, dtype=torch.float32)
-    model = Model(quality.DEMO, dtype=torch.float32, max_input_len=256)
-    model.load(devices=["cpu"])
+    model = on_cpu(quality.DEMO, dtype=torch.float32, max_input_len=256)
     chats = quality.chats(Tokenizer(model.config), 3, 200, 5)
     rows = [row[: 200 - 30 * n] for n, row in enumerate(chats)]
     parts = quality.logits_through(model, Cache(model, 256, 3), rows, 64)

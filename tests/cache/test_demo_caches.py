@@ -15,9 +15,10 @@ import torch.nn.functional as F
 import toy_world
 from bench import quality
 from cases import bits_of, forgets
+from on_cpu import on_cpu
 from transformers import LlamaForCausalLM
 
-from exkv import CACHES, Cache, Cache8bit, Generator, Model, SamplingParams, Tokenizer
+from exkv import CACHES, Cache, Cache8bit, Generator, SamplingParams, Tokenizer
 from exkv.cache import LayerSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,9 +28,7 @@ GREEDY = SamplingParams.greedy()
 
 @pytest.fixture(scope="module")
 def model():
-    model = Model(DEMO, max_input_len=256)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(DEMO, max_input_len=256)
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +100,7 @@ def bounds(spec: LayerSpec) -> tuple[float, float]:
 @pytest.fixture(scope="module")
 def wide():
     """In float32, so that nothing but the cache rounds."""
-    model = Model(DEMO, dtype=torch.float32, max_input_len=SETTINGS.chunk)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(DEMO, dtype=torch.float32, max_input_len=SETTINGS.chunk)
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +183,7 @@ def test_the_demo_model_has_no_attention_sinks(texts):
 @torch.no_grad()
 def test_logits_and_greedy_tokens_are_those_of_transformers(model, tokenizer):
     theirs = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    wide = Model(DEMO, dtype=torch.float32, max_input_len=64)
-    wide.load(devices=["cpu"])
+    wide = on_cpu(DEMO, dtype=torch.float32, max_input_len=64)
     ids = torch.tensor([tokenizer.encode(toy_world.heldout_text(7, 300))])[:, :300]
     expected = theirs(ids).logits
     got = wide.forward(ids, Cache(wide))

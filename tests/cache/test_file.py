@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from apart import run_apart
+from on_cpu import on_cpu
 from safetensors.torch import load_file
 from tiny import llama, reference, save
 
@@ -18,9 +19,7 @@ IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
 def opened(folder) -> Model:
-    model = Model(folder, max_input_len=32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, max_input_len=32)
 
 
 @pytest.fixture(scope="module")

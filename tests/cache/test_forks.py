@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from cases import KINDS
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import llama, reference, save
 
@@ -36,9 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    model = Model(folder, max_input_len=32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, max_input_len=32)
 
 
 @pytest.fixture(params=KINDS)

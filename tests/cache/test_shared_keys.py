@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from cases import KINDS
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import GEMMA4_SHARED, gemma4, loaded, reference, save, save_tokenizer
 from torch import Tensor
@@ -114,8 +115,7 @@ def test_an_engine_answers_as_transformers_does(tmp_path):
     """Its rows share a pool of pages, and are swapped out where it is full."""
     theirs = reference(gemma4(**GEMMA4_SHARED, eos_token_id=None))
     theirs.get_output_embeddings().weight.data[2] = 0  # nor the tokenizer's end
-    ours = Model(save_tokenizer(save(theirs, tmp_path)), max_input_len=16)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save_tokenizer(save(theirs, tmp_path)), max_input_len=16)
     prompts = [IDS[0, :30].tolist(), IDS[1, :7].tolist(), IDS[1, :28].tolist()]
     greedy = {"max_new_tokens": 36, "settings": SamplingParams.greedy()}
     cache = KVCache(ours, 96, growth=Paged(16, pages=6))
@@ -133,8 +133,7 @@ def test_an_engine_answers_as_transformers_does(tmp_path):
 
 def split(folder: str, kind: str) -> dict[str, object]:
     """Logits over two devices, each layer's device and whether it shares, and bytes."""
-    whole = Model(folder, max_input_len=32)
-    whole.load(devices=["cpu"])
+    whole = on_cpu(folder, max_input_len=32)
     expected = [logits.cpu() for logits in use(whole, KINDS[kind](whole, 96, 2))]
     model = Model(folder, max_input_len=32)
     cache = KINDS[kind](model, 96, 2)

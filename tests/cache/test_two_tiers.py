@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import llama, loaded, mistral, reference, save
 from torch import Tensor
@@ -108,8 +109,7 @@ def test_what_is_old_is_rounded_and_what_is_forgotten_is_forgotten(model):
 def test_a_models_own_window_cuts_either_tier(tmp_path_factory, window, cut):
     config = mistral(num_hidden_layers=2, sliding_window=window)
     folder = save(reference(config), tmp_path_factory.mktemp("model"))
-    model = Model(folder, max_input_len=64)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder, max_input_len=64)
     expected = written_out(model, IDS[:1], KIVI)
     caches = [
         kivi(model),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_cpu import on_cpu
 from tiny import TINY, reference, save
 
 from exkv import Cache, HybridCache, Model, PlacementError, place
@@ -19,8 +20,7 @@ NAMES = ["MistralForCausalLM", "Gemma2ForCausalLM"]
 @pytest.fixture(scope="module", params=NAMES)
 def model(request, tmp_path_factory):
     theirs = reference(TINY[request.param]())
-    model = Model(save(theirs, tmp_path_factory.mktemp("model")), max_input_len=32)
-    model.load(devices=["cpu"])
+    model = on_cpu(save(theirs, tmp_path_factory.mktemp("model")), max_input_len=32)
     assert 0 < model.config.sliding_window < 60
     return model
 
@@ -202,8 +202,7 @@ def test_what_is_lost_is_what_was_overwritten_and_is_still_seen(size, kept, more
 
 def test_a_window_of_one_token(tmp_path):
     theirs = reference(TINY["MistralForCausalLM"](sliding_window=1))
-    model = Model(save(theirs, tmp_path), max_input_len=8)
-    model.load(devices=["cpu"])
+    model = on_cpu(save(theirs, tmp_path), max_input_len=8)
     ring, full = both(model)
     for ids in (IDS[:1, :20], IDS[:1, 20:21]):
         assert near(model.forward(ids, ring), model.forward(ids, full))

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from on_cpu import on_cpu
 from tiny import TINY, reference, save
 from transformers import PretrainedConfig, PreTrainedModel
 
-from exkv import Cache, Model, ModelConfig
+from exkv import Cache, ModelConfig
 from exkv.checkpoint.families import FAMILIES, Family
 from exkv.checkpoint.fields import HARMLESS, Fields
 
@@ -117,8 +118,7 @@ def ours(model: PreTrainedModel, folder: Path) -> torch.Tensor | None:
     """exkv's logits for the same checkpoint; None where it is refused."""
     save(model, folder)
     try:
-        read = Model(folder)
-        read.load(devices=["cpu"])
+        read = on_cpu(folder)
     except ValueError:
         return None
     return read.forward(IDS, Cache(read))

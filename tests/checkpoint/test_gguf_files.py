@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_cpu import on_cpu
 from packers.gguf import gguf, in_types, write_gguf
 from runs import Readable, bound_runs
 from safetensors.torch import load_file, save_file
@@ -48,12 +49,6 @@ def logits_of(model: Model) -> torch.Tensor:
     return torch.cat([model.forward(IDS[:, :39], cache), model.forward(IDS[:, 39:], cache)], 1)
 
 
-def loaded(path: Path) -> Model:
-    model = Model(path)
-    model.load(devices=["cpu"])
-    return model
-
-
 def saved(name: str, folder: Path):
     """transformers' model, its config with the architecture, and its tensors as it saves them."""
     theirs = reference(CONFIGS[name]())
@@ -84,7 +79,7 @@ def test_packed_latent_attention_answers_as_its_floats(tmp_path, monkeypatch, na
     part = "k_b_proj" if of_heads else "kv_b_proj"
     assert any(part in layer for layer in model.config.quantization["types"])
     assert model.config.latent == ModelConfig.from_pretrained(tmp_path / "saved").latent
-    found, expected = logits_of(model), logits_of(loaded(tmp_path / "floats.gguf"))
+    found, expected = logits_of(model), logits_of(on_cpu(tmp_path / "floats.gguf"))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -97,7 +92,7 @@ def test_experts_in_mxfp4_answer_as_the_floats_that_they_stand_for(tmp_path):
     write_gguf(tmp_path / "floats.gguf", theirs.config, tensors, of, as_floats=True)
     model = quantized_model(tmp_path / "packed.gguf")
     assert set(model.config.quantization["types"].values()) == {"MXFP4"}
-    found, expected = logits_of(model), logits_of(loaded(tmp_path / "floats.gguf"))
+    found, expected = logits_of(model), logits_of(on_cpu(tmp_path / "floats.gguf"))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -123,7 +118,7 @@ def test_layers_that_predict_several_tokens_are_left_alone(tmp_path, caplog):
         writer.add_tensor("blk.2.nextn.eh_proj.weight", torch.ones(64, 128).numpy())
 
     write_gguf(file, theirs.config, tensors, tokenizer=beyond)
-    assert loaded(file).config.num_hidden_layers == 2
+    assert on_cpu(file).config.num_hidden_layers == 2
     assert "blk.2.attn_norm.weight, blk.2.nextn.eh_proj.weight" in caplog.text
 
 
@@ -149,14 +144,12 @@ def quantized(tmp_path_factory) -> dict[str, Path]:
 def test_packed_blocks_answer_as_the_floats_that_they_stand_for(quantized, name):
     file = quantized[name]
     found = logits_of(quantized_model(file))
-    expected = logits_of(loaded(file.parent / f"{name}-floats"))
+    expected = logits_of(on_cpu(file.parent / f"{name}-floats"))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def quantized_model(file: Path) -> Model:
-    model = Model(file, dtype=torch.float32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(file, dtype=torch.float32)
 
 
 def test_a_tensor_for_each_expert_is_the_same_model(tmp_path):
@@ -165,7 +158,7 @@ def test_a_tensor_for_each_expert_is_the_same_model(tmp_path):
     plain = write_gguf(file, theirs.config, tensors, types, experts_apart=True)
     plain = {key: value.contiguous() for key, value in plain.items()}
     save_file(plain, tmp_path / "floats" / "model.safetensors", {"format": "pt"})
-    found, expected = logits_of(quantized_model(file)), logits_of(loaded(tmp_path / "floats"))
+    found, expected = logits_of(quantized_model(file)), logits_of(on_cpu(tmp_path / "floats"))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
     def twice(writer) -> None:

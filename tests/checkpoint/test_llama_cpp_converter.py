@@ -14,6 +14,7 @@ import golden
 import pytest
 import torch
 from adapters import linears_of, merged, write_adapter
+from on_cpu import on_cpu
 from packers.gguf import rewrite
 from packers.llama_cpp import Converter
 from safetensors.torch import load_file, save_file
@@ -299,8 +300,7 @@ def _make_codes(model: PreTrainedModel) -> None:
 
 
 def logits_of(file: Path) -> torch.Tensor:
-    model = Model(file, dtype=torch.float32)
-    model.load(devices=["cpu"])
+    model = on_cpu(file, dtype=torch.float32)
     cache = Cache(model, 64, 2)
     return torch.cat([model.forward(IDS[:, :39], cache), model.forward(IDS[:, 39:], cache)], 1)
 
@@ -422,8 +422,7 @@ def test_adapters_of_a_matrix_whose_columns_lie_in_another_order(tmp_path, conve
     theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved", "q8_0")
     convert(tmp_path / "saved", tmp_path / "model.gguf", "q8_0")
     adapter = write_adapter(tmp_path / "adapter", linears_of(theirs, ["out_proj"]))
-    model = Model(tmp_path / "model.gguf", dtype=torch.float32)
-    model.load(devices=["cpu"])
+    model = on_cpu(tmp_path / "model.gguf", dtype=torch.float32)
     model.load_adapter(adapter)
     found = model.forward(IDS, Cache(model, 64, 2), adapter="adapter")
     assert_near(found, expected_of(merged(theirs, adapter)))
@@ -440,8 +439,7 @@ def test_a_matrix_whose_columns_lie_in_another_order_is_rounded_for_its_own_inpu
         config, seen = ModelConfig.from_pretrained(path), []
         with open_checkpoint(path) as checkpoint:
             found = list(rounded_units(config, checkpoint, IDS, of_layer))
-        model = Model(path, dtype=torch.float32)
-        model.load(devices=["cpu"])
+        model = on_cpu(path, dtype=torch.float32)
         linear = model.units[1].module.get_submodule(PATH)
         linear.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         model.forward(IDS)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from packers.gguf import in_types, write_gguf
 from tiny import llama, reference, save
 from torch import distributed
@@ -61,8 +62,7 @@ class Watched(StreamedCheckpoint):
 def test_a_host_without_a_copy_gets_the_same_model_a_unit_at_a_time(folders, wires, kind):
     folder, (driver, host) = folders[kind], wires
     elsewhere = folder.parent / "not here" / folder.name
-    expected = Model(folder)
-    expected.load(devices=["cpu"])
+    expected = on_cpu(folder)
     tensors = describe(folder)
     mount(elsewhere, lambda: Watched(elsewhere, tensors, lambda: host))
     Watched.most = 0

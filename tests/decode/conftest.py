@@ -8,10 +8,11 @@ from zlib import crc32
 
 import pytest
 from generated import pair_of
+from on_cpu import on_cpu
 from references import diverse_beams
 from tiny import llama, reference, save, save_tokenizer
 
-from exkv import Engine, Model, PagedCache, Tokenizer
+from exkv import Engine, PagedCache, Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +23,7 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_folder):
-    model = Model(tiny_folder, max_input_len=64)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(tiny_folder, max_input_len=64)
 
 
 @pytest.fixture(scope="session")

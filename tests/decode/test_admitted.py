@@ -8,6 +8,7 @@ import random
 import pytest
 import sweep
 import torch
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import gemma2, llama, reference, save
 
@@ -149,8 +150,7 @@ def test_forty_beams_over_a_long_prompt_fit_where_they_are_admitted(folders, nam
 
 def test_a_prompt_in_host_memory_counts_on_a_gpu_that_torch_was_not_built_for(folders):
     """The host stands in for it in a prediction, and nothing has to be copied there."""
-    model = Model(folders["llama"])
-    model.load(devices=["cpu"])
+    model = on_cpu(folders["llama"])
     peaks = []
     for kind in ("fp16", "offloaded_static"):
         cache = CACHES[kind](model, 200)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from tiny import llama, reference, save
 
 from exkv import (
@@ -53,8 +54,7 @@ def draft(tmp_path_factory):
     weights = reference(llama(num_hidden_layers=2, eos_token_id=None))
     for parameter in weights.parameters():
         parameter.data += 0.01 * torch.randn(parameter.shape)
-    draft = Model(save(weights, tmp_path_factory.mktemp("draft")))
-    draft.load(devices=["cpu"])
+    draft = on_cpu(save(weights, tmp_path_factory.mktemp("draft")))
     return draft
 
 

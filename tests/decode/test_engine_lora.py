@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from adapters import linears_of, merged, write_adapter
+from on_cpu import on_cpu
 from tiny import llama, reference, save, save_tokenizer
 
-from exkv import Cache, Engine, Generator, Job, Model, PagedCache, SamplingParams, Tokenizer
+from exkv import Cache, Engine, Generator, Job, PagedCache, SamplingParams, Tokenizer
 from exkv.cache.rows import MIXED
 
 GREEDY = SamplingParams.greedy()
@@ -21,8 +22,7 @@ def made(tmp_path_factory):
     whole = reference(llama(num_hidden_layers=2, eos_token_id=None))
     folder = save_tokenizer(save(whole, tmp_path_factory.mktemp("model")))
     layers = linears_of(whole, ("q_proj", "k_proj", "v_proj", "down_proj"))
-    model = Model(folder, max_input_len=64)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder, max_input_len=64)
     texts = {None: whole}
     for seed, name in enumerate(("one", "two")):
         adapter = write_adapter(tmp_path_factory.mktemp(name), layers, seed=seed)

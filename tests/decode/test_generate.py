@@ -12,6 +12,7 @@ from cases import small_pages
 from generated import PAD, ROWS, WIDTH, check_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_cpu import on_cpu
 from references import diverse_beams
 from simproc import run_sim
 from tiny import IN_ALL_WAYS, TINY, llama, longrope, phi3, reference, save, save_tokenizer
@@ -38,9 +39,7 @@ ENDS = diverse_beams.CHANGES["eos_token_id"]
 def model(tmp_path_factory):
     """One that never ends by itself, with a tokenizer."""
     folder = save(reference(llama(eos_token_id=None)), tmp_path_factory.mktemp("model"))
-    model = Model(save_tokenizer(folder), max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(save_tokenizer(folder), max_input_len=16)
 
 
 # transformers' tokens -------------------------------------------------------------------------
@@ -231,8 +230,7 @@ def test_beams_of_every_architecture(tmp_path, name):
     """Past the sliding windows, and past the length that longrope was trained for."""
     make, changes = (phi3, longrope(trained=34)) if name == "phi3-outgrown" else (TINY[name], {})
     theirs = reference(make(**{"pad_token_id": PAD, **changes}))
-    ours = Model(save(theirs, tmp_path), max_input_len=16)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, tmp_path), max_input_len=16)
     prompt = torch.arange(5, 35).tolist()
     check_equal((theirs, ours), [prompt], num_beams=3, max_new_tokens=12, do_sample=False)
 
@@ -258,8 +256,7 @@ def test_what_the_checkpoint_recommends_holds(tmp_path):
     recommended = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
     recommended |= {"repetition_penalty": 1.1, "eos_token_id": 17, "pad_token_id": PAD}
     theirs.generation_config.update(**recommended)
-    ours = Model(save(theirs, tmp_path))
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, tmp_path))
     check_equal((theirs, ours), ROWS[:1], max_new_tokens=20, eos_token_id=17)
     config = GenerationConfig.from_pretrained(tmp_path)
     assert config == GenerationConfig(**recommended)
@@ -488,8 +485,7 @@ def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
     folder = save(reference(llama(num_hidden_layers=4, eos_token_id=None)), tmp_path)
     expected = []
     for kind in CACHES:
-        model = Model(folder)
-        model.load(devices=["cpu"])
+        model = on_cpu(folder)
         cache = CACHES[kind](model, 32, batch_size=12, **small_pages(kind))
         expected += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
     found, placed = run_sim(over_two_devices, "2M,8M", args=[str(folder)])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import KINDS
 from heads import APART, BEHIND, Theirs, agreeing, with_head
+from on_cpu import on_cpu
 from packers.gguf import floats, write_gguf
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
@@ -43,9 +44,7 @@ def folders(tmp_path_factory):
 
 
 def loaded(folder, **options):
-    model = Model(folder, **{"max_input_len": 16, "mtp": True, **options})
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, **{"max_input_len": 16, "mtp": True, **options})
 
 
 @pytest.fixture(scope="module")

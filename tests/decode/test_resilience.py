@@ -12,6 +12,7 @@ import pytest
 import torch
 from apart import run_script
 from native import needs_kernels
+from on_cpu import on_cpu
 from simproc import needs_sim, run_sim
 from tiny import llama, reference, save
 
@@ -53,15 +54,9 @@ def always_shared(monkeypatch):
     monkeypatch.setattr(entry, "WORTH_SHARING", 0)
 
 
-def on_cpu(folder: str) -> Model:
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
-
-
 @pytest.fixture(scope="module")
 def model(folder):
-    return on_cpu(folder)
+    return on_cpu(folder, max_input_len=16)
 
 
 def small(folder: str) -> tuple[Model, int]:
@@ -74,7 +69,7 @@ def small(folder: str) -> tuple[Model, int]:
 
 def expected_of(folder: str, prompts: list[list[int]], **options: object) -> list[list[int]]:
     """On the host, in a cache with a row for every beam, where nothing is shared."""
-    model = on_cpu(folder)
+    model = on_cpu(folder, max_input_len=16)
     cache = Cache(model, max_seq_len=64, batch_size=16)
     return model.generate(prompts, cache=cache, **options).tolist()
 

@@ -10,6 +10,7 @@ import torch
 from cases import KINDS
 from generated import ROWS, check_equal
 from native import needs_kernels
+from on_cpu import on_cpu
 from runs import bound_runs
 from tiny import TINY, llama, longrope, phi3, reference, save, save_tokenizer
 
@@ -27,9 +28,7 @@ def made(tmp_path_factory, config, noise: float = 0.0) -> Model:
     for parameter in weights.parameters():
         parameter.data += noise * torch.randn(parameter.shape)
     folder = save(weights, tmp_path_factory.mktemp("model"))
-    model = Model(save_tokenizer(folder), max_input_len=32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(save_tokenizer(folder), max_input_len=32)
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def twin(model):
     """A draft that is always right."""
-    twin = Model(model.config)
-    twin.load(devices=["cpu"])
+    twin = on_cpu(model.config)
     return twin
 
 
@@ -210,8 +208,7 @@ BOUND = ("Gemma2ForCausalLM",)
 
 @pytest.mark.parametrize("name", [*BOUND, "Qwen2MoeForCausalLM"])
 def test_tokens_of_one_call_have_the_bits_that_they_have_one_by_one(tmp_path, name):
-    model = Model(save(reference(TINY[name]()), tmp_path), dtype=torch.bfloat16)
-    model.load(devices=["cpu"])
+    model = on_cpu(save(reference(TINY[name]()), tmp_path), dtype=torch.bfloat16)
     ids = torch.randint(3, 320, (3, 47), generator=torch.Generator().manual_seed(1))
     new = [7, 0, 4]
     for kind in ("fp16", "8bit", "4bit", "paged"):

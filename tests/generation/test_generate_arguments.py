@@ -16,10 +16,11 @@ import tokenizers
 import torch
 import transformers
 from generated import PAD, ROWS, WIDTH, check_equal, pair_of
+from on_cpu import on_cpu
 from references import diverse_beams
 from tiny import llama, reference, save
 
-from exkv import Cache, GenerationConfig, Generator, Model, SamplingParams, Tokenizer
+from exkv import Cache, GenerationConfig, Generator, SamplingParams, Tokenizer
 from exkv.decode.stopping import StopStrings
 
 ENDS = diverse_beams.CHANGES["eos_token_id"]
@@ -45,8 +46,7 @@ def texts(tmp_path_factory):
     said = ["the key is in the kitchen", "anna put the red ball in the garden", "where is it"]
     tokenizer.train_from_iterator(said * 20, vocab_size=320)
     tokenizer.save(str(file))
-    ours = Model(folder)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(folder)
     return theirs, ours, transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
 
 

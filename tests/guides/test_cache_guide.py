@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from hf_families import WITH_STATES
+from on_cpu import on_cpu
 from tiny import TINY, reference, save
 from transformers import DynamicCache
 
@@ -346,8 +347,7 @@ PLUGGED_ONLY = {"encoder-decoder", "state space", "static and compiled", "legacy
 def sides(tmp_path_factory):
     """Mistral, whose layers all slide."""
     theirs = reference(TINY["MistralForCausalLM"](eos_token_id=None))
-    ours = Model(save(theirs, tmp_path_factory.mktemp("mistral")))
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, tmp_path_factory.mktemp("mistral")))
     theirs.set_attn_implementation("exkv")
     return Own(ours), Plugged(theirs), Stock(reference(theirs.config))
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_families import given
+from on_cpu import on_cpu
 from tiny import TINY, llama, reference, save
 from transformers import DynamicCache, StaticCache
 
 import exkv
-from exkv import CACHES, Model
+from exkv import CACHES
 from exkv.batch import pad_rows
 from exkv.cache import CacheLayer, make_cache
 from exkv.cache.layer import InPlace
@@ -110,8 +111,7 @@ def test_attention_of_sdpa_takes_the_caches_too(models):
 def pair(tmp_path_factory):
     """transformers' model with exkv's attention, and exkv's own with the same weights."""
     theirs = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None))
-    ours = Model(save(theirs, tmp_path_factory.mktemp("pair")))
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, tmp_path_factory.mktemp("pair")))
     theirs.set_attn_implementation("exkv")
     return theirs, ours
 

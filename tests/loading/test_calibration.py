@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import TINY, llama, reference, save, save_tokenizer
 
@@ -57,8 +58,7 @@ def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_
     """A matrix whose inputs nobody sees would be rounded without data."""
     folder = save(reference(TINY[name]()), tmp_path)
     found = rounded_by_ids(folder)
-    model = Model(folder, dtype=torch.float32)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder, dtype=torch.float32)
     assert len(found) == len(model.units) and found[0] == found[-1] == {}
     for unit, made in zip(model.units, found, strict=True):
         assert made.keys() == all_matrices(unit).keys()
@@ -71,8 +71,7 @@ def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_
 def test_inputs_are_those_behind_all_that_is_rounded_and_outputs_those_of_floats():
     """Hooks on the model, before and after its weights are the rounded ones, see the inputs by
     which they were rounded."""
-    model = Model(DEMO, dtype=torch.float32)
-    model.load(devices=["cpu"])
+    model = on_cpu(DEMO, dtype=torch.float32)
     ids = calibration_rows(model.config, text_of(5))
     assert ids.shape == (4, TOKENS)
     with Checkpoint(DEMO) as checkpoint:
@@ -132,8 +131,7 @@ def on_devices(folder: str, text: str) -> dict:
     model.load_autosplit(cache)
     lines = [(row.ledger.weights, row.measured["weights"]) for row in model.report.devices]
     again = model.forward(IDS[:1], cache).cpu()
-    blind = Model(folder, weights="int4")
-    blind.load(devices=["cpu"])
+    blind = on_cpu(folder, weights="int4")
     return {
         "same": torch.equal(alone, again),
         "lines": lines,

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from cases import kinds_for
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import (
     GEMMA4_EXPERTS,
@@ -82,8 +83,7 @@ def on_devices(model: Model) -> list[DeviceReport]:
 
 def split(folder: str, kind: str, batch_size: int):
     """On one device, then on two of which the first is too small, then at the promise's edge."""
-    alone = Model(folder, max_input_len=CHUNK)
-    alone.load(devices=["cpu"])
+    alone = on_cpu(folder, max_input_len=CHUNK)
     expected = digest(fill(alone, CACHES[kind](alone, LENGTH, batch_size)))
 
     for index in range(2):
@@ -133,8 +133,7 @@ def test_the_generator_continues_unlike_prompts_as_transformers_does_each(tmp_pa
     theirs = reference(make(eos_token_id=None, **changes))
     theirs.get_output_embeddings().weight.data[2] = 0  # nor the tokenizer's
     folder = save_tokenizer(save(theirs, tmp_path))
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder, max_input_len=16)
     generator = Generator(model, Cache(model, 128, batch_size=2), Tokenizer(folder))
     prompts = [IDS[0, :40].tolist(), IDS[1, :7].tolist()]
     generator.generate_simple(prompts, SamplingParams.greedy(), num_tokens=30)

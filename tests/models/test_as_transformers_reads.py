@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from safetensors.torch import load_file, save_file
 from tiny import TINY, WINDOW, gemma3, llama, mistral, mixtral, reference, save
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -37,14 +38,8 @@ def theirs(folder: Path, dtype=torch.float32) -> torch.nn.Module:
     return kind.from_pretrained(folder, dtype=dtype).eval()
 
 
-def ours(folder: Path, **options) -> Model:
-    model = Model(folder, **options)
-    model.load(devices=["cpu"])
-    return model
-
-
 def assert_same(folder: Path, dtype=torch.float32) -> Model:
-    model = ours(folder, dtype=dtype)
+    model = on_cpu(folder, dtype=dtype)
     with torch.no_grad():
         expected = theirs(folder, dtype)(IDS).logits
     assert (model.forward(IDS) - expected).abs().max() <= 2e-4 * expected.abs().max()
@@ -142,7 +137,7 @@ def test_minus_one_is_no_token(tmp_path):
     file.write_text(json.dumps({"eos_token_id": [-1], "pad_token_id": -1, "top_k": -1}))
     config = ModelConfig.from_pretrained(folder)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, (), None)
-    model = ours(folder)
+    model = on_cpu(folder)
     tokens = model.generate(IDS, max_new_tokens=6)
     expected = theirs(folder).generate(IDS, max_new_tokens=6, do_sample=False, top_k=50)
     assert tokens.tolist() == expected.tolist()
@@ -160,9 +155,9 @@ def test_minus_one_is_no_token(tmp_path):
 )
 def test_a_generation_config_may_switch_things_off_in_any_way(tmp_path, stated):
     folder = save(reference(llama(eos_token_id=None)), tmp_path)
-    expected = ours(folder).generate(IDS, max_new_tokens=6, do_sample=False)
+    expected = on_cpu(folder).generate(IDS, max_new_tokens=6, do_sample=False)
     (folder / "generation_config.json").write_text(json.dumps(stated))
-    assert torch.equal(ours(folder).generate(IDS, max_new_tokens=6), expected)
+    assert torch.equal(on_cpu(folder).generate(IDS, max_new_tokens=6), expected)
 
 
 def test_dynamic_rotary_positions_go_beyond_the_trained_length(tmp_path):
@@ -171,7 +166,7 @@ def test_dynamic_rotary_positions_go_beyond_the_trained_length(tmp_path):
     config = llama(rope_scaling=scaling, max_position_embeddings=32, eos_token_id=None)
     folder = save(reference(config), tmp_path)
     assert_same(folder)
-    model = ours(folder, max_input_len=16)
+    model = on_cpu(folder, max_input_len=16)
     for width in (20, 40):
         other = theirs(folder)  # a used one remembers the longest text that it has seen
         cache, past, logits = Cache(model, 64), None, []

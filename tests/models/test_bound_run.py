@@ -12,6 +12,7 @@ import tiny
 import torch
 from cases import kinds_for
 from native import assert_right_on, each_isa, needs_kernels
+from on_cpu import on_cpu
 from runs import Readable, bound_runs
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,9 +51,7 @@ def folders(tmp_path_factory):
 
 
 def loaded(folder, dtype: torch.dtype = torch.float32) -> Model:
-    model = Model(folder, dtype=dtype)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, dtype=dtype)
 
 
 def taken(model: Model, cache: KVCache) -> list[torch.Tensor]:
@@ -133,8 +132,7 @@ def test_any_number_of_threads_gives_the_same_bits(folders, threads):
 
 
 def test_preprocessing_and_chunks_of_few_tokens_are_bound_too(folders):
-    model = Model(folders["LlamaForCausalLM"], max_input_len=4)
-    model.load(devices=["cpu"])
+    model = on_cpu(folders["LlamaForCausalLM"], max_input_len=4)
     first, second = (CACHES["fp16"](model, 64) for _ in range(2))
     with bound_runs() as runs:
         assert model.forward(IDS[:1, :10], first, preprocess_only=True) is None
@@ -321,8 +319,7 @@ def taken_at_most(call) -> int:
 @pytest.mark.parametrize("kind", ["fp16", "4bit", "sink"])
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"])
 def test_a_plan_promises_no_less_than_a_run_takes(folders, name, kind):
-    model = Model(folders[name], max_input_len=3)
-    model.load(devices=["cpu"])
+    model = on_cpu(folders[name], max_input_len=3)
     cache = CACHES[kind](model, 64, 2)
     for _ in range(8):
         model.forward(IDS[:, :3].clone(), cache)

@@ -12,6 +12,7 @@ import torch
 from cases import RoomyPagedCache, kinds_for
 from hypothesis import given
 from hypothesis import strategies as st
+from on_cpu import on_cpu
 from runs import Readable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -92,9 +93,7 @@ def folders(tmp_path_factory):
 
 
 def loaded(folder) -> Model:
-    model = Model(folder, dtype=torch.float32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, dtype=torch.float32)
 
 
 def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -227,8 +226,7 @@ def test_a_bucket_is_at_most_a_quarter_longer(kv_len):
 
 def test_a_quantized_model_is_bound_with_its_head(folders, bound):
     """Whose matrix has tensors of other names."""
-    model = Model(folders["LlamaForCausalLM"], weights="int8")
-    model.load(devices=["cpu"])
+    model = on_cpu(folders["LlamaForCausalLM"], weights="int8")
     cache = CACHES["fp16"](model, 96)
     for at in range(3):
         model.forward(IDS[:1, at : at + 1], cache, last_id_only=True)

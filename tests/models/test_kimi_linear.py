@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 import transformers
+from on_cpu import on_cpu
 from safetensors.torch import load_file, save_file
 from tiny import TINY, reference, save
 
-from exkv import Model, ModelConfig
+from exkv import ModelConfig
 
 NAME = "KimiLinearForCausalLM"
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -71,6 +72,5 @@ def test_a_dense_layers_mlp_has_moonshots_names_or_transformers(tmp_path):
     values |= {"linear_attn_config": {**sizes, **lists}, "first_k_dense_replace": 1}
     del values["layer_types"], values["mlp_layer_types"]
     (folder / "config.json").write_text(json.dumps(values))
-    model = Model(folder)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder)
     torch.testing.assert_close(model.forward(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)

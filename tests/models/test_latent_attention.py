@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import linears_of, merged, write_adapter
+from on_cpu import on_cpu
 from packers import write
 from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.fp8 import RECIPES as FP8
@@ -62,8 +63,7 @@ def test_what_makes_keys_and_values_may_be_packed(name, tmp_path):
     plain = write(tmp_path, config, tensors, RECIPES[name])
     key = "model.layers.0.self_attn.kv_b_proj.weight"
     assert not torch.equal(plain[key], tensors[key])
-    model = Model(tmp_path)
-    model.load(devices=["cpu"])
+    model = on_cpu(tmp_path)
     found = model.forward(IDS, Cache(model, 64, 2))
     expected = torch.func.functional_call(theirs, plain, (IDS,)).logits
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -91,8 +91,7 @@ def test_weights_that_are_converted_on_load_leave_these_as_floats(tmp_path):
 
 
 def test_jobs_of_an_engine_get_the_tokens_that_they_get_alone(folder):
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder, max_input_len=16)
     tokenizer = Tokenizer(folder)
 
     def tokens(*prompts: list[int]) -> list[list[int]]:
@@ -116,8 +115,7 @@ def test_adapters_go_to_linear_layers_and_not_to_what_makes_keys_and_values(fold
     parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
     adapter = write_adapter(tmp_path / "adapter", linears_of(theirs, parts))
     other = write_adapter(tmp_path / "other", linears_of(theirs, ["kv_b_proj"]))
-    model = Model(folder)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder)
     model.load_adapter(adapter)
     found = model.forward(IDS, Cache(model, 64, 2), adapter="adapter")
     expected = merged(theirs, adapter)(IDS).logits

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from tiny import longrope, phi3, reference, save
 
-from exkv import Cache, Model
+from exkv import Cache
 
 TRAINED = 40
 IDS = torch.randint(3, 320, (3, 90), generator=torch.Generator().manual_seed(5))
@@ -16,8 +17,7 @@ IDS = torch.randint(3, 320, (3, 90), generator=torch.Generator().manual_seed(5))
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     theirs = reference(phi3(**longrope(trained=TRAINED)))
-    ours = Model(save(theirs, tmp_path_factory.mktemp("phi3")), max_input_len=16)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, tmp_path_factory.mktemp("phi3")), max_input_len=16)
     return theirs, ours
 
 

@@ -8,6 +8,7 @@ import tiny
 import torch
 from adapters import linears_of, merged, write_adapter
 from native import needs_kernels
+from on_cpu import on_cpu
 from runs import Readable, bound_runs
 
 from exkv import Cache, Cache4bit, Model, PagedCache
@@ -45,12 +46,6 @@ def folders(references, tmp_path_factory):
     return {name: tiny.save(m, tmp_path_factory.mktemp(name)) for name, m in references.items()}
 
 
-def loaded(folder, **options) -> Model:
-    model = Model(folder, **options)
-    model.load(devices=["cpu"])
-    return model
-
-
 def logits_of(reference, ids=IDS) -> torch.Tensor:
     with torch.no_grad():
         return reference(ids).logits
@@ -70,7 +65,7 @@ def test_logits_are_those_of_the_merged_model(name, references, folders, tmp_pat
     layers = {path: layer for path, layer in layers.items() if "expert" not in path}
     one = write_adapter(tmp_path / "one", layers, rank=4)
     two = write_adapter(tmp_path / "two", layers, rank=6, seed=1)
-    model = loaded(folders[name])
+    model = on_cpu(folders[name])
     model.load_adapter(one)
     model.load_adapter(two, name="other")
     expected = [logits_of(merged(reference, folder)) for folder in (one, two)]
@@ -93,7 +88,7 @@ def test_bound_runs_have_the_readable_ways_bits_with_adapters(folders, reference
     one = write_adapter(tmp_path / "one", layers, rank=5)
     two = write_adapter(tmp_path / "two", linears_of(references["LlamaForCausalLM"], ("up_proj",)))
     for way in ways:
-        model = loaded(folders["LlamaForCausalLM"], **way)
+        model = on_cpu(folders["LlamaForCausalLM"], **way)
         for folder in (one, two):
             model.load_adapter(folder)
         for adapter, kind in (("one", Cache4bit), (["two", "one", None], PagedCache)):

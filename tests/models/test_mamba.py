@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from tiny import TINY, reference, save
 
 from exkv import CACHES, Cache, Model, ModelConfig
@@ -21,8 +22,7 @@ BAMBA = TINY["BambaForCausalLM"]().to_dict() | {"architectures": ["BambaForCausa
 def test_steps_are_limited_as_transformers_limits_them(name, tmp_path):
     """Over several tokens: transformers' steps of one have no limits."""
     limited = reference(TINY[name](time_step_limit=(0.68, 0.7)))
-    model = Model(save(limited, tmp_path), max_input_len=32)
-    model.load(devices=["cpu"])
+    model = on_cpu(save(limited, tmp_path), max_input_len=32)
     expected, free = limited(IDS).logits, reference(TINY[name]())(IDS).logits
     found = model.forward(IDS, Cache(model, batch_size=2))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
@@ -120,8 +120,7 @@ def test_layers_that_keep_nothing_take_no_bytes_and_need_no_run_again(kind, tmp_
     """Without states, a cropped row goes on at once, and forks share what is stored."""
     types = ["full_attention", "mlp", "moe", "full_attention"]
     theirs = reference(TINY["NemotronHForCausalLM"](layers_block_type=types))
-    model = Model(save(theirs, tmp_path), max_input_len=16)
-    model.load(devices=["cpu"])
+    model = on_cpu(save(theirs, tmp_path), max_input_len=16)
     cache = CACHES[kind](model, 64)
     taken = [layer.full_bytes() for layer in cache.layers]
     assert taken[1] == taken[2] == 0 and taken[0] == taken[3] > 0

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from on_cpu import on_cpu
 from safetensors.torch import load_file, save_file
 from tiny import TINY, reference, save
 
-from exkv import Model, ModelConfig
+from exkv import ModelConfig
 
 NAME = "OlmoHybridForCausalLM"
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def assert_same_logits(folder, theirs) -> None:
-    model = Model(folder)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder)
     torch.testing.assert_close(model.forward(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)
 
 

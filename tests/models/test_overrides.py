@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import tiny
 import torch
+from on_cpu import on_cpu
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -29,9 +30,7 @@ def folders(tmp_path_factory):
 
 
 def loaded(folder) -> Model:
-    model = Model(folder, dtype=torch.float32)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(folder, dtype=torch.float32)
 
 
 def decoded(model: Model) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from tiny import (
     GEMMA4_EXPERTS,
     GEMMA4_SHARED,
@@ -122,8 +123,7 @@ def pair(request, tmp_path_factory):
     """transformers' model and exkv's, of one checkpoint."""
     theirs = reference(CONFIGS[request.param])
     folder = save(theirs, tmp_path_factory.mktemp(request.param))
-    ours = Model(folder, max_input_len=32)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(folder, max_input_len=32)
     return theirs, ours
 
 
@@ -197,8 +197,7 @@ def test_bf16_greedy_tokens_are_transformers_best_or_tied_with_it(tmp_path, seed
     then the order of summation decides, which is the kernels' own; in float32 above, the tokens
     are the same."""
     theirs = reference(llama(), torch.bfloat16, seed)
-    ours = Model(save(theirs, tmp_path))
-    ours.load(devices=["cpu"])
+    ours = on_cpu(save(theirs, tmp_path))
     tokens = greedy(ours, Cache(ours), prompt(), NEW)
     text = torch.cat((prompt(), torch.tensor([tokens])), dim=1)
     logits = theirs(text).logits[0, PROMPT - 1 : -1].float()
@@ -211,8 +210,7 @@ def test_fp16_checkpoint_and_a_dtype_of_ones_own(tmp_path):
     theirs = reference(llama(), torch.float16)
     folder = save(theirs, tmp_path)
     assert Model(folder).dtype == torch.float16
-    wide = Model(folder, dtype=torch.float32)
-    wide.load(devices=["cpu"])
+    wide = on_cpu(folder, dtype=torch.float32)
     expected = cast(theirs, torch.float32)(prompt()).logits
     assert relative_error(wide.forward(prompt(), Cache(wide)), expected) < 1e-4
 
@@ -235,8 +233,7 @@ def test_a_sharded_checkpoint_gives_the_same_logits(tmp_path):
     theirs = reference(llama())
     folder = save(theirs, tmp_path, max_shard_size="300KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    ours = Model(folder)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(folder)
     assert relative_error(ours.forward(prompt(), Cache(ours)), theirs(prompt()).logits) < 1e-4
 
 

@@ -4,9 +4,9 @@ import gc
 from pathlib import Path
 
 import pytest
+from on_cpu import on_cpu
 from tiny import llama, reference, save
 
-from exkv import Model
 from exkv.planning.budgets import LOADED
 
 
@@ -15,20 +15,14 @@ def folder(tmp_path):
     return save(reference(llama()), tmp_path)
 
 
-def loaded(folder):
-    model = Model(folder)
-    model.load(devices=["cpu"])
-    return model
-
-
 def test_a_model_left_to_the_garbage_collector_is_gone_when_the_next_test_starts(folder, request):
     path = Path(__file__).parents[1] / "conftest.py"
     conftest = request.config.pluginmanager.get_plugin(str(path))
-    held = loaded(folder)
+    held = on_cpu(folder)
     before = len(LOADED)
     conftest.pytest_runtest_setup()
     gc.disable()  # until the end of this test
-    left = loaded(folder)
+    left = on_cpu(folder)
     left.itself = left
     del left
     assert len(LOADED) == before + 1

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import on_cpu
 
-from exkv import Cache, Generator, Grammar, Model, SamplingParams, Tokenizer
+from exkv import Cache, Generator, Grammar, SamplingParams, Tokenizer
 from exkv.sampling import grammar as grammars
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -30,8 +31,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def generator():
-    model = Model(DEMO)
-    model.load(devices=["cpu"])
+    model = on_cpu(DEMO)
     return Generator(model, Cache(model, max_seq_len=256, batch_size=3), Tokenizer(DEMO))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import openai
 import pytest
+from on_cpu import on_cpu
 from running import DEMO, TOKENS, running, until
 
-from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
+from exkv import Engine, Job, PagedCache, SamplingParams, Tokenizer
 from exkv.serve.guard import Limits
 from exkv.serve.hosting import ServedModel
 from exkv.serve.serving import Serving
@@ -16,9 +17,7 @@ PAGE, CHUNK = 16, 64
 
 @pytest.fixture(scope="package")
 def model():
-    model = Model(DEMO, max_input_len=64)
-    model.load(devices=["cpu"])
-    return model
+    return on_cpu(DEMO, max_input_len=64)
 
 
 @pytest.fixture(scope="package")

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 from torch.nn.functional import kl_div
@@ -203,8 +204,7 @@ def test_a_units_loss_on_a_text_is_the_divergence_from_transformers_probabilitie
     exact = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)(ids).logits.detach()
     for unit in UNITS:
         kept = dict.fromkeys(UNITS, "as stored") | {unit: "int6"}
-        model = Model(with_weights(ModelConfig.from_pretrained(folder), kept), dtype=torch.float32)
-        model.load(devices=["cpu"])
+        model = on_cpu(with_weights(ModelConfig.from_pretrained(folder), kept), dtype=torch.float32)
         logits = model.forward(ids, Cache(model, 512, dtype=torch.float32)).double()
         pair = logits.log_softmax(-1), exact.log_softmax(-1)
         expected = kl_div(*pair, log_target=True, reduction="sum").item() / ids.shape[1]

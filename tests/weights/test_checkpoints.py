@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from apart import run_apart
+from on_cpu import on_cpu
 from packers import write, write_config
 from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.compressed import RECIPES as COMPRESSED
@@ -69,8 +70,7 @@ def logits_of(model: Model, cache: Cache) -> torch.Tensor:
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_the_model_of_the_weights_that_the_definition_gives(folders, theirs, name):
     folder, plain = folders[name]
-    model = Model(folder)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder)
     found = dict(dequantized(model))
     assert found.keys() == {key for key, value in plain.items() if value.dim() == 2}
     for key, value in found.items():
@@ -111,15 +111,13 @@ def test_fused_projections_biases_and_experts_are_quantized_too(tmp_path, config
     save_file(plain, folder / "model.safetensors", {"format": "pt"})
     found = []
     for each in (folder, tmp_path / "packed"):
-        model = Model(each)
-        model.load(devices=["cpu"])
+        model = on_cpu(each)
         found.append(model.forward(IDS))
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
 
 
 def test_every_matrix_of_exl2_is_one_that_bound_runs_know(folders):
-    model = Model(folders["exl2"][0])
-    model.load(devices=["cpu"])
+    model = on_cpu(folders["exl2"][0])
     kept = Cache(model, 8, 1)
     model.forward(IDS[:1, :4], kept)
     units = [unit.module for unit in model.units]
@@ -131,8 +129,7 @@ def test_every_matrix_of_exl2_is_one_that_bound_runs_know(folders):
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "exl2", "nf4 nested"])
 def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
-    model = Model(folders[name][0])
-    model.load(devices=["cpu"])
+    model = on_cpu(folders[name][0])
     whole = model.forward(IDS)
     monkeypatch.setattr(tiles, "TILE", 128 * 40)  # 40 rows of most matrices, and a rest
     assert (model.forward(IDS) - whole).abs().max() <= 1e-5 * whole.abs().max()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from packers.compressed import RECIPES
 from packers.compressor import save_compressed
 from packers.integers import awq
 from tiny import TINY, llama, mixtral, reference
 
-from exkv import Cache, Model
+from exkv import Cache
 
 #: It has no ``g_idx`` any more.
 NAMES = [name for name in RECIPES if not name.endswith(("act-order", "mixed"))]
@@ -55,8 +56,7 @@ def test_folders_that_its_own_compressor_writes_are_read(tmp_path, preset):
     changed = [key for key, value in plain.state_dict().items() if not floats[key].equal(value)]
     assert len(changed) == 2 * (7 if PRESETS[preset] is llama else 4) + 3 * (preset == "NVFP4A16")
     plain.load_state_dict(floats)
-    ours = Model(tmp_path, dtype=torch.float32)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(tmp_path, dtype=torch.float32)
     ids = torch.randint(3, 320, (1, 30), generator=torch.Generator().manual_seed(1))
     expected = plain(ids).logits
     error = (ours.forward(ids, Cache(ours, 64)) - expected).abs().max() / expected.abs().max()

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from packers import gguf, write
 from safetensors.torch import load_file, save_file
 from test_checkpoints import RECIPES
 from tiny import llama, reference, save
 
-from exkv import Cache, Model
+from exkv import Cache
 from exkv.checkpoint import GGUFContents
 from exkv.weights.gguf import FORMATS as GGUF
 
@@ -92,8 +93,7 @@ def test_a_mutated_file_is_refused_or_gives_finite_logits(models, tmp_path, name
     silent = []
     for what in mutated(file, random.Random(name)):
         try:
-            model = Model(path, dtype=DTYPES.get(name, torch.float32))
-            model.load(devices=["cpu"])
+            model = on_cpu(path, dtype=DTYPES.get(name, torch.float32))
             logits = model.forward(IDS)
         except (ValueError, FloatingPointError) as error:
             assert str(path) in str(error) and re.search(r"model\.|lm_head", str(error)), error
@@ -112,8 +112,7 @@ def test_weights_that_overflow_are_told_at_the_first_call_by_their_layer(tmp_pat
             if name.startswith(unit) and weight.dim() == 2:
                 weight.fill_(1e38)
     save(theirs, tmp_path)
-    model = Model(tmp_path)
-    model.load(devices=["cpu"])
+    model = on_cpu(tmp_path)
     cache = Cache(model, 32)
     for _ in range(2):  # and at the second
         with pytest.raises(FloatingPointError, match=rf"{tmp_path}: .* from {unit} on"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import torch
+from on_cpu import on_cpu
 from packers.mxfp4 import pack
 from safetensors.torch import load_file, save_file
 from tiny import TINY, reference, save
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from exkv import Cache, Model
+from exkv import Cache
 
 
 @torch.no_grad()
@@ -28,8 +29,7 @@ def test_experts_in_mxfp4_give_transformers_logits(tmp_path):
 
     options = {"quantization_config": Mxfp4Config(dequantize=True), "dtype": torch.float32}
     theirs = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    ours = Model(folder, dtype=torch.float32)
-    ours.load(devices=["cpu"])
+    ours = on_cpu(folder, dtype=torch.float32)
     experts = ours.units[1].module.mlp.experts[0]
     assert {experts.w1.format.name, experts.w2.format.name} == {"mxfp4"}
     ids = torch.randint(3, 320, (1, 40), generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import llama, mixtral, phi3, reference, save
@@ -80,8 +81,7 @@ def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_answers_as_the_dequantized_model(tmp_path, name):
     folder, theirs = folder_of(tmp_path, name)
-    model = Model(folder)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder)
     cache = Cache(model, 64, 2)
     found = torch.cat([model.forward(IDS[:, :39], cache), model.forward(IDS[:, 39:], cache)], 1)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from native import needs_kernels
+from on_cpu import on_cpu
 from runs import Readable, bound_runs
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
@@ -63,21 +64,15 @@ def answers(model: Model) -> torch.Tensor:
     return torch.cat([model.forward(part, cache).cpu() for part in parts], 1)
 
 
-def loaded(folder: Path, **settings) -> Model:
-    model = Model(folder, **settings)
-    model.load(devices=["cpu"])
-    return model
-
-
 @pytest.mark.parametrize(
     ("name", "weights"),
     [("llama", "int8"), ("tied", "int4"), ("fused", "int4"), ("experts", "int4")],
 )
 def test_it_answers_as_the_model_of_what_the_integers_stand_for(folders, tmp_path, name, weights):
-    found = answers(loaded(folders[name], weights=weights))
-    expected = answers(loaded(plain_folder(folders[name], weights, tmp_path)))
+    found = answers(on_cpu(folders[name], weights=weights))
+    expected = answers(on_cpu(plain_folder(folders[name], weights, tmp_path)))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert not torch.equal(expected, answers(loaded(folders[name])))
+    assert not torch.equal(expected, answers(on_cpu(folders[name])))
 
 
 @needs_kernels
@@ -91,7 +86,7 @@ def test_it_answers_as_the_model_of_what_the_integers_stand_for(folders, tmp_pat
     ],
 )
 def test_a_bound_run_gives_the_readable_ways_bits(folders, name, dtype):
-    model = loaded(folders[name], weights="int4", dtype=dtype)
+    model = on_cpu(folders[name], weights="int4", dtype=dtype)
     with bound_runs() as runs:
         found = answers(model)
     with Readable():
@@ -187,4 +182,4 @@ def test_what_cannot_be_is_refused(folders, tmp_path):
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="1 of .* weights are not finite, the first is number"):
-        loaded(tmp_path, weights="int8")
+        on_cpu(tmp_path, weights="int8")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cpu import on_cpu
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import TINY, llama, mixtral, reference, save, save_tokenizer
@@ -44,8 +45,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     """The matrices of decoder layers, as exkv reads them."""
-    model = Model(folder)
-    model.load(devices=["cpu"])
+    model = on_cpu(folder)
     return {
         f"{unit.name}.{name}".replace("mlp.", "block_sparse_moe."): matrix.format.dequantize(
             dict(matrix.named_parameters()), torch.float32
@@ -139,8 +139,7 @@ def test_what_is_written_is_read_or_nothing_is_written(name, tmp_path, capsys):
         assert "these integers couldn't be loaded" in capsys.readouterr().err
         assert not out.exists()
         return
-    model = Model(out)
-    model.load(devices=["cpu"])
+    model = on_cpu(out)
     assert model.forward(torch.tensor([[3, 4, 5]])).isfinite().all()
 
 
