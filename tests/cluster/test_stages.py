@@ -6,20 +6,21 @@ Hosts are processes on loopback, each with simulated devices of its own.
 
 from __future__ import annotations
 
-from functools import partial
+import contextlib
+from collections.abc import Iterator
 from itertools import combinations, product
 
 import pytest
 import torch
 from bench import cluster_product
-from cluster_hosts import alone, cluster_of, start, use
+from cluster_hosts import alone, cluster_of, use
 from simproc import run_sim
 from tiny import llama, reference, save
 from torch import Tensor
 
 from exkv import CACHES, Cache, Cache4bit, KVCache, Model, OffloadedStaticCache
 from exkv.cache import OnHost
-from exkv.cluster import Cluster, ClusterModel
+from exkv.cluster import ClusterModel
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 #: Kinds of cache that differ in more than the format that layers store.
@@ -62,34 +63,32 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 # Scenarios ----------------------------------------------------------------------------------
 
 
-def stages_of_all_numbers(folder: str) -> dict[str, dict[str, object]]:
-    """One cluster after the other; hosts are forked before this process has threads, when it knows
-    what calls take."""
+@contextlib.contextmanager
+def side_by_side(folder: str, stages: int) -> Iterator[tuple[ClusterModel, Model]]:
+    """The model over hosts and on one machine. Hosts are forked when this process knows what calls
+    take."""
     use(cluster_product.MEMORY)
     cluster_product.predict(folder)
-    later, found = sum(cluster_product.STAGES[1:]) - len(cluster_product.STAGES[1:]), {}
-    for stages in cluster_product.STAGES:
-        sizes = [cluster_product.MEMORY] * stages
-        if not found:
-            cluster = cluster_of(*sizes, spares=later)
-        else:
-            cluster = Cluster.local(sizes[1:], start=partial(start, ()))
-        with cluster:
-            model, one = cluster_product.models(folder, cluster)
-            found[str(stages)] = together(model, one, stages)
-            if stages == 3:
-                found["calls"] = calls_of_all_sorts(model, one)
-                found["generations"] = generations(model, one)
-                found["memory"] = memory(model)
-    return found
+    with cluster_of(*[cluster_product.MEMORY] * stages) as cluster:
+        yield cluster_product.models(folder, cluster)
 
 
-def together(model: ClusterModel, one: Model, stages: int) -> dict[str, object]:
+def over_three(folder: str) -> dict[str, object]:
+    with side_by_side(folder, 3) as (model, one):
+        return {
+            "calls": calls_of_all_sorts(model, one),
+            "generations": generations(model, one),
+            "memory": memory(model),
+        }
+
+
+def compared(folder: str, stages: int) -> dict[str, object]:
     """All kinds of cache that go one way together."""
-    found = []
-    for way in cluster_product.WAYS:
-        chosen = {k: batches for w, k, batches in cluster_product.cells(stages) if w == way}
-        found.append(cluster_product.compare(model, one, way, chosen))
+    with side_by_side(folder, stages) as (model, one):
+        found = []
+        for way in cluster_product.WAYS:
+            chosen = {k: batches for w, k, batches in cluster_product.cells(stages) if w == way}
+            found.append(cluster_product.compare(model, one, way, chosen))
     return {
         "wrong": [text for each in found for text in each.wrong],
         "unequal": [text for each in found for text in each.unequal],
@@ -176,15 +175,15 @@ def refusals(folder: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return run_sim(stages_of_all_numbers, "", args=[folder])
+    return run_sim(over_three, "", args=[folder])
 
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("stages", cluster_product.STAGES)
-def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(found, stages):
+def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(folder, stages):
     """And take the bytes that were planned. Any two of stages, ways to split, kinds and batches
     meet; ``python -m tests.bench cluster-product`` runs every combination."""
-    these = found[str(stages)]
+    these = run_sim(compared, "", args=[folder, stages])
     assert (these["wrong"], these["unequal"]) == ([], [])
     assert these["same"] == 2 * len(cluster_product.KINDS)
     assert these["loads"] == 2 * (stages - 1)
