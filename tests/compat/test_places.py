@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from simproc import run_sim
@@ -21,8 +23,12 @@ def names():
     return exllamav2
 
 
-def places(folder, order, lazy, split):
+def places(folder, split):
     """Where layers and the cache are, and a few tokens, with the cache built before or after."""
+    return [placed(folder, split, *way) for way in product(("before", "after"), (False, True))]
+
+
+def placed(folder, split, order, lazy):
     v2 = names()
     model = v2.ExLlamaV2(v2.ExLlamaV2Config(folder))
     if order == "before":
@@ -35,15 +41,16 @@ def places(folder, order, lazy, split):
     text = generator.generate_simple(
         "anna put", v2.generator.ExLlamaV2Sampler.Settings(), 8, seed=3
     )
-    return [model.cache_map, cache.footprint(), model.get_cache_devices(), text]
+    seen = [model.cache_map, cache.footprint(), model.get_cache_devices(), text]
+    model.unload()
+    return seen
 
 
 @pytest.mark.parametrize("split", [[0.005, 1], [0, 1], []])
 def test_a_split_is_of_weights_wherever_the_cache_comes_from(folder, split):
     """The caches take more than the first share of the split, which doesn't count them."""
-    ways = [("before", False), ("before", True), ("after", False), ("after", True)]
-    found = [run_sim(places, "16M,64M", args=[folder, *way, split]) for way in ways]
-    assert all(each == found[0] for each in found)
+    found = run_sim(places, "16M,64M", args=[folder, split])
+    assert len(found) == 4 and all(each == found[0] for each in found)
     first = found[0][1][0]
     if split == [0.005, 1]:
         assert found[0][2] == ["sim:0", "sim:1"]

@@ -212,7 +212,7 @@ def given_caches(folders, cases, seed):
 
 @pytest.mark.sweep(1)
 def test_what_a_step_leaves_on_a_device_is_enough_for_all_that_is_left(folders):
-    calls = sweep.cases(30, 60)
-    wrong, steps = run_sim(given_caches, "64M,64M", args=[folders, calls, 1], timeout=900)
+    calls = sweep.cases(15, 60)
+    wrong, steps = run_sim(given_caches, "64M,64M", args=[folders, calls, 5], timeout=900)
     assert wrong == []
     assert {"offload", "8bit", "4bit"} <= set(steps)

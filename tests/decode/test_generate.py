@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sweep
 import torch
 from cases import small_pages
 from generated import PAD, ROWS, WIDTH, check_equal
@@ -462,11 +463,11 @@ def test_a_cache_of_the_call_is_gone_afterwards(model):
 def over_two_devices(folder: str):
     """The tokens of each way to decode, each kind of cache, and where the model lay."""
     tokens = []
-    for kind in CACHES:
+    for kind, ways in ways_of_kinds().items():
         model = Model(folder)
         cache = CACHES[kind](model, 32, batch_size=12, **small_pages(kind))
         model.load_autosplit(cache)
-        tokens += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
+        tokens += [model.generate(ROWS, cache=cache, **call).tolist() for call in ways]
         placed = sorted({str(device) for device in model.device_map.values()})
         model.unload()
     return tokens, placed
@@ -481,13 +482,22 @@ WAYS = [
 ]
 
 
+def ways_of_kinds() -> dict[str, list[dict]]:
+    """Each kind of cache decodes in one way, and in a sweep, as the first does, in all."""
+    every = sweep.cases(1, len(WAYS))
+    return {
+        kind: WAYS if index == 0 else [WAYS[(index + i) % len(WAYS)] for i in range(every)]
+        for index, kind in enumerate(CACHES)
+    }
+
+
 def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
     folder = save(reference(llama(num_hidden_layers=4, eos_token_id=None)), tmp_path)
     expected = []
-    for kind in CACHES:
-        model = on_cpu(folder)
+    model = on_cpu(folder)
+    for kind, ways in ways_of_kinds().items():
         cache = CACHES[kind](model, 32, batch_size=12, **small_pages(kind))
-        expected += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
+        expected += [model.generate(ROWS, cache=cache, **call).tolist() for call in ways]
     found, placed = run_sim(over_two_devices, "2M,8M", args=[str(folder)])
     assert placed == ["sim:0", "sim:1"]
     assert found == expected

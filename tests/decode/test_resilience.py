@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import sweep
 import torch
 from apart import run_script
 from native import needs_kernels
@@ -740,6 +741,6 @@ def promised_beside_taken(folder, cases, seed):
 
 
 def test_beams_take_no_more_than_was_promised_whatever_step_was_taken(folder):
-    wrong, steps = run_sim(promised_beside_taken, "64M", args=[folder, 24, 11])
+    wrong, steps = run_sim(promised_beside_taken, "64M", args=[folder, sweep.cases(12, 24), 4])
     assert wrong == []
     assert {"4bit", "8bit", "offload"} <= set(steps)
