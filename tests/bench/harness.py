@@ -34,6 +34,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
+from .folded import folded
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 #: A sample is disturbed where a probe around it is below this share of the run's best.
@@ -69,7 +71,7 @@ def run(bench: ModuleType, words: Sequence[str] | None = None) -> int:
         about = {"machine": machine(device), "settings": asdict(settings)}
         result = json.loads(json.dumps(about | figures, default=str))
         text = text_of(bench, result)
-        contents = (json.dumps(result, indent=1) + "\n", text)
+        contents = (folded(result) + "\n", text)
         for file, content in zip(files, contents, strict=True):
             if file:
                 file.write_text(content)
