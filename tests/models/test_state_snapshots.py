@@ -78,6 +78,7 @@ def verified(model: Model, kind: type[KVCache]) -> KVCache:
     return cache
 
 
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("kept", [(25, 16), (21, 14), (23, 15)])
 def test_rejected_tokens_run_again_together_with_the_next_ones(models, kind, ran, kept):
     _, model, _ = models
@@ -96,6 +97,7 @@ def test_rejected_tokens_run_again_together_with_the_next_ones(models, kind, ran
     assert not cache.stale and cache.seq_lens == [kept[0] + 2, kept[1] + 2]
 
 
+@pytest.mark.sweep(12)
 def test_a_second_verification_goes_on_from_the_first(models, kind):
     _, model, _ = models
     cache = verified(model, kind)
@@ -126,6 +128,7 @@ def test_a_long_tail_runs_in_a_call_before(models, ran):
     assert_close(found[:, -1], alone(model, CACHES["fp16"], 0, 20, 40), KVCache)
 
 
+@pytest.mark.sweep(12)
 def test_what_came_before_a_snapshot_runs_from_the_start(models, kind):
     _, model, _ = models
     cache = verified(model, kind)
@@ -137,6 +140,7 @@ def test_what_came_before_a_snapshot_runs_from_the_start(models, kind):
     )
 
 
+@pytest.mark.sweep(12)
 def test_rows_take_their_snapshots_along(models, kind, tmp_path):
     _, model, _ = models
     expected = alone(model, kind, 0, 20, 23), alone(model, kind, 1, 13, 16)
@@ -180,6 +184,7 @@ def test_a_call_that_fails_leaves_no_half_taken_snapshot(models, monkeypatch):
 PROMPTS = [IDS[0, :21].tolist(), [*[5, 6, 7, 8] * 6], IDS[1, :9].tolist()]
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("prompts", [1, 3])
 @pytest.mark.parametrize("how", ["lookup", "itself", "alike"])
 def test_generate_verifies_proposals(models, ran, how, prompts):
@@ -203,6 +208,7 @@ def test_generate_verifies_proposals(models, ran, how, prompts):
         assert out.accepted_tokens < out.proposed_tokens
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("room", [512, 96])
 def test_jobs_of_an_engine_verify_proposals(models, room):
     """Also where jobs are swapped out with what was rejected, and come back."""

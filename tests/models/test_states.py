@@ -85,6 +85,7 @@ def test_logits_are_transformers_in_chunks_steps_and_unlike_rows(pair):
     assert_close(found, torch.stack([expected[0, 20], expected[1, 30]]))
 
 
+@pytest.mark.sweep(28)
 def test_a_cropped_row_goes_on_as_one_that_never_had_more(filled, kind):
     model, cache = filled
     cache.crop([15, 13])
@@ -95,6 +96,7 @@ def test_a_cropped_row_goes_on_as_one_that_never_had_more(filled, kind):
     assert not cache.stale
 
 
+@pytest.mark.sweep(28)
 def test_rows_that_change_places_take_their_states_with_them(filled, kind):
     model, cache = filled
     cache.reorder([1, 1])
@@ -102,6 +104,7 @@ def test_rows_that_change_places_take_their_states_with_them(filled, kind):
     assert_close(found, alone(model, kind, 1, 13, 14).expand(2, -1))
 
 
+@pytest.mark.sweep(28)
 def test_copies_forks_and_files_have_the_states(filled, kind, tmp_path):
     model, cache = filled
     again = cache.clone()
@@ -152,6 +155,7 @@ def theirs_greedy(theirs, prompt: list[int], tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("room", [512, 144])
 def test_jobs_of_an_engine_get_the_tokens_that_each_gets_alone(pair, room):
     """Also where pages run out, and jobs are swapped out and in with their states."""
