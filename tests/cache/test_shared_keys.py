@@ -80,6 +80,7 @@ def test_the_config_says_whose_keys_layers_attend_to():
         )
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_share_have_no_bytes_and_the_bits_of_layers_with_their_own(model, kind):
     cache = KINDS[kind](model, 96, 2)
@@ -149,6 +150,7 @@ def split(folder: str, kind: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["fp16", "8bit", "dynamic", "kivi", "paged", "offloaded"])
 def test_over_two_devices_each_has_one_storage_of_shared_keys(tmp_path, kind):
     save(reference(CONFIG), tmp_path)

@@ -164,6 +164,7 @@ def beginnings(lens) -> list[list[int]]:
     return [[*IDS[3, :70], *IDS[row, 70:]][:length] for row, length in enumerate(lens)]
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [0, 0, 2, 2], [1, 0], [2], [0, 1, 1]])
 @pytest.mark.parametrize("lens", [(150, 77, 120), (38, 40, 37), (150, 20, 39), (71, 72, 73)])
 def test_reordered_rows(model, retention, rows, lens):
@@ -238,6 +239,7 @@ def test_a_file_goes_into_a_cache_of_another_size(model, retention, tmp_path, le
         KiviCache(model, 200, 4).load(tmp_path / "cache")
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("growth", [Static(), Dynamic(16)], ids=str)
 @pytest.mark.parametrize("lens", [(150, 77, 120), (31, 32, 20), (40, 41, 12)])
 @pytest.mark.parametrize("values", ["int2", "int8"])

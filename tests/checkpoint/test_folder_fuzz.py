@@ -8,6 +8,7 @@ from pathlib import Path
 
 import folder_fuzz
 import pytest
+import sweep
 from apart import run_script
 from tiny import llama, mixtral, reference, save, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -18,6 +19,8 @@ from exkv.checkpoint import CheckpointError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+#: Folders of each seed; a sweep has more of both.
+CASES = sweep.cases(24, 40)
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
 
 
@@ -62,9 +65,9 @@ def folders(tmp_path_factory) -> list[Path]:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_folder_with_a_spoilt_file_works_or_is_refused_by_name(folders, seed):
-    done = run_script(folder_fuzz.__file__, 40, seed, *folders, OMP_NUM_THREADS="1")
+    done = run_script(folder_fuzz.__file__, CASES, seed, *folders, OMP_NUM_THREADS="1")
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result == {"cases": 40, "findings": {}}
+    assert result == {"cases": CASES, "findings": {}}
 
 
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]

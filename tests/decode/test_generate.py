@@ -304,6 +304,7 @@ class Recomputing(Runner):
         self.rows = [list(self.rows[row]) for row in rows]
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(
     "options",

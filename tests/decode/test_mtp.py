@@ -157,6 +157,7 @@ def best(logits, proposed):
 # Tokens -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_changes_over_any_cache(model, kind):
     caches = [KINDS[kind](model, 60, 3) for _ in range(2)]

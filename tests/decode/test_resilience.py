@@ -78,6 +78,7 @@ def expected_of(folder: str, prompts: list[list[int]], **options: object) -> lis
 # The kind of cache -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_kind_for_the_call_gives_the_tokens_of_a_given_one(model, kind, options):
@@ -226,6 +227,7 @@ def at_every_allocation(folder, options, stride, error):
     return expected, len(range(1, points + 1, stride)), wrong, during
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("error", sim.MEMORY_ERRORS[:4])
 @pytest.mark.parametrize("options", [{"max_new_tokens": 3}, FEW], ids=["greedy", "beams"])
 def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options, error):

@@ -132,6 +132,7 @@ def test_the_text_may_run_on_an_accelerator(tmp_path, capsys):
     assert "sim:7" in capsys.readouterr().err
 
 
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("name", TINY)
 def test_what_is_written_is_read_or_nothing_is_written(name, tmp_path, capsys):
     floats, out = save(reference(TINY[name]()), tmp_path / "floats"), tmp_path / "out"
