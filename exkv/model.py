@@ -298,9 +298,9 @@ class Model(Transformer):
                 in host memory, where only these fit.
             objective, order: as for :func:`exkv.place`; "speed" first measures each device's
                 bandwidth.
-            callback, callback_gen, devices, progress: as for :meth:`load`. draft: the cache of a
-            draft model (``exkv.Draft``), which is placed and loaded after this
-                one: both are planned before anything is read, and the draft's plan holds both
+            callback, callback_gen, devices, progress: as for :meth:`load`.
+            draft: the cache of a draft model (``exkv.Draft``), which is placed and loaded after
+                this one: both are planned before anything is read, and the draft's plan holds both
                 promises.
             cluster: hosts over which to spread the model, too; ``devices`` and a list of reserves
                 are this machine's. See docs/cluster.md.

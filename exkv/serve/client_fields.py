@@ -1,8 +1,8 @@
-"""Fields of requests as clients send them, under the names that ``requests`` has.
+"""Translate request fields from clients' names to those of ``requests``.
 
-Clients send every setting of their samplers with each request, those that are off too, some under
-several names, and much that no token depends on. So other names are translated, what changes no
-token is dropped, and a setting that exkv lacks is refused by its name if it is on. The names are
+Clients send all their sampler settings with each request, even those that are off, some under
+several names, beside fields on which no token depends. So aliases are translated, fields without
+effect are dropped, and a setting that exkv lacks is refused by name unless it is off. The names are
 those of OpenAI's API, TabbyAPI, vLLM, llama.cpp and SillyTavern.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from exkv.sampling.exllamav2 import EXLLAMAV2, PLAIN, SERVED
 from exkv.sampling.step import Entry
 
-#: A field here -> its other names; the first one given counts.
+#: Field -> its aliases; the first one given counts.
 _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "max_tokens": ("max_new_tokens", "max_length", "n_predict", "num_predict"),
     "min_tokens": ("min_length", "min_new_tokens"),
@@ -25,7 +25,7 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "chat_template_kwargs": ("template_vars",),
     **{name: PLAIN[field].also_called for name, field in SERVED.items()},
 }
-#: A setting that exkv lacks -> the values at which it is off.
+#: Setting that exkv lacks -> the values that switch it off.
 _OFF: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "add_bos_token": (True,),
@@ -44,8 +44,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "t_max_predict_ms": (0,),
 }
-#: Fields that change no token: they belong to a setting above, repeat one, or are about the client,
-#: its bill, or how long something is kept.
+#: Fields that change no token: parameters of the settings above, duplicates, and everything about
+#: clients, billing and retention.
 _NO_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "prediction", "verbosity", "request_id"),
@@ -59,7 +59,7 @@ _NAMES: dict[str, str] = {field: name for name, field in SERVED.items()}
 
 
 def _belonging(row: Entry) -> tuple[str, list[str]] | None:
-    """The setting that alone switches a step on, and those without effect where it is 0."""
+    """The only setting that switches a step on, and the settings without effect while it is 0."""
     names = [name for name, setting in row.settings.items() if setting.served is not None]
     switches = [name for name in names if row.bounds[name].switches]
     if len(switches) != 1 or len(names) == 1:
@@ -71,10 +71,10 @@ _BELONGING = dict(filter(None, map(_belonging, EXLLAMAV2)))
 
 
 def translated(values: Any) -> Any:
-    """A request's fields under the names that ``requests`` has; non-dicts pass through.
+    """A request's fields under ``requests``' names; non-dicts pass through.
 
     Raises:
-        ValueError: a setting that is on, and that exkv lacks.
+        ValueError: a setting that exkv lacks is on.
     """
     if not isinstance(values, dict):
         return values
@@ -101,7 +101,7 @@ def translated(values: Any) -> Any:
 
 
 def _with_lists(found: dict[str, Any]) -> dict[str, Any]:
-    """Parse lists that come as texts, and drop empty ones."""
+    """Parse lists that are sent as texts, and drop empty ones."""
     for name in ("banned_tokens", "dry_sequence_breakers", "banned_strings"):
         if isinstance(text := found.get(name), str):
             found[name] = _listed(text) if name != "banned_strings" else [text]

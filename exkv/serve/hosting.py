@@ -1,8 +1,8 @@
-"""What a server loads: from a folder or a GGUF file to an engine, and what would fit before that.
+"""From a checkpoint to a running engine, with a plan of its placement before anything is loaded.
 
-``ModelFolder`` has the models that may be asked for, by name. ``Prepared`` is one of them that was
-read but for its weights; it says what would be placed where, and loads. ``serving`` changes models
-with it while the server runs.
+``ModelFolder`` lists the models that clients may request by name. ``Prepared`` holds everything of
+one but its weights: it plans the placement, then loads. ``serving`` uses it to replace the model of
+a running server.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from exkv.version import __version__
 
 #: Kinds of cache -> bits of a key or value.
 CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
-_TOKENS = 32_768  # of the cache, where the model has positions for more
-_MOST_TOKENS = 1 << 27  # of a cache: its lists of pages are there before it is known to fit
-_LISTED = 1000  # models of a folder, at most
-_CHUNKS = (256, 128, 64)  # tokens of a prefill step, between which other jobs decode
-_DRAFTED = 5  # tokens that a draft proposes for a job at a time
+_TOKENS = 32_768  # default size of the cache, if the model has positions for more
+_MOST_TOKENS = 1 << 27  # page lists are allocated before the plan says whether the cache fits
+_LISTED = 1000  # maximum number of models listed from a folder
+_CHUNKS = (256, 128, 64)  # tokens per prefill step; other jobs decode between two steps
+_DRAFTED = 5  # tokens that a draft proposes per job at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +53,27 @@ class ServeOptions:
     """How a model is loaded.
 
     Attributes:
-        max_seq_len: tokens of the cache, for all jobs together; None for the model's positions, at
-            most 32,768.
+        max_seq_len: tokens in the cache, over all jobs; None for as many as the model has
+            positions, up to 32,768.
         cache: one of ``CACHE_BITS``.
-        page: tokens of a page of the cache; prompts share whole ones.
-        host_tokens: for how many tokens host memory keeps pages that nobody holds.
-        away_tokens: of jobs in host memory, at most; None for any number.
+        page: tokens per page; prompts share whole pages.
+        host_tokens: capacity, in tokens, of the host memory tier for evicted pages of the prefix
+            cache.
+        away_tokens: upper bound on tokens of preempted jobs in host memory; None for no bound.
         max_running: jobs that run at once.
-        chunk_size: tokens of a prefill step; None for 256, or fewer that fit.
+        chunk_size: tokens per prefill step; None for 256, or fewer if only they fit.
         devices: names, in the order in which they are filled; None for all.
-        gpu_split: GB to use on each device; None for all that is free but ``reserve``.
+        gpu_split: GB to use on each device; None for all free memory except ``reserve``.
         reserve: bytes to leave free on each device, one number for all or one for each.
-        weights: turn float weights into integers as they are loaded; None for as they are.
-        calibration: a text by which weights become integers.
-        dtype: of arithmetic and floats; None for what the model says.
-        embed_cpu: keep the embedding in host memory; None where only that fits.
-        objective, order: how to spread over the devices, as of :func:`exkv.place`.
-        draft: a smaller model of the same vocabulary that proposes tokens, with a cache alike;
-            "mtp" for the model's own head, None for none.
+        weights: integers to which float weights are quantized while loading; None to load them as
+            stored.
+        calibration: a text to calibrate that quantization with.
+        dtype: of activations and float weights; None for the checkpoint's.
+        embed_cpu: keep the embedding in host memory; None to do so only if the model does not fit
+            otherwise.
+        objective, order: how to spread over the devices, see :func:`exkv.place`.
+        draft: a smaller model of the same vocabulary that proposes tokens, with the same kind of
+            cache; "mtp" for the model's own head, None for none.
     """
 
     max_seq_len: int | None = None
@@ -111,13 +114,13 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that answers.
+    """A loaded model with its engine.
 
     Attributes:
         engine: has the model, the cache and the tokenizer.
         name: the model's, as clients see it.
-        usual: how tokens are chosen where a request doesn't say.
-        path: where it came from; None for one that the server didn't load itself.
+        usual: default sampling parameters of requests.
+        path: of the checkpoint; None if the server did not load the model itself.
         options: how it was loaded.
         created: when, in seconds since the epoch.
     """
@@ -131,7 +134,7 @@ class ServedModel:
 
     @property
     def models(self) -> list[Model]:
-        """It, and its draft where there is one; without what the server could not load itself."""
+        """The model and its draft, if any; only those that the server could load itself."""
         draft = self.engine.draft
         found = [self.engine.model, *(() if draft is None else (draft.model,))]
         return [model for model in found if isinstance(model, Model)]
@@ -148,7 +151,7 @@ class ServedModel:
         return min(self.engine.model.max_input_len, _CHUNKS[0])
 
     def unload(self) -> None:
-        """Give every byte back; jobs that are left are cancelled."""
+        """Cancel the remaining jobs and free all memory."""
         models = self.models
         self.engine.close()
         for model in models:
@@ -156,14 +159,15 @@ class ServedModel:
 
 
 class Prepared:
-    """A model that is read but for its weights, with its cache and the engine's.
+    """A model, its draft and their caches, with everything read except the weights.
 
     Args:
         path: a checkpoint's folder, or a GGUF file.
-        make: what makes the model; a kind of ``Model``.
+        make: the model's constructor; a subclass of ``Model``.
 
     Raises:
-        ValueError, OSError: the small files are broken or missing, or a number makes no sense.
+        ValueError, OSError: config or tokenizer files are damaged or missing, or an option is out
+            of range.
         UnsupportedArchitecture: exkv doesn't run it.
     """
 
@@ -198,27 +202,27 @@ class Prepared:
 
     @property
     def model(self) -> Model:
-        """The one that answers."""
+        """The model that answers requests, the draft's target."""
         return self.models[0]
 
     @property
     def cache(self) -> PagedCache:
-        """Its."""
+        """The target's cache."""
         return self.caches[0]
 
     @property
     def units(self) -> int:
-        """Of all models."""
+        """Number of units, over all models."""
         return sum(len(model.units) for model in self.models)
 
     def load(self, progress: bool = False) -> Iterator[tuple[int, int]]:
-        """Load it, as ``(units so far, of so many)``.
+        """Load, yielding ``(units loaded, units in all)``.
 
         Raises:
-            PlacementError: there is no room.
+            PlacementError: it doesn't fit.
             CheckpointError: the weights are damaged.
         """
-        with_engine, _, _ = planned(self._scenario())  # whose calls aren't there yet
+        with_engine, _, _ = planned(self._scenario())  # the engine doesn't exist yet
         for model, workload in zip(self.models, with_engine.workloads, strict=True):
             model.max_input_len = workload.promise.max_input_len
             model.embed_cpu = workload.embed_cpu
@@ -258,12 +262,12 @@ class Prepared:
         yield from self.model.load_by(options)
 
     def unload(self) -> None:
-        """Nothing of it is loaded."""
+        """Unload all models."""
         for model in self.models:
             model.unload()
 
     def serve(self, thread: Executor | None = None) -> ServedModel:
-        """The engine on the loaded model; its steps run in this thread."""
+        """Start an engine on the loaded model, whose steps run in ``thread``."""
         options = self.options
         engine = Engine(
             self.model,
@@ -285,20 +289,20 @@ class Prepared:
         return Draft(self.models[1], self._rows_of_draft(), tokens=_DRAFTED)
 
     def _rows_of_draft(self) -> KVCache:
-        """A row for each job, of the pages that the draft has for all of them."""
+        """A row for each job, all in the draft's page pool."""
         return self.caches[1].sharing_pool(self.options.max_running, call_len=self._chunk)
 
     @property
     def _chunk(self) -> int:
-        """Tokens of a prompt that a call runs."""
+        """Largest number of prompt tokens in one call."""
         return min(self.model.max_input_len, self.cache.max_seq_len)
 
     def answer(self, leaving: Sequence[Model] = (), as_long_as_fits: bool = False) -> Answer:
-        """What would be placed where.
+        """Plan the placement.
 
         Args:
             leaving: loaded models whose memory counts as free.
-            as_long_as_fits: with the longest cache that there is room for.
+            as_long_as_fits: plan the longest cache that fits.
         """
         scenario = self._scenario(leaving)
         if as_long_as_fits:
@@ -307,7 +311,7 @@ class Prepared:
         return fixed(scenario)
 
     def plan(self, leaving: Sequence[Model] = (), as_long_as_fits: bool = False) -> dict[str, Any]:
-        """The same for JSON, as ``exkv plan --json`` gives it, with what was asked."""
+        """:meth:`answer` as JSON values, as of ``exkv plan --json``, with the options asked for."""
         started = time.perf_counter()
         answer = self.answer(leaving, as_long_as_fits)
         values = as_values(answer, ["model", "draft"], time.perf_counter() - started)
@@ -338,8 +342,8 @@ class Prepared:
         return most * full // pages + beside
 
     def _scenario(self, leaving: Sequence[Model] = (), *, engine: bool = True) -> Scenario:
-        """The models with their caches, and those of the engine: of the same pages, for rows that
-        decode and two prompts. With a draft, logits are wanted behind each of its guesses."""
+        """The models with their caches and with those that the engine adds in the same page pool:
+        the decoding rows and two prompts. With a draft, each proposed token needs logits."""
         options = self.options
         proposed = _DRAFTED if options.draft is not None else 0
         calls: list[list[KVCache]] = [[] for _ in self.models]
@@ -352,7 +356,7 @@ class Prepared:
         workloads = []
         for model, cache, beside in zip(self.models, self.caches, calls, strict=True):
             shapes = [CacheShape.of(each) for each in (cache, *beside)]
-            for each in beside:  # the engine makes its own
+            for each in beside:  # for their shapes only: the engine makes its own
                 model.forget_cache(each)
             last_id_only = not proposed or model is not self.model
             workloads.append(Workload.of(model, shapes, last_id_only=last_id_only))
@@ -380,8 +384,8 @@ def _model(config: ModelConfig, options: ServeOptions, make: Callable[..., Model
 
 
 def own_name(path: Path) -> str:
-    """A model's name by its path as given: a link's own, not that of the file behind it. A snapshot
-    in Hugging Face's cache is named as its repository, ``ORG/NAME``."""
+    """A model's name, from its path without following links. A snapshot in Hugging Face's cache is
+    named after its repository, ``ORG/NAME``."""
     path = Path(os.path.abspath(path))  # normalized, without following links
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
@@ -390,17 +394,17 @@ def own_name(path: Path) -> str:
 
 
 def model_folder(path: Path) -> Path:
-    """The folder that a model is in, by its path as given."""
+    """The folder that holds a model, without following links."""
     return Path(os.path.abspath(path)).parent
 
 
 class ModelFolder:
-    """The models that clients may ask for: folders with a config.json and GGUF files, in a folder
-    or one level below it; nothing else can be named.
+    """The models that clients may request: checkpoint folders and GGUF files, in a folder or one
+    level below it, and no others.
 
     Args:
         path: the folder.
-        given: name -> path of models that may be named wherever they are.
+        given: name -> path of further models, anywhere.
     """
 
     def __init__(self, path: Path, given: dict[str, Path] | None = None) -> None:
@@ -408,7 +412,7 @@ class ModelFolder:
         self.given = given or {}
 
     def models(self) -> dict[str, Path]:
-        """Name -> path, of those that are there now."""
+        """Name -> path of the models that exist now."""
         found = dict(self.given)
         known = {path.resolve() for path in found.values()}
         for name, path in _models_in(self.path, ""):
@@ -417,7 +421,7 @@ class ModelFolder:
         return found
 
     def find(self, name: str) -> Path | None:
-        """The model of this name; None where there is none."""
+        """The path of the model with this name; None if there is none."""
         return self.models().get(name)
 
 
@@ -434,13 +438,13 @@ def _models_in(folder: Path, before: str) -> Iterator[tuple[str, Path]]:
 
 
 def _entries(folder: Path) -> Sequence[Path]:
-    """What can be read of a folder, but for what is hidden."""
+    """The entries of a folder, except hidden ones; none if it can't be read."""
     with contextlib.suppress(OSError):
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     return []
 
 
 def _is_later_part(path: Path) -> bool:
-    """Whether it is ``...-00002-of-00003.gguf`` or the like."""
+    """Whether this is a part other than the first, such as ``...-00002-of-00003.gguf``."""
     parts = path.stem.rsplit("-", 3)
     return len(parts) == 4 and parts[2] == "of" and parts[1].isdigit() and int(parts[1]) > 1

@@ -1,4 +1,4 @@
-"""Request bodies in OpenAI's format, and the engine jobs that they ask for.
+"""Request bodies in OpenAI's format, and their translation to engine jobs.
 
 Beside OpenAI's fields there are those of exkv's sampler and of its jobs; ``client_fields`` has
 their other names, and what changes no token and is dropped. Any other field is refused by its name,
@@ -22,16 +22,16 @@ from exkv.sampling.exllamav2 import BOUNDS, PLAIN, SERVED
 from .client_fields import translated
 from .tools import Tools
 
-_MOST_CHOICES = 128  # of one prompt; a model's engine may have fewer rows
+_MOST_CHOICES = 128  # per prompt; an engine may have fewer rows
 _MOST_PROMPTS = 256
 MOST_TOOLS = 128
-MOST_TEXTS = 64  # of a list of stops, of texts that are banned, or of breakers
-_LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
+MOST_TEXTS = 64  # entries in a list of stops, banned texts or sequence breakers
+_LONGEST_TEXT = 4_000_000  # characters per text; any context is far shorter
 
 Text: TypeAlias = Annotated[str, Field(max_length=_LONGEST_TEXT)]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
-Encode: TypeAlias = Callable[[str], Sequence[int]]  # a text's token ids
+Encode: TypeAlias = Callable[[str], Sequence[int]]  # text -> token ids
 
 #: What a chat template is told by other fields of a request, or by the server.
 _TEMPLATE_OWN = frozenset(
@@ -55,7 +55,7 @@ class Fields(BaseModel):
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A body's fields, to be validated."""
+        """Parse a body; its fields are still to be validated."""
         nullable = {f.alias or name for name, f in cls.model_fields.items() if f.default is None}
         return {
             name: value
@@ -106,7 +106,7 @@ class CalledFunction(Fields):
 
 
 class ToolCall(Fields):
-    """A call of an earlier answer."""
+    """A tool call in an earlier answer."""
 
     no_effect = frozenset({"index"})
 
@@ -116,12 +116,12 @@ class ToolCall(Fields):
 
 
 class Function(Fields):
-    """A function that may be called; its arguments are JSON under a schema."""
+    """A function that the model may call; a JSON schema describes its arguments."""
 
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # calls that are asked for always are
+    strict: bool | None = None  # required calls always follow the schema
 
     def as_tool(self) -> dict[str, Any]:
         """As chat templates read it."""
@@ -150,7 +150,7 @@ class AllowedTools(Fields):
 
 
 class OnlyAllowed(Fields):
-    """All tools stay in the prompt, and only these may be called."""
+    """OpenAI's ``allowed_tools``: the prompt describes all tools, and only these may be called."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -162,7 +162,7 @@ def chosen_tools(
     parallel: bool,
     allowed: Sequence[str] | None = None,
 ) -> Tools | None:
-    """The tools of a request; None where there are none, or none may be called.
+    """The tools of a request; None if there are none, or none may be called.
 
     Args:
         choice: "auto", "none", "required", or a name, which is called once.
@@ -186,8 +186,8 @@ def chosen_tools(
 
 
 class Message(Fields):
-    """One message of a chat. Its content may come in parts of text. What answers have beside it may
-    come back with it."""
+    """One message of a chat. Its content may be split into text parts. Fields that only answers
+    have are accepted, since clients send answers back."""
 
     no_effect = frozenset({"annotations", "prefix", "provider_specific_fields"})
 
@@ -227,7 +227,7 @@ class Message(Fields):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether an answer continues it if it is the last one."""
+        """Whether this message, if it comes last, is to be continued by the answer."""
         return self.role == "assistant" and not self.tool_calls and not self.function_call
 
 
@@ -235,7 +235,7 @@ class JsonSchema(Fields):
     name: str = ""
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None  # it always is
+    strict: bool | None = None  # the schema is always enforced
 
 
 class ResponseFormat(Fields):
@@ -245,7 +245,7 @@ class ResponseFormat(Fields):
     grammar: Text | None = None
 
     def as_grammar(self) -> Grammar | None:
-        """What a completion must be.
+        """The grammar that the completion must match.
 
         Raises:
             ValueError: the field that goes with the type is missing, or it is no schema.
@@ -269,7 +269,7 @@ def _given(value: Any, name: str) -> Any:
 
 
 class _Generation(_Sampling):
-    """What requests for a chat and for a completion have in common."""
+    """The fields that chat and completion requests share."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
@@ -298,8 +298,8 @@ class _Generation(_Sampling):
         return super().read(translated(values))
 
     def sampling(self, usual: SamplingParams, encode: Encode) -> SamplingParams:
-        """How tokens are chosen: as usual, except where the request says otherwise. A sequence
-        breaker stands for its last token, as in TabbyAPI.
+        """Sampling parameters: the request's, with the model's defaults ``usual`` for the rest. A
+        sequence breaker stands for its last token, as in TabbyAPI.
 
         Raises:
             ValueError, TypeError: a number out of its range.
@@ -317,7 +317,7 @@ class _Generation(_Sampling):
         return settings.with_bias(biases) if biases else settings
 
     def _biases(self) -> dict[int, float]:
-        """OpenAI's -100 forbids a token."""
+        """Logit biases; OpenAI's -100 forbids a token."""
         biases = dict.fromkeys(self.banned_tokens or (), -math.inf)
         for token, bias in (self.logit_bias or {}).items():
             if not token.isdecimal() or len(token) > 9:
@@ -327,21 +327,21 @@ class _Generation(_Sampling):
 
     @property
     def likeliest(self) -> int | None:
-        """Alternatives that are wanted for each token; None for no log-probabilities."""
+        """Number of alternatives to report per token; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted."""
+        """Whether the request wants log-probabilities of the prompt."""
         return False
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on within the prompt's text."""
+        """Whether the answer continues the prompt's own text."""
         return True
 
     def grammar(self) -> Grammar | None:
-        """The grammar of a completion, apart from calls of tools.
+        """The grammar of a completion, without tool calls.
 
         Raises:
             ValueError: it is invalid, or two are given.
@@ -370,7 +370,7 @@ class _Generation(_Sampling):
             ValueError, TypeError: a number out of its range.
         """
         settings = self.sampling(usual, encode)
-        seed = None if self.seed == -1 else self.seed  # as TabbyAPI, llama.cpp and others mean it
+        seed = None if self.seed == -1 else self.seed  # as in TabbyAPI and llama.cpp
         return [
             Job(
                 prompt=prompt,
@@ -435,7 +435,7 @@ class ChatRequest(_Generation):
 
     @property
     def choices(self) -> int:
-        """How many there will be."""
+        """Number of choices."""
         return self.n
 
     @property
@@ -482,7 +482,7 @@ class ChatRequest(_Generation):
 
     @property
     def most(self) -> int | None:
-        """New tokens, at most; None for as many as there is room for."""
+        """Upper bound on new tokens; None for all that the context has room for."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -509,12 +509,12 @@ class CompletionRequest(_Generation):
 
     @property
     def choices(self) -> int:
-        """How many there will be, over all prompts."""
+        """Number of choices, over all prompts."""
         return self.n * len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Texts, or ids; ValueError for an empty one, or where a gap is to be filled."""
+        """Texts or lists of ids; ValueError for an empty one, and for fill-in-the-middle."""
         if self.prompt == []:
             raise ValueError("prompt is an empty list: give a text, or at least one token id")
         if self.suffix:
@@ -553,7 +553,7 @@ class DecodeRequest(Fields):
 
 
 def _drawing(usual: SamplingParams) -> SamplingParams:
-    """A temperature asks for drawing, also of a checkpoint whose usual choice is greedy."""
+    """Sample if a temperature is given, even if the checkpoint's default is greedy."""
     if not usual.is_greedy:
         return usual
     return SamplingParams(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)

@@ -241,11 +241,11 @@ class Delta:
     arguments: str = ""
 
 
-#: The parser's state: before any text, outside of calls, behind what opens a call, before a JSON
-#: object, in its arguments, in XML, behind a call.
+#: Parser states: before any text, outside of calls, after an opener, before a JSON object, in its
+#: arguments, in XML, after a call.
 _State = Literal["start", "text", "open", "json", "arguments", "xml", "after"]
 
-#: What may open a call -> what closes it.
+#: Opener of a call -> its closer.
 _OPENERS = {
     "<tool_call>": "</tool_call>",
     "[TOOL_CALLS]": "",
@@ -257,7 +257,7 @@ _OPENERS = {
 _OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
 _FENCED = frozenset({"", "json", "tool_call", "tool_calls", "tool_code", "xml"})  # info strings
 _SPACE = " \n\t\r"
-_LONGEST_NAME = 100  # of a function, with its tag; or of a fence's info string
+_LONGEST_NAME = 100  # characters of a function's name with its tag, or of a fence's info string
 
 _JSON_CALL = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
@@ -265,7 +265,7 @@ _JSON_CALL = re.compile(
 _FIRST_KEY = re.compile(r'\{\s*"((?:[^"\\]|\\.)*)"')
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})  # of calls
 
-#: A call in XML, as Qwen3-Coder and Llama 3.1, as Claude, and as GLM 4.5 write it.
+#: XML calls in the formats of Qwen3-Coder and Llama 3.1, of Claude, and of GLM 4.5.
 _XML_NAME = re.compile(r'<function=([^>\s]+)>|<invoke\s+name="([^"]+)"\s*>|([\w.-]+)\s*<arg_key>')
 _XML_END = re.compile(r"</function>|</invoke>|</tool_call>")
 _XML_VALUE = re.compile(
@@ -277,9 +277,9 @@ _XML_VALUE = re.compile(
 
 
 class CallReader:
-    """Parses calls from streamed text; anything else is content. A call is JSON with a name and
-    arguments, between tags, in a code fence, after a control token or as a text's beginning, one or
-    a list; or it is XML.
+    """Parse tool calls from streamed text; everything else is content. Calls are XML, or one JSON
+    object or a list of them, with a name and arguments: between tags, in a code fence, after a
+    control token, or at the start of the text.
 
     Args:
         schemas: name -> JSON schema of the arguments, of the functions that may be called; a call
@@ -294,8 +294,8 @@ class CallReader:
         self.calls = 0
         self._schemas, self._most = schemas, most
         self._state: _State = "start"
-        self._held = ""  # text that is not parsed yet
-        self._lead = ""  # what is content, too, if no call follows
+        self._held = ""  # unparsed text
+        self._lead = ""  # text that is content unless a call follows
         self._closer, self._listed = "", False
         self._silent = False  # nothing but space since the last call
         self._value, self._scanned = JsonValue(), 0
@@ -365,13 +365,13 @@ class CallReader:
         return [Delta(text=text)]
 
     def _take(self, size: int) -> None:
-        """Move held text to what is content if no call follows."""
+        """Move held text to the lead."""
         self._lead, self._held = self._lead + self._held[:size], self._held[size:]
 
     def _no_call(self) -> list[Delta]:
-        """What was held back is content."""
+        """Release held text as content: it is no call."""
         lead, self._lead, self._state = self._lead, "", "text"
-        if not lead:  # something of it must go, or it opened a call again
+        if not lead:  # release something, or it would open a call again
             lead, self._held = self._held[:1], self._held[1:]
         self._silent &= not lead.strip()
         return [Delta(text=lead)]
@@ -379,7 +379,7 @@ class CallReader:
     # Calls ------------------------------------------------------------------------------------
 
     def _read_open(self) -> list[Delta] | None:
-        """Behind what opens a call: JSON, a list of it, XML, or nothing of the kind."""
+        """After an opener: JSON, a list of it, XML, or none of these."""
         if self._lead.endswith("```"):
             info, newline, _ = self._held.partition("\n")
             if not newline and len(info) < _LONGEST_NAME:
