@@ -178,6 +178,7 @@ def test_a_cache_is_a_quantized_one_where_its_layers_are():
 # torch.export -------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_export_of_a_model_with_a_static_cache_of_its_own(side, name):
     model = reference(TINY[name](eos_token_id=None))

@@ -74,6 +74,7 @@ def test_steps_of_a_static_cache_are_whole_graphs_and_as_few_as_with_a_stock_one
             torch.testing.assert_close(found.logits, wanted.logits)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("allocated", [False, True])
 @pytest.mark.parametrize("window", [None, 4, 7, 40])
 def test_buffers_in_graphs_are_those_of_stock_static_caches(window, allocated):

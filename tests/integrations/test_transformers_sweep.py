@@ -77,7 +77,7 @@ def planned(config_class: type[PretrainedConfig]) -> str | dict[str, str]:
 CLASSES = config_classes() if SINCE_5 else {}
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_every_config_is_planned_or_refused_in_a_sentence(name):
     transformers.logging.set_verbosity_error()
