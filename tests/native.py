@@ -3,6 +3,8 @@ programs that run with one. What needs no pytest is in ``native_ops.py``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from apart import run_apart
@@ -34,7 +36,11 @@ needs_kernels = pytest.mark.skipif(
 
 #: Instruction sets of the CPU kernels; a processor that has one has those before it.
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
-each_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+def each_isa(test: Callable[[str], None]) -> Callable[[str], None]:
+    """Run a test with each of them, with one where `make test` takes samples."""
+    return pytest.mark.sweep(1)(needs_kernels(pytest.mark.parametrize("isa", ISAS)(test)))
 
 
 needs_cxx = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")

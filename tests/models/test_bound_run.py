@@ -345,7 +345,6 @@ for name, dtype in (("Gemma3ForCausalLM", torch.bfloat16), ("Qwen2ForCausalLM", 
 """
 
 
-@pytest.mark.sweep(1)
 @each_isa
 def test_each_instruction_set_is_right(isa):
     assert_right_on(isa, ISA_PROGRAM)

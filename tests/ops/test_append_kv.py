@@ -13,7 +13,7 @@ from cases import check_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, emulated
-from test_attention import at_the_end_of_memory, needs_kernels
+from test_attention import at_the_end_of_memory
 
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.append_kv import _Places
@@ -175,8 +175,6 @@ settings(max_examples=60, deadline=None)(given(**t.CASES)(t.check_cpu))()
 """
 
 
-@pytest.mark.sweep(1)
-@needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa
 def test_each_instruction_set_stores_the_same_bits_within_its_tensors(isa):

@@ -409,8 +409,6 @@ t.check_ends()
 """
 
 
-@pytest.mark.sweep(1)
-@needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa
 def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(isa):

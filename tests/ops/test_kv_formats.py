@@ -11,7 +11,7 @@ import torch
 from arithmetic import same
 from hypothesis import given
 from hypothesis import strategies as st
-from native import assert_right_on, each_isa, needs_kernels
+from native import assert_right_on, each_isa
 from test_attention import at_the_end_of_memory
 
 from exkv.ops import REFERENCES
@@ -399,8 +399,6 @@ t.check_strides_and_ends()
 """
 
 
-@pytest.mark.sweep(1)
-@needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa
 def test_each_instruction_set_gives_the_reference_bits(isa):

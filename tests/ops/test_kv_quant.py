@@ -143,7 +143,6 @@ t.test_a_scale_between_two_float16_rounds_to_even(torch.ops.exkv)
 """
 
 
-@needs_kernels
 @each_isa
 def test_each_instruction_set_gives_the_reference_bits(isa):
     assert_right_on(isa, ISA_PROGRAM)

@@ -386,8 +386,6 @@ t.test_nothing_beside_the_tensors_is_read()
 """
 
 
-@pytest.mark.sweep(1)
-@needs_kernels
 @each_isa
 def test_each_instruction_set_is_right(isa):
     assert_right_on(isa, ISA_PROGRAM)

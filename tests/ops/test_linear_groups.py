@@ -98,7 +98,6 @@ def test_errors_are_at_most_twice_those_of_dequantized_weights(bits, dtype):
             assert error(found, expected) <= 2 * float_error(x, weight, expected)
 
 
-@pytest.mark.sweep(1)
 @each_isa
 def test_every_instruction_set_is_right(isa):
     assert_right_on(isa, "import test_linear_groups; test_linear_groups.check_all()")

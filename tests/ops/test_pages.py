@@ -12,7 +12,7 @@ import torch
 from cases import check_cases
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, emulated, needs_cxx, run_apart
-from test_attention import at_the_end_of_memory, needs_kernels
+from test_attention import at_the_end_of_memory
 from test_attention_parts import HEAD_DIM, KV_HEADS, Part, dense, make_part, peak
 
 from exkv.ops import REFERENCES
@@ -169,7 +169,6 @@ def check_rows_here(**case):
     check_rows(torch.ops.exkv.attention_part, **case)
 
 
-@needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 @each_isa
 def test_each_instruction_set_finds_its_pages(isa):

@@ -113,17 +113,7 @@ def test_queries_that_see_nothing_get_zeros(kernels, kind):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_nan_that_is_seen_is_told(kernels, dtype):
-    """In the heads that see it, and nowhere else."""
-    for tensor in range(3):
-        q, k, v = test_attention.random_case(0, dtype, 2, 20, 80, 4, 2, 64)
-        (q, k, v)[tensor][0, 1, 1, 3] = float("nan")
-        bad = test_attention.run("int8", q, k, v, [80, 80], ops=kernels).isnan().any(-1)
-        expected = torch.zeros_like(bad)
-        if tensor == 0:
-            expected[0, 1, 1] = True
-        else:
-            expected[0, :, 2:] = True
-        assert torch.equal(bad, expected)
+    test_attention.check_nan(kernels, "int8", dtype, 20, 80)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
