@@ -91,6 +91,7 @@ def test_layers_that_share_have_no_bytes_and_the_bits_of_layers_with_their_own(m
         assert torch.equal(found, expected)
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_storage_and_retention_shows_all_layers_the_same_tokens(model, storage, retention):

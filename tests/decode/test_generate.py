@@ -86,6 +86,7 @@ def test_sampling(pair, rows, options):
     check_equal(pair, rows, do_sample=True, max_new_tokens=20, **options)
 
 
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("num_beams", [2, 3, 5])
@@ -338,6 +339,7 @@ def is_exact(kind: str, tokens: int) -> bool:
 EXACT = [kind for kind in CACHES if is_exact(kind, 32)]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("kind", EXACT)
 def test_every_cache_that_loses_nothing_gives_transformers_tokens(pair, seed, kind):
     cache = CACHES[kind](pair[1], max_seq_len=32, batch_size=13)

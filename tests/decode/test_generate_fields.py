@@ -81,6 +81,7 @@ FIELDS = [
 NEUTRAL = [FIELDS[2], FIELDS[-2]]
 
 
+@pytest.mark.sweep(44)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", FIELDS, ids=lambda options: str(options)[:60])
 def test_a_field(pair, options, mode):
