@@ -125,7 +125,7 @@ def own_caches(folders, cases, seed):
 
 @pytest.mark.sweep(1)
 def test_a_call_that_is_admitted_never_runs_out_of_memory(folders):
-    calls = sweep.cases(10, 40)
+    calls = sweep.cases(6, 40)
     wrong, seen = run_sim(own_caches, "64M,64M", args=[folders, calls, 1], timeout=900)
     assert wrong == []
     reached = [seen[each] for each in ("at once", "building the cache", "forking the prompt")]
