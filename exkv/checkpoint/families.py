@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -341,6 +341,13 @@ BESIDE_IMAGES = (
     ),
     TensorNames(),
 )
+
+
+def beside_images(family: Family, architecture: str, model_type: str, **changes: Any) -> Family:
+    """The text model of an architecture that also takes images or sound: ``family`` with these
+    changes. Its GGUF files are named as the text model's, unless the changes say otherwise."""
+    own: dict[str, Any] = {"text_config": "text_config", "names": BESIDE_IMAGES, "gguf": None}
+    return replace(family, architecture=architecture, model_type=model_type, **own | changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from exkv.checkpoint import RoutedExpertsConfig
-from exkv.checkpoint.families import BESIDE_IMAGES, Family, MTPNames
+from exkv.checkpoint.families import Family, MTPNames, beside_images
 
 from . import deepseek_v2, glm4_moe
 
@@ -54,13 +54,10 @@ FAMILY = Family(
     mtp=MTPNames(),
 )
 #: Kimi K2.5 and 2.6: the text model alone, of one that sees images, too.
-KIMI_K25 = replace(
+KIMI_K25 = beside_images(
     FAMILY,
-    architecture="Kimi_K25ForConditionalGeneration",
-    model_type="kimi_k25",
+    "Kimi_K25ForConditionalGeneration",
+    "kimi_k25",
     defaults={**FAMILY.defaults, "tie_word_embeddings": True},
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
     mtp=None,
 )

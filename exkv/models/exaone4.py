@@ -1,10 +1,8 @@
 """EXAONE 4 (LG AI Research, 2025): a Qwen 3 with its norms after attention and MLP; where some
 layers have a window, the others have no positions."""
 
-from dataclasses import replace
-
 from exkv.checkpoint import windows
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import POST_NORMS, GGUFFamily
 
 from .decoder import Decoder, PostNormLayer, rms_norm
@@ -26,11 +24,4 @@ FAMILY = Family(
     gguf=GGUFFamily(architecture="exaone4", names=POST_NORMS),
 )
 #: The text model alone, of one that sees images, too (EXAONE 4.5).
-WITH_IMAGES = replace(
-    FAMILY,
-    architecture="Exaone4_5_ForConditionalGeneration",
-    model_type="exaone4_5",
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
-)
+WITH_IMAGES = beside_images(FAMILY, "Exaone4_5_ForConditionalGeneration", "exaone4_5")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from exkv.checkpoint import windows
-from exkv.checkpoint.families import BESIDE_IMAGES
+from exkv.checkpoint.families import beside_images
 from exkv.checkpoint.value_checks import check_size
 
 from . import gemma2
@@ -46,12 +46,9 @@ FAMILY = replace(
     ),
 )
 #: The text model alone, of one that sees images, too.
-WITH_IMAGES = replace(
+WITH_IMAGES = beside_images(
     FAMILY,
-    architecture="Gemma3ForConditionalGeneration",
-    model_type="gemma3",
-    text_config="text_config",
+    "Gemma3ForConditionalGeneration",
+    "gemma3",
     refuses={"attn_logit_softcapping": None, "final_logit_softcapping": None},
-    names=BESIDE_IMAGES,
-    gguf=None,
 )

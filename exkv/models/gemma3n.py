@@ -7,7 +7,7 @@ take earlier ones' keys and values, and an embedding for each layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, windows
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.shared_keys import SharedKeysConfig
 from exkv.checkpoint.value_checks import check_at_most, check_size, is_int, is_number, set_floats
@@ -402,11 +402,4 @@ FAMILY = Family(
     ),
 )
 #: The text model alone, of one that sees images and hears, too, as published ones do.
-WITH_IMAGES = replace(
-    FAMILY,
-    architecture="Gemma3nForConditionalGeneration",
-    model_type="gemma3n",
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
-)
+WITH_IMAGES = beside_images(FAMILY, "Gemma3nForConditionalGeneration", "gemma3n")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ExpertsConfig, ModelConfig, windows
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.shared_keys import SharedKeysConfig
 from exkv.checkpoint.value_checks import check_size, is_int, set_floats
@@ -321,14 +321,7 @@ FAMILY = Family(
     ),
 )
 #: The text model alone, of one that sees images or hears, too, as published ones do.
-WITH_IMAGES = replace(
-    FAMILY,
-    architecture="Gemma4ForConditionalGeneration",
-    model_type="gemma4",
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
-)
+WITH_IMAGES = beside_images(FAMILY, "Gemma4ForConditionalGeneration", "gemma4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,10 +349,6 @@ UNIFIED = replace(
     stacked_experts=False,
     gguf=None,  # in a file it is a Gemma 4
 )
-UNIFIED_WITH_IMAGES = replace(
-    UNIFIED,
-    architecture="Gemma4UnifiedForConditionalGeneration",
-    model_type="gemma4_unified",
-    text_config="text_config",
-    names=BESIDE_IMAGES,
+UNIFIED_WITH_IMAGES = beside_images(
+    UNIFIED, "Gemma4UnifiedForConditionalGeneration", "gemma4_unified"
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import is_int
 from exkv.layers import Attention, FusedGatedMLP
@@ -84,10 +84,10 @@ FAMILY = Family(
 )
 #: The text model alone, of one that sees images, too (GLM-4.1V). Its rotary positions have three
 #: axes, which are one in a text.
-WITH_IMAGES = replace(
+WITH_IMAGES = beside_images(
     FAMILY,
-    architecture="Glm4vForConditionalGeneration",
-    model_type="glm4v",
+    "Glm4vForConditionalGeneration",
+    "glm4v",
     units=replace(DECODER, attention=partial(Attention, qkv_bias=True, out_bias=False)),
     defaults={
         "vocab_size": 151552,
@@ -102,7 +102,4 @@ WITH_IMAGES = replace(
     reads=(),
     partial_rotary_factor=1.0,
     rope_aliases={"mrope": "default"},
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
 )

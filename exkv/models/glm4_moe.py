@@ -3,13 +3,13 @@ bias, and a shared expert; dense layers first; rotary positions in half of each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from exkv.checkpoint import ModelConfig, RoutedExpertsConfig
-from exkv.checkpoint.families import BESIDE_IMAGES, Family, MTPNames
+from exkv.checkpoint.families import Family, MTPNames, beside_images
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.layers import Attention, mixture_or_mlp, routed_experts
 
@@ -87,15 +87,12 @@ FAMILY = Family(
 )
 #: The text model alone, of one that sees images, too (GLM-4.5V and 4.6V). Its rotary positions have
 #: three axes, which are one in a text.
-WITH_IMAGES = replace(
+WITH_IMAGES = beside_images(
     FAMILY,
-    architecture="Glm4vMoeForConditionalGeneration",
-    model_type="glm4v_moe",
+    "Glm4vMoeForConditionalGeneration",
+    "glm4v_moe",
     defaults=FAMILY.defaults
     | {"vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True},
     rope_aliases={"mrope": "default"},
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
     mtp=None,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from exkv.batch import Batch
 from exkv.checkpoint import ExpertsConfig, ModelConfig, QueryScaling, windows
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import MLP, Attention, GatedMLP, ScaledQueryAttention, SharedExperts
@@ -236,11 +236,4 @@ FAMILY = Family(
     gguf=GGUF,
 )
 #: The text model alone, of one that sees images, too, as all published ones do.
-WITH_IMAGES = replace(
-    FAMILY,
-    architecture="Llama4ForConditionalGeneration",
-    model_type="llama4",
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
-)
+WITH_IMAGES = beside_images(FAMILY, "Llama4ForConditionalGeneration", "llama4")

@@ -4,14 +4,13 @@ trained length."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from exkv.checkpoint import ModelConfig, QueryScaling, windows
-from exkv.checkpoint.families import BESIDE_IMAGES, Family
+from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import check_size, is_number
 from exkv.layers import Attention, ScaledQueryAttention
@@ -92,10 +91,10 @@ FAMILY = Family(
     ),
 )
 #: The text model alone, of one that sees images, too; in Mistral Small 3.1 and 3.2 it's a Mistral.
-WITH_IMAGES = replace(
+WITH_IMAGES = beside_images(
     FAMILY,
-    architecture="Mistral3ForConditionalGeneration",
-    model_type="mistral3",
+    "Mistral3ForConditionalGeneration",
+    "mistral3",
     defaults=FAMILY.defaults
     | {
         "hidden_size": 5120,
@@ -108,7 +107,4 @@ WITH_IMAGES = replace(
     query_scaling=partial(query_scaling, unstated={}),
     rope_theta=1e9,
     rope_parameters={},
-    text_config="text_config",
-    names=BESIDE_IMAGES,
-    gguf=None,
 )

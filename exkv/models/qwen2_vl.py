@@ -3,15 +3,15 @@ rotary positions have three axes, which are one in a text."""
 
 from dataclasses import replace
 
-from exkv.checkpoint.families import BESIDE_IMAGES
+from exkv.checkpoint.families import beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily
 
 from . import qwen2
 
-QWEN2_5 = replace(
+QWEN2_5 = beside_images(
     qwen2.FAMILY,
-    architecture="Qwen2_5_VLForConditionalGeneration",
-    model_type="qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_5_vl",
     defaults=qwen2.FAMILY.defaults
     | {
         "vocab_size": 152064,
@@ -27,8 +27,6 @@ QWEN2_5 = replace(
     },
     rope_theta=1e6,
     rope_aliases={"mrope": "default"},
-    text_config="text_config",
-    names=BESIDE_IMAGES,
     gguf=GGUFFamily(architecture="qwen2vl"),
 )
 QWEN2 = replace(

@@ -1,23 +1,19 @@
 """Qwen 3 VL (Qwen, 2025), text only: a Qwen 3 beside a model of images. Its rotary positions have
 three axes, which are one in a text."""
 
-from dataclasses import replace
-
 from exkv.checkpoint import windows
-from exkv.checkpoint.families import BESIDE_IMAGES
+from exkv.checkpoint.families import beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily
 
 from . import qwen3
 
-FAMILY = replace(
+FAMILY = beside_images(
     qwen3.FAMILY,
-    architecture="Qwen3VLForConditionalGeneration",
-    model_type="qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    "qwen3_vl",
     defaults=qwen3.FAMILY.defaults | {"max_position_embeddings": 128000},
     windows=windows.nowhere,
     rope_theta=5e5,
     rope_aliases={"mrope": "default"},
-    text_config="text_config",
-    names=BESIDE_IMAGES,
     gguf=GGUFFamily(architecture="qwen3vl"),
 )
