@@ -123,24 +123,30 @@ def test_layers_that_predict_several_tokens_are_left_alone(tmp_path, caplog):
 
 
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
+SMALL = (
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
+    "NVFP4",
+)
 OLDER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")
+MIXTURES = {"MixtralForCausalLM": OLDER, "wide": TYPES, "small": SMALL}
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory) -> dict[str, Path]:
-    """A mixture of the older types with experts, and a Llama of the K types; each beside a folder
-    of the floats that it stands for."""
+    """A mixture of the older types with experts, a Llama of the K types and one of the smallest;
+    each beside a folder of the floats that it stands for."""
     top = tmp_path_factory.mktemp("quantized")
-    CONFIGS["wide"] = lambda: llama(hidden_size=256, intermediate_size=256, num_hidden_layers=3)
-    for name, types in (("MixtralForCausalLM", OLDER), ("wide", TYPES)):
+    for name in ("wide", "small"):
+        CONFIGS[name] = lambda: llama(hidden_size=256, intermediate_size=256, num_hidden_layers=3)
+    for name, types in MIXTURES.items():
         theirs, tensors = saved(name, top / f"{name}-floats")
         plain = write_gguf(top / f"{name}.gguf", theirs.config, tensors, in_types(*types))
         plain = {key: value.contiguous() for key, value in plain.items()}
         save_file(plain, top / f"{name}-floats" / "model.safetensors", {"format": "pt"})
-    return {name: top / f"{name}.gguf" for name in ("MixtralForCausalLM", "wide")}
+    return {name: top / f"{name}.gguf" for name in MIXTURES}
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "wide"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_packed_blocks_answer_as_the_floats_that_they_stand_for(quantized, name):
     file = quantized[name]
     found = logits_of(quantized_model(file))
@@ -386,7 +392,7 @@ BAD = {
     "neither 0 nor 1": header(pair("x", 7, b"\x02")),
     "general.alignment is 3": header(pair("general.alignment", 4, struct.pack("<I", 3))),
     "has 9 dimensions": header(tensors=tensor("a", [1] * 9), count=1),
-    "is of the type IQ2_XXS": header(tensors=tensor("a", [256], 16), count=1),
+    "is of the type Q2_0; exkv": header(tensors=tensor("a", [256], 42), count=1),
     "is of the type Q4_0_4_4; exkv reads": header(tensors=tensor("a", [256], 31), count=1),
     "is of the type 99; exkv reads": header(tensors=tensor("a", [256], 99), count=1),
     r"has the sizes \[33\]": header(tensors=tensor("a", [33], 8), count=1),

@@ -23,7 +23,11 @@ from exkv.weights.mxfp4 import MXFP4
 from exkv.weights.tiles import TiledFormat
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GGML = {name: format for name, format in FORMATS.items() if isinstance(format, BlockFormat)}
+GGML = {
+    name: format
+    for name, format in FORMATS.items()
+    if isinstance(format, BlockFormat) and format.native((1, 256))
+}
 #: Where ggml's blocks have 16-bit floats.
 HALVES = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},

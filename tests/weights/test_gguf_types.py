@@ -19,6 +19,8 @@ def packed(name: str, rows: int, blocks: int) -> torch.Tensor:
     made = torch.randint(256, (rows, blocks, nbytes), generator=generator).to(torch.uint8)
     if name == "MXFP4":  # whose largest scales are refused
         made[..., 0] %= 253
+    if name == "IQ1_M":  # the same
+        made[..., 55] &= 0xBF
     return made.flatten(1)
 
 
@@ -63,6 +65,13 @@ def test_an_embedding_unpacks_no_row_but_those_asked_for():
     assert seen == [6]
     whole = format.dequantize({"weight": stored}, torch.float32)
     assert torch.equal(found.nan_to_num(), whole[ids].nan_to_num())
+
+
+def test_a_scale_in_pieces_that_is_no_number_is_refused_by_its_place():
+    stored = packed("IQ1_M", 4, 3)
+    stored.view(-1, 56)[7, 49::2] |= 0xF0
+    with pytest.raises(ValueError, match="1 of 12 scales are not finite, the first is number 7"):
+        FORMATS["IQ1_M"].convert({"weight": stored})
 
 
 def test_rows_that_are_no_blocks_are_refused():
