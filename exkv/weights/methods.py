@@ -33,6 +33,7 @@ METHODS: dict[str | None, str] = {
     "compressed-tensors": f"{__package__}.compressed_tensors",
     "bitsandbytes": f"{__package__}.bitsandbytes",
     "exl2": f"{__package__}.exl2",
+    "exl3": f"{__package__}.exl3",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
     "mxfp4": f"{__package__}.mxfp4",

@@ -14,6 +14,7 @@ from packers import write, write_config
 from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.compressed import RECIPES as COMPRESSED
 from packers.exl2 import RECIPES as EXL2
+from packers.exl3 import RECIPES as EXL3
 from packers.fp8 import RECIPES as FP8
 from packers.integers import RECIPES as INTEGERS
 from packers.modelopt import RECIPES as MODELOPT
@@ -29,7 +30,7 @@ from exkv.loading.report import LINES
 from exkv.planning.dry_run import DryRun
 from exkv.weights import METHODS, tiles
 
-RECIPES = {**FP8, **MXFP4, **MODELOPT, **INTEGERS, **COMPRESSED, **EXL2, **BITSANDBYTES}
+RECIPES = {**FP8, **MXFP4, **MODELOPT, **INTEGERS, **COMPRESSED, **EXL2, **EXL3, **BITSANDBYTES}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
@@ -174,7 +175,7 @@ PLAN = [
     "--max-seq-len",
     "64",
     "--devices",
-    "2M,2M",
+    "3M,3M",
     "--margin",
     "0",
     "--allocator",
@@ -209,21 +210,26 @@ def test_a_plan_divides_no_shapes(folders, monkeypatch, capsys):
     assert not {"aten.floor_divide.default", "aten.div.Tensor_mode"} & set(called)
 
 
-def test_a_bare_config_of_exl2_says_what_it_lacks(folders, tmp_path):
-    (tmp_path / "config.json").write_text((folders["exl2"][0] / "config.json").read_text())
-    with pytest.raises(ValueError, match="EXL2 only the weights' files say how many bits.*folder"):
+@pytest.mark.parametrize("name", ["exl2", "exl3"])
+def test_a_bare_config_of_exl2_and_exl3_says_what_it_lacks(folders, tmp_path, name):
+    (tmp_path / "config.json").write_text((folders[name][0] / "config.json").read_text())
+    says = f"{name.upper()} only the weights' files say how many bits.*folder"
+    with pytest.raises(ValueError, match=says):
         Model(tmp_path)
 
 
-def test_a_quantized_head_is_another_than_the_table_of_a_config_that_ties_them(folders, tmp_path):
-    """EXL2's tools quantize the head of every model."""
-    folder, _ = folders["exl2"]
+@pytest.mark.parametrize(("name", "tensor"), [("exl2", "q_weight"), ("exl3", "trellis")])
+def test_a_quantized_head_is_another_than_the_table_of_a_config_that_ties_them(
+    folders, tmp_path, name, tensor
+):
+    """These tools quantize the head of every model."""
+    folder, _ = folders[name]
     config = json.loads((folder / "config.json").read_text())
     write_config(tmp_path, {**config, "tie_word_embeddings": True})
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     table, *_, head = Model(tmp_path).units
     assert table.spec.sources[0].stored.keys() == {"model.embed_tokens.weight"}
-    assert "lm_head.q_weight" in head.spec.sources[0].stored and not head.spec.tied
+    assert f"lm_head.{tensor}" in head.spec.sources[0].stored and not head.spec.tied
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4", "awq"])

@@ -10,6 +10,7 @@ from packers.bitsandbytes import eight_bits, four_bits
 from packers.blocks import random_blocks
 from packers.compressed import integers
 from packers.exl2 import exl2
+from packers.exl3 import exl3
 from packers.fp8 import blocks
 from packers.integers import awq, gptq
 from rows8 import Rows8
@@ -26,6 +27,7 @@ from exkv.weights.awq import AwqFormat
 from exkv.weights.bitsandbytes import INT8, Bnb4Format
 from exkv.weights.compressed_tensors import CompressedFormat
 from exkv.weights.exl2 import Exl2Format, Section
+from exkv.weights.exl3 import Exl3Format, TrellisFormat
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
@@ -59,6 +61,9 @@ PACKERS = {
         sections=(Section(8, 32, 32), Section(6, 96, 96), Section(4, 64, 64), Section(3, 64, 64)),
         outputs_of=256,
     ): lambda weight: exl2("a layer", weight, [(8, 32), (6, 96), (4, 64), (3, 64)]),
+    Exl3Format(tiles=TrellisFormat(words=56, codebook="mul1"), size=(256, 256)): lambda weight: (
+        exl3("a layer", weight, 3.5, "mul1")
+    ),
     MXFP4: mxfp4.pack,
     COMPRESSED_TENSORS: lambda weight: mxfp4.flat(weight, "weight_packed"),
     NVFP4: lambda weight: nvfp4.pack(weight, "weight", "weight_scale_2"),

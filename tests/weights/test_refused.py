@@ -221,6 +221,27 @@ DAMAGED = {
         f"{LAYER}: 1 of 4 q_scale_max are not finite, the first is number 1, nan",
     ),
     "exl2 weights missing": ("exl2", drop("q_weight"), f"{LAYER}.weight is missing"),
+    "exl3 scale": (
+        "exl3",
+        put("svh", at(1, torch.inf)),
+        f"{LAYER}: 1 of 256 svh are not finite, the first is number 1, inf",
+    ),
+    "exl3 factor": (
+        "exl3",
+        put("mul1", lambda t: t + 2),
+        f"{LAYER}: mul1 is 0x83dcd12f, and exkv knows 0x83dcd12d only",
+    ),
+    "exl3 bits": (
+        "exl3",
+        put("trellis", lambda t: t[..., :-1]),
+        rf"{LAYER}.trellis is \[8, 16, 39\], of 2.4375 bits a weight, with the codebook mul1; exkv",
+    ),
+    "exl3 halves": ("exl3", drop("mul1"), "of 2.5 bits a weight, with the codebook 3inst; exkv"),
+    "exl3 rows": (
+        "exl3",
+        put("trellis", lambda t: t[:, :8]),
+        rf"{LAYER}.trellis in model.safetensors is \[8, 8, 40\], expected \[8, 16, 40\]",
+    ),
     "nf4 state": (
         "nf4 nested",
         put("weight.quant_state.bitsandbytes__nf4", at(0, 0)),
