@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 #: and head beside an MTP head.
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.\w+|attention\.(masked_)?bias|weight_shape|weight_format"
-    r"|(input|output|activation|[qkv])_(scale|global_scale|zero_point))"
+    r"|(input|output|activation|[qkv])_(scale|global_scale|zero_point)"
+    r"|packing|unpack_view_dtype|view_as_float|quant_(scale|zero)|compute_dtype|offload_meta"
+    r"|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)"
     r"|.*\.\d+\.(embed_tokens|shared_head\.head)\.\w+"
     r"|(.*\.)?(lm_head|embed_out)\.weight"  # the same as the embedding, or it were read
 )

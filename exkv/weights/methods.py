@@ -34,6 +34,7 @@ METHODS: dict[str | None, str] = {
     "bitsandbytes": f"{__package__}.bitsandbytes",
     "exl2": f"{__package__}.exl2",
     "exl3": f"{__package__}.exl3",
+    "hqq": f"{__package__}.hqq",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
     "mxfp4": f"{__package__}.mxfp4",

@@ -16,6 +16,7 @@ from packers.compressed import RECIPES as COMPRESSED
 from packers.exl2 import RECIPES as EXL2
 from packers.exl3 import RECIPES as EXL3
 from packers.fp8 import RECIPES as FP8
+from packers.hqq import RECIPES as HQQ
 from packers.integers import RECIPES as INTEGERS
 from packers.modelopt import RECIPES as MODELOPT
 from packers.mxfp4 import RECIPES as MXFP4
@@ -30,7 +31,10 @@ from exkv.loading.report import LINES
 from exkv.planning.dry_run import DryRun
 from exkv.weights import METHODS, tiles
 
-RECIPES = {**FP8, **MXFP4, **MODELOPT, **INTEGERS, **COMPRESSED, **EXL2, **EXL3, **BITSANDBYTES}
+RECIPES = {
+    **{**FP8, **MXFP4, **MODELOPT, **INTEGERS, **COMPRESSED, **EXL2, **EXL3, **HQQ},
+    **BITSANDBYTES,
+}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 

@@ -12,6 +12,7 @@ from packers.compressed import integers
 from packers.exl2 import exl2
 from packers.exl3 import exl3
 from packers.fp8 import blocks
+from packers.hqq import hqq
 from packers.integers import awq, gptq
 from rows8 import Rows8
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,7 @@ from exkv.weights.exl3 import Exl3Format, TrellisFormat
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
+from exkv.weights.hqq import HqqFormat
 from exkv.weights.mxfp4 import COMPRESSED_TENSORS, MXFP4
 from exkv.weights.nvfp4 import MODELOPT as NVFP4
 from exkv.weights.on_load import OnLoad
@@ -63,6 +65,9 @@ PACKERS = {
     ): lambda weight: exl2("a layer", weight, [(8, 32), (6, 96), (4, 64), (3, 64)]),
     Exl3Format(tiles=TrellisFormat(words=56, codebook="mul1"), size=(256, 256)): lambda weight: (
         exl3("a layer", weight, 3.5, "mul1")
+    ),
+    HqqFormat(bits=3, group=64, scale=torch.float16, shift="offset"): lambda weight: hqq(
+        weight, 3, 64
     ),
     MXFP4: mxfp4.pack,
     COMPRESSED_TENSORS: lambda weight: mxfp4.flat(weight, "weight_packed"),

@@ -242,6 +242,28 @@ DAMAGED = {
         put("trellis", lambda t: t[:, :8]),
         rf"{LAYER}.trellis in model.safetensors is \[8, 8, 40\], expected \[8, 16, 40\]",
     ),
+    "hqq bits": (
+        "hqq 4",
+        put("nbits", lambda t: t - 1),
+        rf"{LAYER}: the scalars beside W_q say .'nbits': 3, .*tensors' shapes .'nbits': 4, .*again",
+    ),
+    "hqq axis": ("hqq 4", put("axis", lambda t: t - 1), "'axis': 0}.*'axis': 1}: download"),
+    "hqq code": (
+        "hqq 5 rows",
+        put("W_q", at((3, 4), 32)),
+        f"{LAYER}: W_q has the code 32, and 5 bits go to 31: download",
+    ),
+    "hqq zero": (
+        "hqq 2",
+        put("zero", at((5, 0), torch.inf)),
+        f"{LAYER}: 1 of 896 zero are not finite, the first is number 5, inf",
+    ),
+    "hqq rows": (
+        "hqq 4",
+        put("W_q", lambda t: t[:-1]),
+        rf"{LAYER}.W_q in model.safetensors is \[447, 32\], expected \[448, 32\]",
+    ),
+    "hqq no scales": ("hqq 4", drop("scale"), f"{LAYER}.scale is missing"),
     "nf4 state": (
         "nf4 nested",
         put("weight.quant_state.bitsandbytes__nf4", at(0, 0)),
@@ -329,6 +351,32 @@ UNSOUND = {
     "awq two sizes": ("awq", {"q_group_size": 128}, "64 contradicts q_group_size 128"),
     "awq list": ("awq", {"modules_to_not_convert": ["q_proj"]}, "'q_proj' is not quantized"),
     "exl2 rank": ("exl2", {"rank": 4}, "the setting 'rank' .4. is not known; known are: bits"),
+    "exl3 rank": ("exl3", {"rank": 4}, "the setting 'rank' .4. is not known; known are: bits"),
+    "hqq axis": (
+        "hqq 4",
+        {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 32, "axis": 0}}},
+        "quant_config.weight_quant_params: axis 0 is not supported, it must be one of 1",
+    ),
+    "hqq bits": (
+        "hqq 4",
+        {"quant_config": {"weight_quant_params": {"nbits": 1, "group_size": 32, "axis": 1}}},
+        "nbits 1 is not supported, it must be one of 8, 6, 5, 4, 3, 2",
+    ),
+    "hqq group": (
+        "hqq 4",
+        {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 24, "axis": 1}}},
+        "group_size 24 is not supported, it must be a multiple of 32",
+    ),
+    "hqq quantized scales": (
+        "hqq 4",
+        {"quant_config": {"weight_quant_params": {}, "scale_quant_params": {"nbits": 8}}},
+        "scale_quant_params .* must be null: exkv reads scales and zero points that are floats",
+    ),
+    "hqq kinds": (
+        "hqq kinds",
+        {"quant_config": {"mlp.up_proj": {"weight_quant_params": {"nbits": 3, "group_size": 32}}}},
+        "nothing is said of self_attn.q_proj, and the checkpoint has .*self_attn.q_proj.W_q",
+    ),
     "nf4 type": ("nf4", {"bnb_4bit_quant_type": "af4"}, "'af4' .* one of 'nf4', 'fp4'"),
     "nf4 and int8": ("nf4", {"load_in_8bit": True}, "load_in_4bit True .* other than load_in_8b"),
     "nf4 storage": ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' .* 'uint8'"),
