@@ -35,6 +35,7 @@ METHODS: dict[str | None, str] = {
     "exl2": f"{__package__}.exl2",
     "exl3": f"{__package__}.exl3",
     "hqq": f"{__package__}.hqq",
+    "torchao": f"{__package__}.torchao",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
     "mxfp4": f"{__package__}.mxfp4",

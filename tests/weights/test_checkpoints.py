@@ -20,6 +20,7 @@ from packers.hqq import RECIPES as HQQ
 from packers.integers import RECIPES as INTEGERS
 from packers.modelopt import RECIPES as MODELOPT
 from packers.mxfp4 import RECIPES as MXFP4
+from packers.torchao import RECIPES as TORCHAO
 from safetensors.torch import load_file, save_file
 from simproc import needs_sim, run_sim
 from tiny import llama, mixtral, phi3, qwen2, reference, save
@@ -34,6 +35,7 @@ from exkv.weights import METHODS, tiles
 RECIPES = {
     **{**FP8, **MXFP4, **MODELOPT, **INTEGERS, **COMPRESSED, **EXL2, **EXL3, **HQQ},
     **BITSANDBYTES,
+    **TORCHAO,
 }
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 

@@ -14,6 +14,8 @@ from packers.exl3 import exl3
 from packers.fp8 import blocks
 from packers.hqq import hqq
 from packers.integers import awq, gptq
+from packers.torchao import float8
+from packers.torchao import integers as torchao
 from rows8 import Rows8
 from safetensors.torch import load_file, save_file
 
@@ -36,6 +38,7 @@ from exkv.weights.hqq import HqqFormat
 from exkv.weights.mxfp4 import COMPRESSED_TENSORS, MXFP4
 from exkv.weights.nvfp4 import MODELOPT as NVFP4
 from exkv.weights.on_load import OnLoad
+from exkv.weights.torchao import TorchaoFormat, TorchaoFp8Format
 
 GROUPS = (
     OnLoad(bits=4, group=64, scale=torch.float16),
@@ -69,6 +72,10 @@ PACKERS = {
     HqqFormat(bits=3, group=64, scale=torch.float16, shift="offset"): lambda weight: hqq(
         weight, 3, 64
     ),
+    TorchaoFormat(bits=4, group=32, scale=torch.bfloat16, shift="zero"): lambda weight: torchao(
+        weight, 4, 32, False, torch.bfloat16
+    ),
+    TorchaoFp8Format(block=(1, 256)): float8,
     MXFP4: mxfp4.pack,
     COMPRESSED_TENSORS: lambda weight: mxfp4.flat(weight, "weight_packed"),
     NVFP4: lambda weight: nvfp4.pack(weight, "weight", "weight_scale_2"),

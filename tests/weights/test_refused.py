@@ -12,6 +12,8 @@ import pytest
 import torch
 from packers import write
 from packers.compressed import group
+from packers.torchao import INT4, INT8
+from packers.torchao import settings as torchao
 from safetensors.torch import load_file, save_file
 from test_checkpoints import RECIPES
 from tiny import llama, reference
@@ -264,6 +266,26 @@ DAMAGED = {
         rf"{LAYER}.W_q in model.safetensors is \[447, 32\], expected \[448, 32\]",
     ),
     "hqq no scales": ("hqq 4", drop("scale"), f"{LAYER}.scale is missing"),
+    "torchao bits": (
+        "torchao int4",
+        put("_weight_qdata", at((5, 6), 8)),
+        f"{LAYER}: qdata is from -8 to 8, and 4 bits go from -8 to 7: download the model again",
+    ),
+    "torchao zero": (
+        "torchao int8",
+        put("_weight_zero_point", at((5, 0), 1)),
+        f"{LAYER}: 1 of 224 zero points are not 0, and config.json says that .* symmetric",
+    ),
+    "torchao scale": (
+        "torchao int8",
+        put("_weight_scale", at((5, 0), torch.nan)),
+        f"{LAYER}: 1 of 224 scale are not finite, the first is number 5, nan",
+    ),
+    "torchao rows": (
+        "torchao fp8",
+        put("_weight_scale", lambda t: t[:-1]),
+        rf"{LAYER}._weight_scale in model.safetensors is \[223, 1\], expected \[224, 1\]",
+    ),
     "nf4 state": (
         "nf4 nested",
         put("weight.quant_state.bitsandbytes__nf4", at(0, 0)),
@@ -377,6 +399,29 @@ UNSOUND = {
         {"quant_config": {"mlp.up_proj": {"weight_quant_params": {"nbits": 3, "group_size": 32}}}},
         "nothing is said of self_attn.q_proj, and the checkpoint has .*self_attn.q_proj.W_q",
     ),
+    "torchao kind": (
+        "torchao int8",
+        torchao({"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {}}),
+        "default: _type 'Int4WeightOnlyConfig' is not supported, it must be one of 'Int8Weight",
+    ),
+    "torchao group": (
+        "torchao int4",
+        torchao(
+            {**INT4, "_data": {"granularity": {"_type": "PerGroup", "_data": {"group_size": 8}}}}
+        ),
+        "granularity._data: group_size 8 is not supported, it must be a multiple of 32",
+    ),
+    "torchao granularity": (
+        "torchao int8",
+        torchao({**INT8, "_data": {"granularity": {"_type": "PerTensor", "_data": {}}}}),
+        "granularity: _type 'PerTensor' is not supported, it must be one of 'PerRow', 'PerAxis'",
+    ),
+    "torchao dtype": (
+        "torchao int4",
+        torchao({**INT4, "_data": {"weight_dtype": {"_type": "torch.dtype", "_data": "int7"}}}),
+        "weight_dtype: _data 'int7' is not supported, it must be one of 'int8', 'int6'",
+    ),
+    "torchao nothing": ("torchao int8", {"quant_type": None}, "quant_type None .* 'default'"),
     "nf4 type": ("nf4", {"bnb_4bit_quant_type": "af4"}, "'af4' .* one of 'nf4', 'fp4'"),
     "nf4 and int8": ("nf4", {"load_in_8bit": True}, "load_in_4bit True .* other than load_in_8b"),
     "nf4 storage": ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' .* 'uint8'"),
