@@ -15,6 +15,7 @@ import torch
 
 from exkv.ops.attention import is_flash, is_fresh
 from exkv.ops.registry import NAMED
+from exkv.weights.gguf import has_cuda_kernels
 
 #: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
 _DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
@@ -142,6 +143,10 @@ def _ssd(*, b: torch.Tensor, **rest: Any) -> KernelUse:
     return KernelUse(takes=b.shape[-1] <= _STATE_ROWS)
 
 
+def _packed(*, layout: Sequence[int], **rest: Any) -> KernelUse:
+    return KernelUse(takes=has_cuda_kernels(layout))
+
+
 #: Device type -> op name -> a function from the op's arguments. A kernel that is not here takes
 #: every call and allocates results only.
 KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
@@ -150,7 +155,9 @@ KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
         "attention_int8": _attention_int8,
         "attention_part": _attention_part,
         "causal_conv": _causal_conv,
+        "dequantize_packed": _packed,
         "gated_delta": _gated_delta,
+        "linear_packed": _packed,
         "ssd": _ssd,
     }
 }

@@ -4,13 +4,13 @@ A row is a series of blocks of 32 or 256 weights, each with a scale or two in 16
 codes of 2 to 8 bits; the K types have scales of groups within a block too. The values that blocks
 stand for are those of ggml's ``dequantize_row_*`` (ggml-quants.c) in float32, to the bit. Types
 with one scale a block become groups (``groups.py``); the others stay on a device as they are in
-the file, where kernels read the K types and IQ4, and tiles of the rest are dequantized
-(``gguf_blocks.py``).
+the file, where kernels read most of them, those of IQ1 to IQ3 on the CPU only; tiles of the rest
+are dequantized (``gguf_blocks.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -81,7 +81,7 @@ class BlockFormat(TiledFormat):
         return {"weight": stored["weight"]}
 
     def native(self, size: Size) -> tuple[int, ...] | None:
-        if self.type.name not in _KERNELS:
+        if self.type.name in _WITHOUT_KERNELS:
             return None
         return packed_layout(Packing.GGML, _NUMBERS[self.type.name])
 
@@ -213,6 +213,12 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     return format_of
 
 
+def has_cuda_kernels(layout: Sequence[int]) -> bool:
+    """Whether rows of this layout, as ``native`` says it, are read by kernels on CUDA."""
+    only_cpu = (_NUMBERS[name] for name in _ONLY_CPU)
+    return layout[0] != Packing.GGML or layout[1] not in only_cpu
+
+
 def _format(type: TensorType) -> BlockFormat | SplitFormat | Float4Format:
     if type.name == "MXFP4":
         return Float4Format(weight="weight", scale="scale", type=type)
@@ -225,8 +231,9 @@ def _format(type: TensorType) -> BlockFormat | SplitFormat | Float4Format:
     )
 
 
-#: Types that kernels read where they lie.
-_KERNELS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+#: Types that no kernel reads, and those that only the CPU's do: points of a codebook.
+_WITHOUT_KERNELS = ("TQ1_0", "TQ2_0", "NVFP4")
+_ONLY_CPU = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 #: ggml's name of a type -> its number.
 _NUMBERS = {type.name: number for number, type in TENSOR_TYPES.items()}
 #: ggml's name of a type -> its format.

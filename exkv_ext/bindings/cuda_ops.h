@@ -172,7 +172,7 @@ Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHand
                         std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
   const int64_t name = TextNumber(TakeText(format));
   const OnDevice here(DeviceOf(x));
-  if (!HasCode(DeviceOf(x))) {
+  if (!HasCode(DeviceOf(x)) || PackedTensors::IsOfPoints(layout)) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
   }
   if (SectionTensors::IsSections(layout)) {
@@ -195,7 +195,7 @@ Tensor DequantizePackedCuda(std::vector<Tensor> tensors, StringHandle format,
   const int64_t name = TextNumber(TakeText(format));
   STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
   const OnDevice here(DeviceOf(tensors[0]));
-  if (!HasCode(DeviceOf(tensors[0]))) {
+  if (!HasCode(DeviceOf(tensors[0])) || PackedTensors::IsOfPoints(layout)) {
     return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
   }
   if (SectionTensors::IsSections(layout)) {

@@ -21,6 +21,11 @@ class PackedTensors {
 
   static bool IsPacked(const std::vector<int64_t>& layout) { return layout[0] < 0; }
 
+  // ggml's types of points, for which CUDA has no kernels.
+  static bool IsOfPoints(const std::vector<int64_t>& layout) {
+    return layout.size() > 1 && layout[0] == -1 && exkv::IsOfPoints(GgmlType(layout[1]));
+  }
+
   static size_t Count(const std::vector<int64_t>& layout) {
     CheckLayout("a layout of packed rows", layout);
     switch (static_cast<Packing>(-layout[0] - 1)) {

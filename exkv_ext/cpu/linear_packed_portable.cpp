@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "float_types.h"
+#include "gguf_grids.h"
 #include "half.inc"
 #include "linear_packed.h"
 #include "scratch.h"

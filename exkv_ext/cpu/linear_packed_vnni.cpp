@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "float_types.h"
+#include "gguf_grids.h"
 #include "linear_packed.h"
 #include "scratch.h"
 

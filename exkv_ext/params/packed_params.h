@@ -16,7 +16,27 @@ inline constexpr int64_t kPackedChunk = 32;  // inputs, of which a row has a mul
 enum class Packing { kGgml, kFloat8, kTable, kSections, kFloat4 };
 
 // ggml's types that have kernels, by ggml's own numbers.
-enum class GgmlType { kQ2K = 10, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl = 20, kIq4Xs = 23 };
+enum class GgmlType {
+  kQ2K = 10,
+  kQ3K,
+  kQ4K,
+  kQ5K,
+  kQ6K,
+  kIq2Xxs = 16,
+  kIq2Xs,
+  kIq3Xxs,
+  kIq1S,
+  kIq4Nl,
+  kIq3S,
+  kIq2S,
+  kIq4Xs,
+  kIq1M = 29
+};
+
+// Whether only the CPU has kernels for the type.
+inline bool IsOfPoints(GgmlType type) {
+  return type >= GgmlType::kIq2Xxs && type != GgmlType::kIq4Nl && type != GgmlType::kIq4Xs;
+}
 
 struct GgmlSize {
   int64_t weights;  // of a block
@@ -35,6 +55,20 @@ inline GgmlSize SizeOf(GgmlType type) {
       return {256, 176};
     case GgmlType::kQ6K:
       return {256, 210};
+    case GgmlType::kIq2Xxs:
+      return {256, 66};
+    case GgmlType::kIq2Xs:
+      return {256, 74};
+    case GgmlType::kIq2S:
+      return {256, 82};
+    case GgmlType::kIq3Xxs:
+      return {256, 98};
+    case GgmlType::kIq3S:
+      return {256, 110};
+    case GgmlType::kIq1S:
+      return {256, 50};
+    case GgmlType::kIq1M:
+      return {256, 56};
     case GgmlType::kIq4Nl:
       return {32, 18};
     case GgmlType::kIq4Xs:

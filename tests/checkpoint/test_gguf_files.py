@@ -123,20 +123,18 @@ def test_layers_that_predict_several_tokens_are_left_alone(tmp_path, caplog):
 
 
 TYPES = ("Q4_K", "Q6_K", "Q5_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")
-SMALL = (
-    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
-    "NVFP4",
-)
+POINTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+RARE = ("TQ1_0", "TQ2_0", "NVFP4")
 OLDER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")
-MIXTURES = {"MixtralForCausalLM": OLDER, "wide": TYPES, "small": SMALL}
+MIXTURES = {"MixtralForCausalLM": OLDER, "wide": TYPES, "points": POINTS, "rare": RARE}
 
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory) -> dict[str, Path]:
-    """A mixture of the older types with experts, a Llama of the K types and one of the smallest;
-    each beside a folder of the floats that it stands for."""
+    """A mixture of the older types with experts, Llamas of the K types, of points of codebooks, and
+    of those without kernels; each beside a folder of the floats that it stands for."""
     top = tmp_path_factory.mktemp("quantized")
-    for name in ("wide", "small"):
+    for name in MIXTURES.keys() - {"MixtralForCausalLM"}:
         CONFIGS[name] = lambda: llama(hidden_size=256, intermediate_size=256, num_hidden_layers=3)
     for name, types in MIXTURES.items():
         theirs, tensors = saved(name, top / f"{name}-floats")
@@ -175,8 +173,9 @@ def test_a_tensor_for_each_expert_is_the_same_model(tmp_path):
         open_checkpoint(file)
 
 
-def test_packed_blocks_are_bound_with_the_readable_ways_bits(quantized):
-    model = quantized_model(quantized["wide"])
+@pytest.mark.parametrize("name", ["wide", "points"])
+def test_packed_blocks_are_bound_with_the_readable_ways_bits(quantized, name):
+    model = quantized_model(quantized[name])
     ids = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(2))
 
     def taken() -> list[torch.Tensor]:

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from arithmetic import assert_same_on_threads, error, float_error
 from native import assert_right_on, each_isa, needs_cxx, needs_kernels, ops_of
+from packers.blocks import HALVES
 from torch import Tensor
 
 from exkv.ops.weight_groups import MOST_ROWS
+from exkv.planning.kernel_uses import kernel_use
 from exkv.weights import register
 from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.exl2 import Exl2Format, Section
@@ -28,11 +30,8 @@ GGML = {
     for name, format in FORMATS.items()
     if isinstance(format, BlockFormat) and format.native((1, 256))
 }
-#: Where ggml's blocks have 16-bit floats.
-HALVES = {
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
-    **{"IQ4_NL": (0,), "IQ4_XS": (0,)},
-}
+#: Those that only the CPU's kernels know: points of a codebook.
+POINTS = [name for name in GGML if name.startswith("IQ") and not name.startswith("IQ4")]
 FLOAT8 = {
     "a matrix": Fp8Format(block=None, scale_dtype=torch.bfloat16),
     "rows": Fp8Format(block=(1, 512), scale_dtype=torch.float16),
@@ -62,6 +61,10 @@ def matrix(name: str, outputs: int, inputs: int) -> tuple[list[Tensor], Tensor]:
         for at in HALVES[name]:
             half = torch.rand(len(blocks), 1, generator=generator).add(0.1).div(64).half()
             blocks[:, at : at + 2] = half.view(torch.uint8)
+        if name == "IQ1_M":  # whose float lies in pieces
+            half = torch.rand(len(blocks), 1, generator=generator).add(0.1).div(64).half()
+            pieces = half.view(torch.int16).int() >> torch.arange(0, 16, 4) & 15
+            blocks[:, 49::2] = blocks[:, 49::2] & 15 | pieces.to(torch.uint8) << 4
     if isinstance(format, Fp8Format):
         codes = tensors["weight"]
         codes[codes & 127 == 127] = 3  # which are no numbers
@@ -249,7 +252,7 @@ CUDA_CASES = (
 
 @needs_cxx
 @pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in POINTS])
 def test_cuda_kernels_are_right(name, where):
     """Rows and outputs that fill no block, more chunks than a warp has lanes, x that begins
     anywhere, or where tensor cores take it; values to the bit."""
@@ -270,6 +273,22 @@ def test_cuda_kernels_are_right(name, where):
         plain = ops_there.dequantize_packed(tensors, *given, inputs, 3, 19, dtype)
         held = dict(zip(EVERY[name].names, tensors, strict=True))
         assert torch.equal(plain, EVERY[name].dequantize(held, dtype)[3:19])
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", POINTS)
+def test_what_has_no_kernel_on_cuda_takes_the_reference(name):
+    tensors, weight = matrix(name, 21, 512)
+    given = (EVERY[name].name, list(EVERY[name].native((21, 512))))
+    x, ops_there = torch.randn(2, 512), ops_of("emulated")
+    expected = x.double() @ weight.T
+    found = ops_there.linear_packed(x, tensors, *given, 21, None)
+    assert error(found, expected) <= 2 * float_error(x, weight, expected)
+    plain = ops_there.dequantize_packed(tensors, *given, 512, 3, 19, torch.float32)
+    assert torch.equal(plain, weight[3:19].float())
+    for op in ("linear_packed", "dequantize_packed"):
+        assert not kernel_use(op, "cuda", {"format": given[0], "layout": given[1]}).takes
+        assert kernel_use(op, "cuda", {"format": "gguf Q4_K", "layout": [-1, 12, 0, 0]}).takes
 
 
 @needs_cxx
