@@ -227,6 +227,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     settings.only(
         *("quant_method", "version", "bits", "head_bits", "mtp_bits", "vision_bits"),
         *("calibration", "out_scales", "codebook", "original_quantization_config"),
+        "tensor_storage",
     )
     if headers is None:
         raise ValueError(
