@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from exkv.devices import rounded
 from exkv.ops.attention import AttentionParams
 from exkv.weights import Size, WeightFormat
+from exkv.weights.floats import FLOATS
 
-from .linear import Embedding, Linear, Matrix, PlainModule
+from .linear import Embedding, ExactLinear, Linear, Matrix, PlainModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +151,41 @@ class PlainBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsBlock:
+    """A mixture of experts, beside one that all tokens take, or None: its output is multiplied by
+    the sigmoid of a gate's, if there is one. ``router`` is what ``route_experts`` takes behind the
+    logits, which ``gate`` makes, and their ``correction``, float32 (experts,). The gate may be in
+    float32, and then makes logits in it."""
+
+    router: tuple[int | bool | float, ...]
+    gate: Projection
+    correction: Tensor | None
+    experts: tuple[GatedBlock, ...]
+    shared: GatedBlock | None = None
+    shared_gate: Projection | None = None
+
+    @property
+    def projections(self) -> list[Projection]:
+        """The router's gate; gate, up and down of each expert, the shared one last; its gate."""
+        blocks = (*self.experts, *filter(None, (self.shared,)))
+        parts = [part for each in blocks for part in (each.gate, each.up, each.down)]
+        return [self.gate, *parts, *filter(None, (self.shared_gate,))]
+
+    @property
+    def exact(self) -> tuple[Weight | Tensor, ...]:
+        """Parameters of the router, which may be in float32 in a model of another dtype."""
+        return tuple(parameters_in((self.gate, self.correction)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
     and its norms; None stands for no norm. If ``parallel``, the MLP runs beside attention instead
-    of after it: its input is before_mlp(x), or attention's input if that is None. An MLP without a
-    description is kept as a module."""
+    of after it: its input is before_mlp(x), or attention's input if that is None. Attention and an
+    MLP without a description are kept as modules."""
 
-    attention: AttentionBlock
-    mlp: GatedBlock | PlainBlock | nn.Module
+    attention: AttentionBlock | nn.Module
+    mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
@@ -256,6 +284,9 @@ def parameters_in(value: object) -> Iterator[Tensor | Weight]:
     """Yield all matrices and other tensors of a description."""
     if isinstance(value, (Tensor, Weight)):
         yield value
+    elif isinstance(value, tuple):
+        for each in value:
+            yield from parameters_in(each)
     elif is_dataclass(value):
         for each in fields(value):
             yield from parameters_in(getattr(value, each.name))
@@ -292,6 +323,13 @@ def _weight(matrix: Matrix) -> Weight:
 def _linear(linear: Linear) -> Projection:
     bias = None if linear._parameters["bias"] is None else parameter(linear, "bias")
     return Projection(weight=_weight(linear), bias=bias)
+
+
+@describes(ExactLinear)
+def _exact(linear: ExactLinear) -> Projection:
+    if linear.format is not FLOATS[torch.float32]:
+        raise NotDescribed(f"a float32 layer of weights in {linear.format.name}")
+    return _linear(linear)
 
 
 @describes(Embedding)

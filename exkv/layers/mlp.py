@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -13,7 +14,17 @@ from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
 from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
 from exkv.weights.format import mixed_experts
 
-from .descriptions import GatedBlock, PlainBlock, describe, describes, try_describe
+from .descriptions import (
+    ExpertsBlock,
+    GatedBlock,
+    NotDescribed,
+    PlainBlock,
+    Projection,
+    describe,
+    describes,
+    parameter,
+    try_describe,
+)
 from .linear import ExactLinear, Linear, PlainModule, parameters_of, weight
 from .low_rank import side_by_side
 from .routing import Router
@@ -181,7 +192,9 @@ class SharedExperts(Experts):
     def forward(self, x: Tensor) -> Tensor:
         shared = self.shared_expert(x)
         if self.shared_expert_gate is not None:
-            shared.mul_(self.shared_expert_gate(x).sigmoid_())
+            gate = self.shared_expert_gate(x)
+            torch.ops.exkv.sigmoid_(gate)
+            shared.mul_(gate)
         return shared.add_(super().forward(x))
 
 
@@ -239,19 +252,45 @@ def run_experts(
 def _module_by_module(
     x: Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
 ) -> Tensor:
-    activate = ACTIVATIONS[act].apply
-
     def run(expert: int, inputs: Tensor) -> Tensor:
         gate, up, down = matrices[expert]
-        return down(activate(gate(inputs)).mul_(up(inputs)))
+        inner = gate(inputs)
+        ACTIVATIONS[act].gate(inner, up(inputs))
+        return down(inner)
 
     return sum_of_experts(x, routing, len(matrices), run)
 
 
 @describes(GatedMLP)
 def _separate(mlp: GatedMLP) -> GatedBlock:
-    gate, up, down = map(describe, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return GatedBlock(gate=gate, up=up, down=down, act=mlp.act)
+    return _gated(map(describe, (mlp.gate_proj, mlp.up_proj, mlp.down_proj)), mlp.act)
+
+
+@describes(Experts)
+def _experts(mlp: Experts) -> ExpertsBlock:
+    if mlp.router.tolerance is not None:
+        raise NotDescribed("experts by SparseMixer")
+    return ExpertsBlock(
+        router=mlp.router.numbers,
+        gate=describe(mlp.gate),
+        correction=None if mlp.correction is None else parameter(mlp, "correction"),
+        experts=tuple(_gated(map(describe, each), mlp.act) for each in mlp.matrices()),
+    )
+
+
+def _gated(parts: Iterable[Projection], act: str) -> GatedBlock:
+    gate, up, down = parts
+    return GatedBlock(gate=gate, up=up, down=down, act=act)
+
+
+@describes(SharedExperts)
+def _shared(mlp: SharedExperts) -> ExpertsBlock:
+    gate = mlp.shared_expert_gate
+    return replace(
+        _experts(mlp),
+        shared=describe(mlp.shared_expert),
+        shared_gate=None if gate is None else describe(gate),
+    )
 
 
 @describes(FusedGatedMLP)

@@ -66,14 +66,17 @@ class Router:
         """
         if self.tolerance is not None:
             return self._one_by_one(logits.float(), 2 * self.tolerance)
-        scores = logits.float().sigmoid() if self.sigmoid else logits.float().softmax(-1)
-        if correction is None and self.top_k_groups == self.groups:
-            weights, chosen = scores.topk(self.top_k, dim=-1)
-        else:
-            preferred = scores if correction is None else scores + correction
-            chosen = self._in_groups(preferred).topk(self.top_k, dim=-1).indices
-            weights = scores.gather(-1, chosen)
-        return Routing(chosen=chosen, weights=self._normalized(weights))
+        exact = logits.float() if logits.dtype == torch.float64 else logits
+        chosen, weights = torch.ops.exkv.route_experts(exact, correction, *self.numbers)
+        return Routing(chosen=chosen, weights=weights)
+
+    @property
+    def numbers(self) -> tuple[int | bool | float, ...]:
+        """All but the logits and their correction, as ``route_experts`` takes it."""
+        return (
+            *(self.top_k, self.sigmoid, self.normalize, self.min_sum),
+            *(self.groups, self.top_k_groups, self.best_of_group, self.scale),
+        )
 
     def _one_by_one(self, logits: Tensor, bound: float) -> Routing:
         """Take the best expert of those that are left, ``top_k`` times. Its weight is its softmax
@@ -89,18 +92,3 @@ class Router:
             chosen.append(index)
             left = left.scatter(-1, index, -torch.inf)
         return Routing(chosen=torch.cat(chosen, -1), weights=torch.cat(weights, -1))
-
-    def _in_groups(self, scores: Tensor) -> Tensor:
-        """The scores (N, experts), minus infinity outside of each token's groups."""
-        if self.top_k_groups == self.groups:
-            return scores
-        grouped = scores.unflatten(-1, (self.groups, -1))
-        best = grouped.topk(self.best_of_group, dim=-1).values.sum(-1)  # (N, groups)
-        left_out = (-best).topk(self.groups - self.top_k_groups, dim=-1).indices
-        barred = torch.zeros_like(best).scatter_(-1, left_out, -torch.inf)
-        return (grouped + barred.unsqueeze(-1)).flatten(-2)
-
-    def _normalized(self, weights: Tensor) -> Tensor:
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.min_sum)
-        return weights if self.scale == 1 else weights * self.scale

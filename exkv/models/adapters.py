@@ -357,6 +357,10 @@ class AdaptedUnit:
         return self._unit.device
 
     @property
+    def host_experts(self) -> frozenset[int]:
+        return self._unit.host_experts
+
+    @property
     def module(self) -> nn.Module | None:
         """The changed module; None until the weights are read."""
         if self._of is not self._unit.module:

@@ -221,7 +221,7 @@ def _embedding(embedding: TokenEmbedding) -> EmbeddingTable:
 def _layer(layer: ResidualLayer, *, residual: float = 1.0, parallel: bool = False) -> Layer:
     there = {place: describe(getattr(layer, name)) for place, name in layer.norms.items()}
     return Layer(
-        attention=describe(layer.self_attn),
+        attention=try_describe(layer.self_attn) or layer.self_attn,
         mlp=try_describe(layer.mlp) or layer.mlp,
         **{**dict.fromkeys(SandwichLayer.norms), **there},
         residual=residual,

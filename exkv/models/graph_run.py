@@ -102,7 +102,7 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
     """The first units on one device that can be captured."""
     device, rows = units[0].device, ANY_ROWS
     for unit in units:
-        if unit.device != device or unit.module is None:
+        if unit.device != device or unit.module is None or unit.host_experts:
             return
         described = try_describe(unit.module)
         if described is None:
@@ -112,8 +112,9 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
         if isinstance(described, Layer):
             assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
-            place, rows = layer.in_place(dtype), _most_rows(described.mlp)
-            if place is None or rows == 0:
+            place = layer.in_place(dtype)
+            rows = _most_rows(described.mlp, unit.module.get_submodule("mlp"))
+            if place is None or rows == 0 or isinstance(described.attention, nn.Module):
                 return
             table = _table_size(layer, place) if place.paged else table
             # Over pages the readable route asks the host for nothing but the longest row.
@@ -135,9 +136,9 @@ def _table_size(layer: CacheLayer, place: InPlace) -> tuple[int, int]:
     return layer.spec.batch_size, -(-bucket(layer.spec.capacity) // page)
 
 
-def _most_rows(mlp: GatedBlock | PlainBlock | nn.Module) -> int:
+def _most_rows(described: object, mlp: nn.Module) -> int:
     """Rows of a step up to which an MLP doesn't synchronize with the host."""
-    if isinstance(mlp, GatedBlock | PlainBlock):
+    if isinstance(described, GatedBlock | PlainBlock):
         return ANY_ROWS
     known = type(mlp) in (Experts, SharedExperts)
     return MOST_CHOOSING if known and cast(Experts, mlp).chooses_on_device else 0

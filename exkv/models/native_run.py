@@ -1,7 +1,7 @@
 """The bound run on the CPU: native code runs all units in one call.
 
-Inside a layer it may call back for two things: attention of a cache layer whose tensors are not in
-place (``CacheLayer.in_place``), and an MLP without a description.
+Inside a layer it may call back for three things: attention of a cache layer whose tensors are not
+in place (``CacheLayer.in_place``), and attention as a whole or an MLP without a description.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from exkv import devices
 from exkv.batch import Batch, Factors, Lengths, RotaryTables, real_tokens
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.layers.descriptions import (
+    AttentionBlock,
     EmbeddingTable,
+    ExpertsBlock,
     GatedBlock,
     Layer,
     LogitsHead,
     Norm,
-    PlainBlock,
     Projection,
     Weight,
     parameters_in,
@@ -34,7 +35,7 @@ from exkv.layers.descriptions import (
 )
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
-from exkv.ops.bound_run import CENTERED, HEAD, OFFSET
+from exkv.ops.bound_run import CENTERED, GATE, HEAD, OFFSET
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import PlacedUnit
@@ -44,7 +45,7 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
     """Bind the longest prefix of the units that native code runs; None without a decoder layer in
     it."""
     parts = list(_stretch(units, kept, dtype))
-    if not any(isinstance(part, BoundLayer) for part in parts):
+    if not any(isinstance(part, BoundLayer) and part.is_native for part in parts):
         return None
     return NativeRun(parts, dtype)
 
@@ -57,10 +58,22 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     item = dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
     between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
-    between = max(between, 2 * item * config.intermediate_size) + 3 * item * rank
+    between = max(between, 2 * item * config.intermediate_size, _of_experts(config, item))
+    between += 3 * item * rank
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
     return devices.rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
+
+
+def _of_experts(config: ModelConfig, item: int) -> int:
+    """Bytes of a token between the parts of a mixture of experts."""
+    if not isinstance(settings := config.specific, ExpertsConfig):
+        return 0
+    taken, inner = settings.num_experts_per_tok, settings.moe_intermediate_size
+    inners = taken * (inner or config.intermediate_size) + (settings.shared_inner or 0)
+    answers = (taken + 1) * config.hidden_size
+    routed = 4 * (settings.num_local_experts + 1) + 12 * taken
+    return item * (2 * inners + answers) + routed
 
 
 # What is bound --------------------------------------------------------------------------------
@@ -73,6 +86,12 @@ class BoundLayer:
     layer: Layer
     store: InPlace | CacheLayer
 
+    @property
+    def is_native(self) -> bool:
+        """Whether native code runs attention or the MLP."""
+        asked = (isinstance(part, nn.Module) for part in (self.layer.attention, self.layer.mlp))
+        return not all(asked)
+
 
 Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
 
@@ -80,18 +99,18 @@ Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
 def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
     device = units[0].device
     for unit in units:
-        if unit.device != device or unit.module is None:
+        if unit.device != device or unit.module is None or unit.host_experts:
             return
         part: Any = try_describe(unit.module)
         if not _can_be_bound(part, dtype):
             return
         if isinstance(part, Layer):
-            plain = isinstance(part.mlp, PlainBlock)
-            if plain or isinstance(part.mlp, GatedBlock) and not is_native(part.mlp.act):
+            if not _is_native_mlp(part.mlp, dtype):
                 part = replace(part, mlp=unit.module.get_submodule("mlp"))
             assert unit.spec.layer is not None
             kept_layer = kept.layers[unit.spec.layer]
-            asked = part.attention.params.sinks is not None
+            whole = isinstance(part.attention, nn.Module)
+            asked = whole or part.attention.params.sinks is not None
             store = None if asked else kept_layer.in_place(dtype)
             part = BoundLayer(layer=part, store=store or kept_layer)
         yield part
@@ -99,18 +118,37 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether native code computes what is described."""
-    if isinstance(part, Layer) and part.residual != 1 and part.parallel:
-        return False
+    if isinstance(part, Layer):
+        whole = isinstance(part.attention, nn.Module)
+        if part.parallel and (part.residual != 1 or whole):
+            return False
+        if isinstance(part.mlp, ExpertsBlock):
+            part = replace(part, mlp=nn.Identity())  # see _is_native_mlp
     return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
 
 
-def _is_at_hand(value: Weight | torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
+    """Whether native code computes this MLP."""
+    if isinstance(mlp, GatedBlock):
+        return is_native(mlp.act)
+    if not isinstance(mlp, ExpertsBlock):
+        return False
+    if not is_native(mlp.experts[0].act) or any(each.low_rank for each in mlp.projections):
+        return False
+    if not all(_is_at_hand(each, dtype, torch.float32) for each in mlp.exact):
+        return False
+    rest = (mlp.experts, mlp.shared, mlp.shared_gate)
+    return all(_is_at_hand(each, dtype) for each in parameters_in(rest))
+
+
+def _is_at_hand(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether it is on the host and of one of these dtypes, or computes in any."""
     if isinstance(value, Weight):
         tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
     else:
         tensors, computes_in = [value], value.dtype
     placed = (tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-    return computes_in in (None, dtype) and all(placed)
+    return computes_in in (None, *dtypes) and all(placed)
 
 
 # The run --------------------------------------------------------------------------------------
@@ -135,16 +173,19 @@ class NativeRun:
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:
         layers = [part for part in parts if isinstance(part, BoundLayer)]
-        _, hidden = layers[0].layer.attention.query.weight.size
         self.count = len(parts)
         stores = [part.store for part in layers]
         self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
         self._in_place = all(isinstance(store, InPlace) for store in stores)
-        self._tables = list(dict.fromkeys(part.layer.attention.params.rotary for part in layers))
+        blocks = (part.layer.attention for part in layers)
+        self._tables = list(
+            dict.fromkeys(each.params.rotary for each in blocks if isinstance(each, AttentionBlock))
+        )
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
-        self._handle: _Handle | None = _Handle(torch.empty(0, dtype=dtype), hidden)
+        like, hidden = torch.empty(0, dtype=dtype), _hidden_of(layers)
+        self._handle: _Handle | None = _Handle(like, hidden)
         for part in parts:
             self._add(self._handle.tensor, part)
         self._most_tokens = int(self._handle.tensor[1])
@@ -161,35 +202,48 @@ class NativeRun:
             self._add_layer(run, part.layer, part.store)
 
     def _add_layer(self, run: torch.Tensor, layer: Layer, store: InPlace | CacheLayer) -> None:
-        attention, mlp, params = layer.attention, layer.mlp, layer.attention.params
-        norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
-        projections = [attention.query, attention.key, attention.value, attention.output]
-        window = params.window
+        attention, mlp = layer.attention, layer.mlp
+        norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
+        projections: list[Projection] = []
+        head_dim, interleaved, rotary, params, window = 0, 0, 0, AttentionParams(scale=1.0), 0
+        if isinstance(attention, AttentionBlock):
+            norms += [attention.query_norm, attention.key_norm]
+            projections += [attention.query, attention.key, attention.value, attention.output]
+            head_dim, interleaved, params = (
+                attention.head_dim,
+                attention.interleaved,
+                attention.params,
+            )
+            rotary, window = self._tables.index(params.rotary), params.window
+        else:
+            norms += [None, None]
         if isinstance(store, InPlace):
             keys, values = (store.keys, store.key_format), (store.values, store.value_format)
             places = (*keys, *values, store.ring, store.hadamard, store.paged)
             window = min(filter(None, (window, store.window)), default=0)
         else:
             places = ([], "", [], "", 0, False, False)
-            self._questions.append(_attention_of(store, params, attention.head_dim))
+            of = attention if isinstance(attention, nn.Module) else (params, head_dim)
+            self._questions.append(_attention_of(store, of))
+        act = "silu"  # of nothing
         if isinstance(mlp, GatedBlock):
             projections += [mlp.gate, mlp.up, mlp.down]
             act = mlp.act
-        else:
-            assert isinstance(mlp, nn.Module)  # see _stretch
-            act = "silu"  # of nothing
+        elif isinstance(mlp, nn.Module):
             self._questions.append(lambda given, batch: mlp(*given).contiguous())
         torch.ops.exkv.add_layer(
             run,
-            *_norms(*norms, attention.query_norm, attention.key_norm),
+            *_norms(*norms),
             *_matrices(*(projection.weight for projection in projections)),
             [projection.bias for projection in projections],
-            *(attention.head_dim, act, attention.interleaved, layer.residual, layer.parallel),
-            self._tables.index(params.rotary),
+            *(head_dim, act, interleaved, layer.residual, layer.parallel, rotary),
             *(params.scale, window, params.softcap),
             *places,
         )
-        for index, projection in enumerate(projections):
+        if isinstance(mlp, ExpertsBlock):
+            _add_experts(run, mlp)
+        of_attention = isinstance(attention, AttentionBlock)
+        for index, projection in enumerate(projections, 0 if of_attention else GATE):
             _add_low_rank(run, index, projection)
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
@@ -296,12 +350,42 @@ def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
 Question: TypeAlias = Callable[[list[torch.Tensor], Batch], torch.Tensor]
 
 
-def _attention_of(store: CacheLayer, params: AttentionParams, head_dim: int) -> Question:
+def _attention_of(
+    store: CacheLayer, attention: nn.Module | tuple[AttentionParams, int]
+) -> Question:
+    """Attention as a whole, or that with these parameters over heads of a size."""
+    if isinstance(attention, nn.Module):
+        return lambda given, batch: attention(*given, batch, store).contiguous()
+    params, head_dim = attention
+
     def attend(given: list[torch.Tensor], batch: Batch) -> torch.Tensor:
         q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in given)
         return store.attend(q, k, v, batch, params).flatten(2).contiguous()
 
     return attend
+
+
+def _hidden_of(layers: Sequence[BoundLayer]) -> int:
+    """Size of the hidden state, by a layer that has a matrix."""
+    for part in layers:
+        attention, mlp = part.layer.attention, part.layer.mlp
+        if isinstance(attention, AttentionBlock):
+            return attention.query.weight.size[1]
+        if isinstance(mlp, GatedBlock | ExpertsBlock):
+            return mlp.gate.weight.size[1]
+    raise AssertionError("one is native: see bind")
+
+
+def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:
+    """Add the experts of the layer that was added last."""
+    projections = block.projections
+    torch.ops.exkv.add_experts(
+        run,
+        *_matrices(*(projection.weight for projection in projections)),
+        [projection.bias for projection in projections],
+        *(block.correction, block.experts[0].act, len(block.experts), block.shared is not None),
+        *block.router,
+    )
 
 
 def _add_low_rank(run: torch.Tensor, index: int, projection: Projection) -> None:

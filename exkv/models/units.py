@@ -215,6 +215,9 @@ class PlacedUnit(Protocol):
     @property
     def module(self) -> nn.Module | None: ...
 
+    @property
+    def host_experts(self) -> frozenset[int]: ...
+
 
 class Unit:
     """A spec in one model: unplaced, placed, or loaded. A change advances the epoch.

@@ -19,6 +19,7 @@ from . import (  # noqa: F401  (importing them defines the ops)
     norm,
     recurrent,
     rope,
+    routing,
     sample,
     selective_scan,
     ssd,

@@ -28,6 +28,12 @@ def gelu_mul_(gate: Tensor, up: Tensor) -> None:
     torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
 
 
+@define_op("sigmoid_(Tensor(a!) x) -> ()")
+def sigmoid_(x: Tensor) -> None:
+    """Overwrite x (..., N), contiguous, with its sigmoid."""
+    torch.sigmoid_(x)
+
+
 def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most ``limit`` and up to
     +-``limit`` (OpenAI, 2025: gpt-oss); both (..., N), and overwritten."""

@@ -158,10 +158,10 @@ def experts(
     if are_chosen_on_device(x, [*gate, *up, *down]):
         _check_routing(x, routing)
         return by_choices(x, routing, (gate, up, down), act)
-    activate = ACTIVATIONS[act].apply
 
     def run(expert: int, inputs: Tensor) -> Tensor:
-        inner = activate(_times(inputs, gate[expert])).mul_(_times(inputs, up[expert]))
+        inner = _times(inputs, gate[expert])
+        ACTIVATIONS[act].gate(inner, _times(inputs, up[expert]))
         return _times(inner, down[expert])
 
     return sum_of_experts(x, routing, len(gate), run)

@@ -41,11 +41,11 @@ def experts_of_formats(
         x, chosen, weights, act: as ``experts`` takes them.
     """
     matrices = list(_matrices(tensors, formats))
-    activate = ACTIVATIONS[act].apply
 
     def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         gate, up, down = matrices[3 * expert : 3 * expert + 3]
-        inner = activate(_times(gate, inputs)).mul_(_times(up, inputs))
+        inner = _times(gate, inputs)
+        ACTIVATIONS[act].gate(inner, _times(up, inputs))
         return _times(down, inner)
 
     routing = Routing(chosen=chosen, weights=weights)

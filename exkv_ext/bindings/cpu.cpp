@@ -10,8 +10,6 @@
 #include "../cpu/attention.h"
 #include "../cpu/attention_plan.h"
 #include "../cpu/decoder.h"
-#include "../cpu/float_types.h"
-#include "../cpu/half.inc"
 #include "../cpu/isa.h"
 #include "../cpu/kv_quant.h"
 #include "../cpu/linear.h"
@@ -33,6 +31,7 @@
 #include "linear_packed_binding.h"
 #include "pack_codes_binding.h"
 #include "rope_binding.h"
+#include "router_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
 #include "scan_binding.h"
@@ -527,19 +526,17 @@ void RunMatrix(const Matrix& m, FloatType dtype, const void* x, int64_t rows, vo
   });
 }
 
-float WideAt(const void* values, FloatType dtype, int64_t i) {
-  if (dtype == FloatType::kFloat32) return static_cast<const float*>(values)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(values)[i];
-  return dtype == FloatType::kFloat16 ? HalfValue(bits) : AsFloat(uint32_t{bits} << 16);
-}
-
-void NarrowAt(float value, FloatType dtype, void* values, int64_t i) {
-  if (dtype == FloatType::kFloat32) {
-    static_cast<float*>(values)[i] = value;
-  } else {
-    static_cast<uint16_t*>(values)[i] =
-        dtype == FloatType::kFloat16 ? HalfBits(value) : BFloat16Bits(value);
-  }
+std::tuple<Tensor, Tensor> RouteExpertsCpu(const Tensor& logits, std::optional<Tensor> correction,
+                                           int64_t top_k, bool sigmoid, bool normalize,
+                                           double min_sum, int64_t groups, int64_t top_k_groups,
+                                           int64_t best_of_group, double scale) {
+  const RouterArguments router{top_k,  sigmoid,      normalize,     min_sum,
+                               groups, top_k_groups, best_of_group, scale};
+  return RouteExperts(logits, correction, router, [](const RouterParams& p, int64_t tokens) {
+    const int64_t grain = std::max<int64_t>(1, kGrain / (16 * p.experts));
+    torch::stable::parallel_for(0, tokens, grain,
+                                [&](int64_t begin, int64_t end) { RouteTokens(p, begin, end); });
+  });
 }
 
 // A token that chose an expert, and the weight of its answer.
@@ -614,13 +611,10 @@ Tensor ChosenExpertsCpu(const Tensor& x, const Tensor& chosen, const Tensor& wei
     RunMatrix(down, *type, gated.data(), count, answer.data());
     for (int64_t i = 0; i < count; ++i) {
       const auto [token, share] = choices[expert][i];
-      char* sum = sums + token * hidden * item;
-      for (int64_t j = 0; j < hidden; ++j) {
-        float part = WideAt(answer.data(), *type, i * hidden + j) * share;
-        NarrowAt(part, *type, answer.data(), i * hidden + j);  // each is rounded
-        part = WideAt(answer.data(), *type, i * hidden + j);
-        NarrowAt(WideAt(sum, *type, j) + part, *type, sum, j);
-      }
+      const int64_t row = hidden * item;
+      RowsOfIsa().add_times(
+          {*type, 1, hidden, hidden, hidden, sums + token * row, answer.data() + i * row}, share, 0,
+          1);
     }
   }
   return out;
@@ -677,6 +671,22 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                                        ring,
                                        hadamard,
                                        paged});
+}
+
+void AddExpertsCpu(const Tensor& run, std::vector<Tensor> weights, std::vector<int64_t> layouts,
+                   std::vector<std::optional<Tensor>> biases, std::optional<Tensor> correction,
+                   StringHandle act, int64_t experts, bool shared, int64_t top_k, bool sigmoid,
+                   bool normalize, double min_sum, int64_t groups, int64_t top_k_groups,
+                   int64_t best_of_group, double scale) {
+  const bool gelu = IsGelu(TakeText(act));
+  Runs().Find(run)->Add(ExpertsArguments{
+      SplitWeights(weights, layouts),
+      std::move(biases),
+      std::move(correction),
+      gelu,
+      experts,
+      shared,
+      {top_k, sigmoid, normalize, min_sum, groups, top_k_groups, best_of_group, scale}});
 }
 
 void AddLowRankCpu(const Tensor& run, int64_t projection, const Tensor& a, const Tensor& b,
@@ -748,6 +758,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("chosen_experts", TORCH_BOX(&exkv::ChosenExpertsCpu));
+  m.impl("route_experts", TORCH_BOX(&exkv::RouteExpertsCpu));
+  m.impl("sigmoid_", TORCH_BOX(&exkv::Sigmoid));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
   m.impl("layer_norm", TORCH_BOX(&exkv::LayerNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
@@ -764,6 +776,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));
   m.impl("add_embedding", TORCH_BOX(&exkv::AddEmbeddingCpu));
   m.impl("add_layer", TORCH_BOX(&exkv::AddLayerCpu));
+  m.impl("add_experts", TORCH_BOX(&exkv::AddExpertsCpu));
   m.impl("add_low_rank", TORCH_BOX(&exkv::AddLowRankCpu));
   m.impl("add_head", TORCH_BOX(&exkv::AddHeadCpu));
   m.impl("bound_run", TORCH_BOX(&exkv::BoundRunCpu));

@@ -15,6 +15,7 @@
 #include "append_binding.h"
 #include "linear_groups_binding.h"
 #include "linear_packed_binding.h"
+#include "router_binding.h"
 #include "sections_binding.h"
 
 namespace exkv {
@@ -98,6 +99,18 @@ struct EmbeddingArguments {
   double scale;
 };
 
+// The experts of a layer: weights and biases of the router, of each expert's gate, up and down, and
+// of the shared one's gate.
+struct ExpertsArguments {
+  std::vector<WeightArguments> weights;
+  std::vector<std::optional<Tensor>> biases;
+  std::optional<Tensor> correction;
+  bool gelu;
+  int64_t experts;
+  bool shared;
+  RouterArguments router;
+};
+
 struct LayerArguments {
   std::vector<std::optional<Tensor>> norms;
   std::vector<double> eps;
@@ -122,6 +135,12 @@ struct LayerArguments {
   bool hadamard;
   bool paged;  // the stores are pools of pages
   std::vector<LowRankArguments> low_rank = {};
+  std::optional<ExpertsArguments> experts = {};
+
+  // Its weights are the projections from the first to before the last: all, or without those of
+  // attention, or of the MLP.
+  size_t first() const { return weights.size() == kProjections - kGate ? kGate : kQ; }
+  size_t last() const { return first() + weights.size(); }
 };
 
 struct HeadArguments {
@@ -144,12 +163,16 @@ class BoundTensors {
   BoundTensors(const Tensor& like, int64_t hidden) : like_(like), hidden_(hidden) {}
 
   const void* Data(const std::string& name, const Tensor& x, Sizes shape) {
+    return Data(name, x, shape, like_.scalar_type());
+  }
+
+  const void* Data(const std::string& name, const Tensor& x, Sizes shape, ScalarType dtype) {
     const std::string label = "bound run: " + name;
     STD_TORCH_CHECK(x.device() == like_.device(), label, " is on ", DeviceName(x),
                     " and the run on ", DeviceName(like_));
-    STD_TORCH_CHECK(x.scalar_type() == like_.scalar_type(), label, " is ",
+    STD_TORCH_CHECK(x.scalar_type() == dtype, label, " is ",
                     torch::headeronly::toString(x.scalar_type()), " and the run ",
-                    torch::headeronly::toString(like_.scalar_type()));
+                    torch::headeronly::toString(dtype));
     bool fits = x.dim() == static_cast<int64_t>(shape.size()) && x.is_contiguous();
     for (size_t i = 0; fits && i < shape.size(); ++i) {
       fits = x.size(static_cast<int64_t>(i)) == shape[i];
@@ -184,6 +207,19 @@ class BoundTensors {
       m.weight = m.packed.rows;
       CheckMatrix(label, a, {m.packed.outputs, m.packed.inputs}, {outputs, inputs});
     }
+    return m;
+  }
+
+  // The same of one that may be of float32.
+  Matrix ExactMatrixOf(const std::string& name, const WeightArguments& a, int64_t outputs,
+                       int64_t inputs) {
+    const bool exact = a.stored() == Stored::kFloats && a.tensors[0].scalar_type() != dtype();
+    if (!exact) return MatrixOf(name, a, outputs, inputs);
+    Matrix m{};
+    m.inputs = inputs;
+    m.outputs = outputs;
+    m.exact = true;
+    m.weight = Data(name, a.tensors[0], {outputs, inputs}, ScalarType::Float);
     return m;
   }
 
@@ -223,6 +259,7 @@ class BoundTensors {
   }
 
   const Tensor& like() const { return like_; }
+  ScalarType dtype() const { return like_.scalar_type(); }
   int64_t hidden() const { return hidden_; }
 
  private:
@@ -240,20 +277,78 @@ class BoundTensors {
   std::vector<std::pair<Tensor, const void*>> noted_;
 };
 
+// The params of a layer's experts.
+inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_t layer) {
+  const std::string name = "layer " + std::to_string(layer) + "'s ";
+  const int64_t hidden = tensors->hidden(), gates = (a.experts + a.shared) * 3;
+  const auto count = static_cast<int64_t>(a.weights.size());
+  const bool gated = a.shared && count == gates + 2;
+  STD_TORCH_CHECK(a.experts > 0 && (gated || count == gates + 1), "bound run: ", name, count,
+                  " matrices are not the router's and three of each of ", a.experts, " experts");
+  STD_TORCH_CHECK(a.biases.size() == a.weights.size(), "bound run: ", name, a.biases.size(),
+                  " biases of ", count, " matrices");
+  Mixture mixture{};
+  mixture.router = a.router.Params("bound run: " + name + "experts", a.experts);
+  const auto add_bias = [&](int64_t index, const std::string& of, Matrix* m) {
+    const std::optional<Tensor>& bias = a.biases[index];
+    const ScalarType dtype = m->exact ? ScalarType::Float : tensors->dtype();
+    if (bias) m->bias = tensors->Data(of + "'s bias", *bias, {m->outputs}, dtype);
+  };
+  const auto matrix = [&](int64_t index, const std::string& of, int64_t outputs, int64_t inputs) {
+    Matrix m = tensors->MatrixOf(of, a.weights[index], outputs, inputs);
+    add_bias(index, of, &m);
+    return m;
+  };
+  mixture.gate = tensors->ExactMatrixOf(name + "router", a.weights[0], a.experts, hidden);
+  add_bias(0, name + "router", &mixture.gate);
+  mixture.router.dtype =
+      mixture.gate.exact ? FloatType::kFloat32 : *KernelFloatType(tensors->like().scalar_type());
+  if (a.correction) {
+    const void* data =
+        tensors->Data(name + "correction", *a.correction, {a.experts}, ScalarType::Float);
+    mixture.router.correction = static_cast<const float*>(data);
+  }
+  mixture.shared = a.shared;
+  mixture.gelu = a.gelu;
+  mixture.inner = a.weights[1].outputs();
+  mixture.shared_inner = a.shared ? a.weights[gates - 2].outputs() : 0;
+  for (int64_t i = 0; i < a.experts + a.shared; ++i) {
+    const std::string of =
+        i < a.experts ? name + "expert " + std::to_string(i) + "'s " : name + "shared expert's ";
+    const int64_t inner = i < a.experts ? mixture.inner : mixture.shared_inner;
+    STD_TORCH_CHECK(inner > 0, "bound run: ", of, "gate must be (inner, hidden); it is ",
+                    ShapeText(a.weights[1 + 3 * i].tensors[0]));
+    mixture.experts.push_back({matrix(1 + 3 * i, of + "gate", inner, hidden),
+                               matrix(2 + 3 * i, of + "up", inner, hidden),
+                               matrix(3 + 3 * i, of + "down", hidden, inner)});
+  }
+  if (gated) mixture.shared_gate = matrix(gates + 1, name + "shared expert's gate", 1, hidden);
+  return mixture;
+}
+
 // One layer's params, of arguments that fit each other and the run.
 class LayerBinding {
  public:
   LayerBinding(BoundTensors* tensors, const LayerArguments& a, size_t index)
-      : tensors_(*tensors), a_(a), name_("layer " + std::to_string(index) + "'s ") {}
+      : tensors_(*tensors), a_(a), index_(index), name_("layer " + std::to_string(index) + "'s ") {}
 
   LayerParams Params() {
     LayerParams params{};
     CheckCounts();
     params.asks_attention = a_.k_stored.empty() && a_.v_stored.empty();
-    params.asks_mlp = a_.weights.size() == kGate;
+    params.asks_whole = a_.first() == kGate || a_.weights.empty();
+    params.asks_mlp = a_.last() <= kGate && !a_.experts;
     params.dim = a_.head_dim;
     SetProjections(&params);
     SetNorms(&params);
+    STD_TORCH_CHECK(!params.asks_whole || (params.asks_attention && !a_.parallel &&
+                                           !a_.norms[kOfQueries] && !a_.norms[kOfKeys]),
+                    "bound run: ", name_, "stores, norms of heads, and an MLP beside attention ",
+                    "need its projections");
+    if (a_.experts) {
+      const Mixture mixture = MixtureOf(&tensors_, *a_.experts, index_);
+      params.mixture = std::make_shared<Mixture>(mixture);
+    }
     params.gelu = a_.gelu;
     params.residual = static_cast<float>(a_.residual);
     params.parallel = a_.parallel;
@@ -285,13 +380,16 @@ class LayerBinding {
     check("epsilons", a_.eps.size(), kNorms);
     check("kinds of norms", a_.kinds.size(), kNorms);
     check("biases of norms", a_.norm_biases.size(), kNorms);
-    const bool asks_mlp = a_.weights.size() == kGate;  // has those of attention only
-    check("weights", a_.weights.size(), asks_mlp ? kGate : kProjections);
-    check("biases", a_.biases.size(), a_.weights.size());
+    const size_t count = a_.weights.size();  // of attention, of the MLP, of both, or of none
+    const bool part = count == 0 || count == kGate || count == kProjections - kGate;
+    check("weights", count, part ? count : size_t{kProjections});
+    check("biases", a_.biases.size(), count);
   }
 
   int64_t Outputs(Projection projection) const {
-    const WeightArguments& weight = a_.weights[projection];
+    const bool there = a_.first() <= projection && projection < a_.last();
+    if (!there) return 0;
+    const WeightArguments& weight = a_.weights[projection - a_.first()];
     STD_TORCH_CHECK(weight.outputs() > 0, "bound run: ", name_, kProjectionNames[projection],
                     " must be (out, in); it is ", ShapeText(weight.tensors[0]));
     return weight.outputs();
@@ -300,20 +398,21 @@ class LayerBinding {
   void SetProjections(LayerParams* params) {
     const int64_t hidden = tensors_.hidden();
     const int64_t q = Outputs(kQ), kv = Outputs(kK);
-    const int64_t inner = params->asks_mlp ? 0 : Outputs(kGate);
-    STD_TORCH_CHECK(a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
-                        kv % a_.head_dim == 0 && q % kv == 0,
-                    "bound run: ", name_, q, " queries and ", kv,
-                    " keys of a token are not of heads of ", a_.head_dim);
+    const int64_t inner = Outputs(kGate);
+    STD_TORCH_CHECK(
+        params->asks_whole || (a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
+                               kv % a_.head_dim == 0 && q % kv == 0),
+        "bound run: ", name_, q, " queries and ", kv, " keys of a token are not of heads of ",
+        a_.head_dim);
     const int64_t shapes[kProjections][2] = {{q, hidden},    {kv, hidden},    {kv, hidden},
                                              {hidden, q},    {inner, hidden}, {inner, hidden},
                                              {hidden, inner}};
-    for (size_t i = 0; i < a_.weights.size(); ++i) {
+    for (size_t i = a_.first(); i < a_.last(); ++i) {
       const auto [outputs, inputs] = shapes[i];
       const std::string name = name_ + kProjectionNames[i];
       Matrix& matrix = params->projections[i];
-      matrix = tensors_.MatrixOf(name, a_.weights[i], outputs, inputs);
-      const std::optional<Tensor>& bias = a_.biases[i];
+      matrix = tensors_.MatrixOf(name, a_.weights[i - a_.first()], outputs, inputs);
+      const std::optional<Tensor>& bias = a_.biases[i - a_.first()];
       if (bias) matrix.bias = tensors_.Data(name + "'s bias", *bias, {outputs});
     }
     for (const LowRankArguments& added : a_.low_rank) {
@@ -411,6 +510,7 @@ class LayerBinding {
 
   BoundTensors& tensors_;
   const LayerArguments& a_;
+  const size_t index_;
   const std::string name_;
 };
 
@@ -460,6 +560,18 @@ class BoundRun {
     layers_.push_back(std::move(layer));
     BindLayer(layers_.size() - 1);
   }
+  // To the layer that was added last, which had no MLP.
+  void Add(ExpertsArguments experts) {
+    const bool there = !layers_.empty() && params_.layers.size() == layers_.size();
+    STD_TORCH_CHECK(there && params_.layers.back().asks_mlp,
+                    "bound run: there is no layer without an MLP for experts");
+    Mixture mixture = MixtureOf(&tensors_, experts, layers_.size() - 1);
+    LayerParams& layer = params_.layers.back();
+    layer.mixture = std::make_shared<Mixture>(std::move(mixture));
+    layer.asks_mlp = false;
+    questions_.pop_back();
+    layers_.back().experts = std::move(experts);
+  }
   void Add(HeadArguments head) {
     head_ = std::move(head);
     BindHead();
@@ -471,10 +583,10 @@ class BoundRun {
       STD_TORCH_CHECK(head_.has_value(), "bound run: there is no head for a low-rank part");
       head_->low_rank.push_back(std::move(low_rank));
     } else {
-      const auto count =
-          layers_.empty() ? int64_t{0} : static_cast<int64_t>(layers_.back().weights.size());
-      STD_TORCH_CHECK(low_rank.projection >= 0 && low_rank.projection < count,
-                      "bound run: there is no projection ", low_rank.projection,
+      const auto of = static_cast<size_t>(low_rank.projection);
+      const bool there = !layers_.empty() && low_rank.projection >= 0 &&
+                         layers_.back().first() <= of && of < layers_.back().last();
+      STD_TORCH_CHECK(there, "bound run: there is no projection ", low_rank.projection,
                       " for a low-rank part");
       layers_.back().low_rank.push_back(std::move(low_rank));
     }
@@ -485,7 +597,8 @@ class BoundRun {
   // output; or the space, and what the next question is about.
   template <typename Run>
   std::vector<Tensor> Call(const RunCall& a, const Run& run) {
-    if (!bound_ || !tensors_.InPlace()) Bind();
+    // Once a call: what answers a question moves nothing.
+    if (!bound_ || (a.at == 0 && !tensors_.InPlace())) Bind();
     CallParams call{};
     SetRows(a, &call);
     STD_TORCH_CHECK(call.rows >= tensors_.rows(), "bound run: ", call.rows,
@@ -548,7 +661,8 @@ class BoundRun {
     const Question& next = questions_[a.at];
     const Matrix* of = params_.layers[next.layer].projections;
     call->asking = next.layer;
-    if (next.begin == Begin::kAfterMlp) {
+    call->asks_attention = next.begin == Begin::kAfterAttention;
+    if (!call->asks_attention || params_.layers[next.layer].asks_whole) {
       call->y = make(params_.hidden);
     } else {
       call->q = make(of[kQ].outputs);
@@ -561,7 +675,9 @@ class BoundRun {
   void SetAnswer(const RunCall& a, CallParams* call) const {
     const Question& asked = questions_[a.at - 1];
     const Matrix& out = params_.layers[asked.layer].projections[kOut];
-    const int64_t last = asked.begin == Begin::kAfterMlp ? params_.hidden : out.inputs;
+    const bool whole = params_.layers[asked.layer].asks_whole;
+    const bool hidden = whole || asked.begin == Begin::kAfterMlp;
+    const int64_t last = hidden ? params_.hidden : out.inputs;
     const Tensor& answer = *a.answer;
     CheckAlike("bound run", "the run", tensors_.like(), "the answer", answer);
     STD_TORCH_CHECK(answer.is_contiguous() && answer.dim() == 3 && answer.size(0) == call->rows &&
@@ -743,6 +859,7 @@ class BoundRun {
     }
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
       const LayerParams& params = params_.layers[layer];
+      if (params.asks_whole) continue;
       const auto given = static_cast<int64_t>(call->rotary.size());
       STD_TORCH_CHECK(params.rotary < given && call->rotary[params.rotary].width <= params.dim,
                       "bound run: layer ", layer, " rotates heads of ", params.dim, " by table ",

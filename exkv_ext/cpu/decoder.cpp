@@ -16,6 +16,8 @@ namespace exkv {
 namespace {
 
 constexpr int64_t kAlign = 64;
+// Values of the hidden state whose sum over experts is taken at a time.
+constexpr int64_t kSummed = 256;
 // Outputs of a linear layer that stay together.
 constexpr int64_t kBlock = kGroupsBlock;
 static_assert(kBlock % kLinearBlock == 0);
@@ -26,7 +28,7 @@ constexpr int64_t kStep = 4;
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kStagesOfLayer = 15;
+constexpr int64_t kStagesOfLayer = 16;
 constexpr int64_t kStagesBeside = 5;  // embedding, last norm, logits
 
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
@@ -50,6 +52,14 @@ struct Buffers {
   char* gate;      // inner
   char* up;        // inner
   char* low;       // ranks of the matrices of one input, where they have adapters
+  // Of a mixture: logits and the shared one's gate, in float32 at most; experts, K of a token, and
+  // their weights; what they answer, a token's own ones in no order, before the shared one's.
+  // `gate` and `up` then have the inner values of all in that order.
+  char* scores;
+  char* shared_gate;
+  int64_t* chosen;
+  float* weights;
+  char* answers;
 };
 
 // The largest of what layers need of each.
@@ -60,6 +70,9 @@ struct Widths {
   int64_t part = 0;
   int64_t heads = 0;
   int64_t low = 0;
+  int64_t scores = 0;
+  int64_t chosen = 0;
+  int64_t answers = 0;
   bool asks = false;  // the sum outlives a call
 
   explicit Widths(const RunParams& p) {
@@ -72,6 +85,14 @@ struct Widths {
       low = std::max({low, of[kQ].most_rank() + of[kK].most_rank() + of[kV].most_rank(),
                       of[kOut].most_rank(), of[kGate].most_rank() + of[kUp].most_rank(),
                       of[kDown].most_rank()});
+      if (layer.mixture != nullptr) {
+        const Mixture& mixture = *layer.mixture;
+        const int64_t top_k = mixture.router.top_k;
+        inner = std::max(inner, top_k * mixture.inner + mixture.shared_inner);
+        scores = std::max(scores, mixture.router.experts);
+        chosen = std::max(chosen, top_k);
+        answers = std::max(answers, (top_k + mixture.shared) * p.hidden);
+      }
       if (!layer.in_part) continue;
       part = std::max(part, layer.projections[kQ].outputs);
       heads = std::max(heads, layer.attention.heads);
@@ -107,6 +128,11 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   end = shared;
   b->gate = take(widths.inner, item);
   b->up = take(widths.inner, item);
+  b->scores = take(widths.scores, sizeof(float));
+  b->shared_gate = take(widths.scores > 0, sizeof(float));
+  b->chosen = reinterpret_cast<int64_t*>(take(widths.chosen, sizeof(int64_t)));
+  b->weights = reinterpret_cast<float*>(take(widths.chosen, sizeof(float)));
+  b->answers = take(widths.answers, item);
   const int64_t after_mlp = end;
   end = shared;
   b->wanted = take(p.hidden, item);
@@ -255,8 +281,11 @@ class Decoder {
     const size_t size = call_.tokens() * p_.hidden * item_;
     if (call_.y != nullptr) {
       const LayerParams& asking = p_.layers[call_.asking];
-      const bool normed = asking.parallel || asking.norms[kBeforeMlp].weight != nullptr;
-      std::memcpy(call_.y, normed ? b_.normed : b_.sum, size);
+      const Norm before = call_.asks_attention ? kBeforeAttention : kBeforeMlp;
+      const bool normed = asking.parallel || asking.norms[before].weight != nullptr;
+      const bool given = call_.asks_attention && call_.asking == 0 && p_.table.weight == nullptr;
+      const void* sum = given ? call_.x : b_.sum;
+      std::memcpy(call_.y, normed ? b_.normed : sum, size);
     }
     const bool ended = call_.y == nullptr && call_.q == nullptr;
     if (ended && call_.wanted == LogitRows::kNone && b_.sum != call_.out) {
@@ -296,9 +325,15 @@ class Decoder {
       return false;
     }
     const bool answered = begin == Begin::kAfterAttention;
+    if (answered && layer.asks_whole) {
+      *residual = {residual->x, static_cast<const char*>(call_.answer),
+                   &layer.norms[kAfterAttention], layer.residual};
+      return Mlp(index, residual, thread);
+    }
     const char* attended = answered ? static_cast<const char*>(call_.answer) : b_.attended;
     Linear({{layer.projections[kOut], b_.added}}, attended, call_.tokens(), thread, [&] {
-      if (!layer.asks_mlp) Ask(layer.projections[kGate], thread);
+      if (layer.mixture != nullptr) Ask(layer.mixture->gate, thread);
+      if (layer.mixture == nullptr && !layer.asks_mlp) Ask(layer.projections[kGate], thread);
     });
     if (layer.parallel && layer.norms[kBeforeMlp].weight != nullptr) {
       const Residual before{residual->x, nullptr, nullptr};
@@ -314,6 +349,7 @@ class Decoder {
     const LayerParams& layer = p_.layers[index];
     const Matrix* of = layer.projections;
     const char* x = Join(residual, layer.norms[kBeforeAttention], thread);
+    if (layer.asks_whole) return true;
     Linear({{of[kQ], b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x, call_.tokens(), thread,
            [&] { Ask(of[kOut], thread); });
     thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
@@ -327,30 +363,38 @@ class Decoder {
   bool Mlp(size_t index, Residual* residual, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
     const Matrix* of = layer.projections;
-    const Matrix* next = index + 1 < p_.layers.size()  ? p_.layers[index + 1].projections
-                         : p_.logits.weight != nullptr ? &p_.logits
-                                                       : nullptr;
+    const Matrix* next =
+        index + 1 < p_.layers.size() ? p_.layers[index + 1].projections : &p_.logits;
     const NormWeights none{};  // of a parallel layer, whose input was normed before
     const char* y = Join(residual, layer.parallel ? none : layer.norms[kBeforeMlp], thread);
     if (layer.parallel) y = b_.normed;
     if (layer.asks_mlp) return true;
+    if (layer.mixture != nullptr) {
+      Mix(*layer.mixture, y, *next, thread);
+      *residual = {residual->x, b_.added, &layer.norms[kAfterMlp], layer.residual};
+      return false;
+    }
     Input input{y, call_.tokens()};
     Lower({{of[kGate], b_.gate}, {of[kUp], b_.up}}, y, call_.tokens(), thread);
     thread->Stage(
         Blocks(of[kGate].outputs), kStep,
-        [&](int64_t begin, int64_t end) { Gate(layer, &input, begin, end); },
+        [&](int64_t begin, int64_t end) {
+          Gate({of[kGate], b_.gate}, {of[kUp], b_.up}, layer.gelu, &input, begin, end);
+        },
         [&] { Ask(of[kDown], thread); });
-    Linear({{of[kDown], b_.added}}, b_.gate, call_.tokens(), thread, [&] {
-      if (next != nullptr) Ask(*next, thread);
-    });
+    Linear({{of[kDown], b_.added}}, b_.gate, call_.tokens(), thread, [&] { Ask(*next, thread); });
     *residual = {residual->x, b_.added, &layer.norms[kAfterMlp], layer.residual};
     return false;
   }
 
   // For what this thread reads first of a matrix.
   void Ask(const Matrix& matrix, Team::Member* thread) const {
+    if (matrix.weight != nullptr) AskFrom(matrix, thread->First(Blocks(matrix.outputs)));
+  }
+
+  void AskFrom(const Matrix& matrix, int64_t block) const {
     const int64_t row = RowBytes(matrix);
-    const int64_t first = thread->First(Blocks(matrix.outputs)) * kBlock * row;
+    const int64_t first = block * kBlock * row;
     const int64_t bytes = std::min(kAheadBytes, matrix.outputs * row - first);
     const char* from = static_cast<const char*>(matrix.weight) + first;
     for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
@@ -469,6 +513,7 @@ class Decoder {
     const char* for_groups = nullptr;
     const int32_t* order = nullptr;              // for which it was
     const char* for_packed[kPackedInputs] = {};  // by PackedInput
+    const float* exact = nullptr;                // for exact matrices
   };
 
   // Bytes of what adapters make of so many rows of x first.
@@ -580,8 +625,24 @@ class Decoder {
     }
     LinearParams p{p_.dtype, input->rows, m.inputs, m.outputs,
                    input->x, m.weight,    m.bias,   wanted.out};
+    if (m.exact) {
+      p.dtype = FloatType::kFloat32;
+      p.x = Exact(p, input);
+      return kernels_.linear.run(p, first, last);
+    }
     p.wide = Widened(p, input);
     kernels_.linear.run(p, first, last);
+  }
+
+  // x in float32.
+  const float* Exact(const LinearParams& p, Input* input) const {
+    thread_local Scratch memory;
+    if (input->exact == nullptr) {
+      float* made = memory.Get(p.rows * p.inputs);
+      for (int64_t i = 0; i < p.rows * p.inputs; ++i) made[i] = WideAt(p.x, p_.dtype, i);
+      input->exact = made;
+    }
+    return input->exact;
   }
 
   const float* Widened(const LinearParams& p, Input* input) const {
@@ -627,21 +688,186 @@ class Decoder {
     return reinterpret_cast<char*>(memory->Get(floats));
   }
 
-  // act(gate) * up for some of the MLP's inner values: nobody has to wait between.
-  void Gate(const LayerParams& layer, Input* input, int64_t begin, int64_t end) const {
-    const Matrix &gate = layer.projections[kGate], &up = layer.projections[kUp];
-    RunBlocks({gate, b_.gate}, input, b_.low, begin, end);
-    RunBlocks({up, b_.up}, input, b_.low + LowBytes(gate, input->rows), begin, end);
-    const int64_t first = begin * kBlock;
-    const int64_t count = std::min(end * kBlock, gate.outputs) - first;
+  // act(gate) * up for some of an MLP's inner values: nobody has to wait between.
+  void Gate(const Wanted& gate, const Wanted& up, bool gelu, Input* input, int64_t begin,
+            int64_t end) const {
+    RunBlocks(gate, input, b_.low, begin, end);
+    RunBlocks(up, input, b_.low + LowBytes(gate.matrix, input->rows), begin, end);
+    const int64_t outputs = gate.matrix.outputs, first = begin * kBlock;
+    const int64_t count = std::min(end * kBlock, outputs) - first;
     const GateParams params{p_.dtype,
-                            call_.tokens(),
+                            input->rows,
                             count,
-                            gate.outputs,
-                            gate.outputs,
-                            b_.gate + first * item_,
-                            b_.up + first * item_};
-    (layer.gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(params, 0, call_.tokens());
+                            outputs,
+                            outputs,
+                            gate.out + first * item_,
+                            up.out + first * item_};
+    (gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(params, 0, input->rows);
+  }
+
+  // Tokens that meet one expert.
+  struct Group {
+    const Expert* expert;
+    int64_t first;  // of them among all pairs of a token and an expert
+    int64_t count;
+    int64_t inner;  // values of `gate` before theirs
+    bool all;       // all tokens, in order
+  };
+
+  // Who meets whom, in ascending order of experts; of a token, too. The shared expert is the last.
+  struct Pairs {
+    struct Share {
+      int64_t pair;
+      float weight;
+    };
+    std::vector<Group> groups;
+    std::vector<int64_t> tokens;  // of each pair
+    std::vector<Share> shares;    // (N, K), of the pairs of a token
+  };
+
+  // Each thread makes its own, which takes a thousandth of the time of reading the experts.
+  const Pairs& PairUp(const Mixture& of) const {
+    thread_local Pairs pairs;
+    thread_local std::vector<int64_t> ends;
+    const int64_t tokens = call_.tokens(), taken = of.router.top_k;
+    ends.assign(static_cast<size_t>(of.router.experts) + 1, 0);
+    for (int64_t i = 0; i < tokens * taken; ++i) ++ends[b_.chosen[i] + 1];
+    pairs.groups.clear();
+    for (int64_t expert = 0; expert < of.router.experts; ++expert) {
+      const int64_t first = ends[expert], count = ends[expert + 1];
+      ends[expert + 1] += first;
+      if (count == 0) continue;
+      pairs.groups.push_back(
+          {&of.experts[expert], first, count, first * of.inner, count == tokens});
+    }
+    pairs.tokens.resize(static_cast<size_t>(tokens * taken));
+    pairs.shares.resize(static_cast<size_t>(tokens * taken));
+    for (int64_t i = 0; i < tokens * taken; ++i) {  // from an expert's first pair on
+      const int64_t pair = ends[b_.chosen[i]]++;
+      pairs.tokens[pair] = i / taken;
+      pairs.shares[i] = {pair, b_.weights[i]};
+    }
+    for (int64_t token = 0; token < tokens; ++token) {
+      const auto own = pairs.shares.begin() + token * taken;
+      std::sort(own, own + taken, [](const auto& a, const auto& b) { return a.pair < b.pair; });
+    }
+    if (of.shared) {
+      const int64_t routed = tokens * taken;
+      pairs.groups.push_back({&of.experts.back(), routed, tokens, routed * of.inner, true});
+    }
+    return pairs;
+  }
+
+  // Blocks [begin, end) of all groups' outputs, one group's behind the other's:
+  // run(group, begin, end) for the blocks of each.
+  template <typename Outputs, typename Run>
+  static void ForGroups(const std::vector<Group>& groups, int64_t begin, int64_t end,
+                        const Outputs& outputs, const Run& run) {
+    int64_t first = 0;
+    for (const Group& group : groups) {
+      if (first >= end) return;
+      const int64_t last = first + Blocks(outputs(group));
+      const int64_t from = std::max(begin, first) - first, to = std::min(end, last) - first;
+      if (from < to) run(group, from, to);
+      first = last;
+    }
+  }
+
+  // A mixture of experts of y: in one stage all gates and ups, in one all downs.
+  void Mix(const Mixture& of, const char* y, const Matrix& next, Team::Member* thread) {
+    const int64_t tokens = call_.tokens();
+    if (of.shared_gate.weight == nullptr) {
+      Linear({{of.gate, b_.scores}}, y, tokens, thread, [] {});
+    } else {
+      Linear({{of.gate, b_.scores}, {of.shared_gate, b_.shared_gate}}, y, tokens, thread, [] {});
+    }
+    thread->Stage(tokens, 1, [&](int64_t begin, int64_t end) {
+      RouterParams router = of.router;
+      router.logits = b_.scores;
+      router.chosen = b_.chosen;
+      router.weights = b_.weights;
+      RouteTokens(router, begin, end);
+    });
+    const Pairs& pairs = PairUp(of);
+    const auto inner = [](const Group& group) { return group.expert->gate.outputs; };
+    const auto hidden = [&](const Group&) { return p_.hidden; };
+    int64_t all = 0;
+    for (const Group& group : pairs.groups) all += Blocks(inner(group));
+    Input input{nullptr, 0};
+    const Group* at_hand = nullptr;
+    thread->Stage(
+        all, kStep,
+        [&](int64_t begin, int64_t end) {
+          ForGroups(pairs.groups, begin, end, inner, [&](const Group& group, int64_t a, int64_t b) {
+            if (!group.all && at_hand != &group) input = {Gathered(pairs, group, y), group.count};
+            if (group.all && input.x != y) input = {y, tokens};
+            at_hand = &group;
+            const Wanted gate{group.expert->gate, b_.gate + group.inner * item_};
+            Gate(gate, {group.expert->up, b_.up + group.inner * item_}, of.gelu, &input, a, b);
+          });
+        },
+        [&] { AskDown(pairs, thread); });
+    at_hand = nullptr;
+    thread->Stage(
+        static_cast<int64_t>(pairs.groups.size()) * Blocks(p_.hidden), kStep,
+        [&](int64_t begin, int64_t end) {
+          ForGroups(pairs.groups, begin, end, hidden,
+                    [&](const Group& group, int64_t a, int64_t b) {
+                      const char* x = b_.gate + group.inner * item_;
+                      if (at_hand != &group) input = {x, group.count};
+                      at_hand = &group;
+                      char* out = b_.answers + group.first * p_.hidden * item_;
+                      RunBlocks({group.expert->down, out}, &input, b_.low, a, b);
+                    });
+        },
+        [&] { Ask(next, thread); });
+    const int64_t parts = (p_.hidden + kSummed - 1) / kSummed;
+    thread->Stage(tokens * parts, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) Sum(of, pairs, i / parts, i % parts * kSummed);
+    });
+  }
+
+  // A group's rows of y, contiguous.
+  const char* Gathered(const Pairs& pairs, const Group& group, const char* y) const {
+    thread_local Scratch memory;
+    const int64_t size = p_.hidden * item_;
+    char* rows = Bytes(&memory, group.count * size);
+    for (int64_t i = 0; i < group.count; ++i) {
+      std::memcpy(rows + i * size, y + pairs.tokens[group.first + i] * size, size);
+    }
+    return rows;
+  }
+
+  // For what this thread reads first of the experts' downs.
+  void AskDown(const Pairs& pairs, Team::Member* thread) const {
+    const int64_t each = Blocks(p_.hidden);
+    const auto groups = static_cast<int64_t>(pairs.groups.size());
+    const int64_t first = thread->First(groups * each);
+    if (first < groups * each) AskFrom(pairs.groups[first / each].expert->down, first % each);
+  }
+
+  // The weighted sum of what a token's experts answer, for kSummed values from `first` on: rounded
+  // after each addition, and what is added as well.
+  void Sum(const Mixture& of, const Pairs& pairs, int64_t token, int64_t first) const {
+    const int64_t count = std::min(kSummed, p_.hidden - first);
+    char* sum = b_.added + (token * p_.hidden + first) * item_;
+    std::memset(sum, 0, count * item_);
+    const auto add = [&](int64_t pair, float weight) {
+      const char* answer = b_.answers + (pair * p_.hidden + first) * item_;
+      kernels_.rows.add_times({p_.dtype, 1, count, count, count, sum, answer}, weight, 0, 1);
+    };
+    const int64_t taken = of.router.top_k;
+    for (int64_t i = token * taken; i < (token + 1) * taken; ++i) {
+      add(pairs.shares[i].pair, pairs.shares[i].weight);
+    }
+    if (!of.shared) return;
+    float factor = 1.0f;
+    if (of.shared_gate.weight != nullptr) {
+      alignas(float) char rounded[sizeof(float)];
+      NarrowAt(SigmoidOf(WideAt(b_.shared_gate, p_.dtype, token)), p_.dtype, rounded, 0);
+      factor = WideAt(rounded, p_.dtype, 0);
+    }
+    add(call_.tokens() * taken + token, factor);
   }
 
   // Queries as attention meets them, and keys and values into their stores; or all to the caller.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "../params/append_params.h"
@@ -14,6 +15,7 @@
 #include "linear.h"
 #include "linear_groups.h"
 #include "linear_packed.h"
+#include "router.h"
 #include "rows.h"
 
 namespace exkv {
@@ -48,6 +50,7 @@ struct Matrix {
   int64_t inputs;
   int64_t outputs;
   Stored stored;
+  bool exact;                     // floats of float32 in a run of another type, as x is made then
   GroupsMatrix groups;            // where it is in groups
   PackedMatrix packed;            // where its rows are packed
   std::vector<LowRank> low_rank;  // of rows that don't overlap
@@ -59,12 +62,32 @@ struct Matrix {
   }
 };
 
+struct Expert {
+  Matrix gate;
+  Matrix up;
+  Matrix down;
+};
+
+// A mixture of experts.
+struct Mixture {
+  RouterParams router;          // but for what a call brings
+  Matrix gate;                  // (experts, hidden)
+  std::vector<Expert> experts;  // behind those that are routed to, one that all tokens take
+  bool shared;                  // whether there is that
+  Matrix shared_gate;           // (1, hidden), or without a weight
+  bool gelu;
+  int64_t inner;         // of each that is routed to
+  int64_t shared_inner;  // or 0
+};
+
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
 // answer.
 struct LayerParams {
-  bool asks_attention;  // then nothing is known of its stores
-  bool asks_mlp;        // then it has no gate, up and down
-  int64_t dim;          // D
+  bool asks_attention;               // then nothing is known of its stores
+  bool asks_whole;                   // then it has no projections of attention either
+  bool asks_mlp;                     // then it has no gate, up and down, and no experts
+  std::shared_ptr<Mixture> mixture;  // or null
+  int64_t dim;                       // D
   NormWeights norms[kNorms];
   Matrix projections[kProjections];
   bool gelu;
@@ -118,8 +141,10 @@ struct CallParams {
   size_t layer;        // whose question was answered
   const void* answer;  // (B, T, H * D) or (B, T, hidden)
   // The layer that asks next, and what about, if the run ends with a question: queries and keys
-  // rotated and values, (B, T, heads * D), or the MLP's input (B, T, hidden).
+  // rotated and values, (B, T, heads * D), or the input of the MLP or all of attention,
+  // (B, T, hidden).
   size_t asking;
+  bool asks_attention;
   void* q;
   void* k;
   void* v;

@@ -127,6 +127,8 @@ struct RowKernels {
   void (*silu_mul)(const GateParams& params, int64_t begin, int64_t end);
   void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
   void (*add)(const GateParams& params, int64_t begin, int64_t end);
+  // What is added is multiplied by a factor first, and rounded.
+  void (*add_times)(const GateParams& params, float factor, int64_t begin, int64_t end);
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
   // `space` is for 4 * key_dim floats.
   void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);

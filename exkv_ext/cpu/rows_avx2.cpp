@@ -27,6 +27,7 @@
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd, Scan};
+const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, AddTimes, Rope, Delta,
+                              Ssd,  Scan};
 }  // namespace exkv
 #endif

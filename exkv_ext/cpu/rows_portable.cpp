@@ -20,5 +20,6 @@
 #include "scan.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope, Delta, Ssd, Scan};
+const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, AddTimes, Rope, Delta,
+                                  Ssd,  Scan};
 }  // namespace exkv

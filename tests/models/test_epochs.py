@@ -195,23 +195,33 @@ def test_layers_are_bound_again_once_nobody_watches_them(case):
     assert runs == 1 and torch.equal(after, before)
 
 
-def test_a_layer_with_a_foreign_part_goes_on_its_own(case):
+def test_attention_with_a_foreign_part_is_asked_for(case):
     layer = case[0].units[2].module
     foreign = nn.Linear(128, 128, bias=False)
     foreign.weight = other(layer.self_attn.o_proj.weight)
     layer.self_attn.o_proj = foreign
     first, runs = step(*case)
-    assert runs == 2
+    assert runs == 1
     foreign.weight = other(foreign.weight)
     second, _ = step(*case)
     assert not torch.equal(first, second)
 
 
-def test_a_layer_whose_dictionaries_are_not_watched_goes_on_its_own(case):
+def test_a_layer_with_a_foreign_norm_goes_on_its_own(case):
+    layer = case[0].units[2].module
+    layer.input_layernorm.forward = lambda x: x * 2
+    first, runs = step(*case)
+    assert runs == 2
+    layer.input_layernorm.forward = lambda x: x * 3
+    second, _ = step(*case)
+    assert not torch.equal(first, second)
+
+
+def test_attention_whose_dictionaries_are_not_watched_is_asked_for(case):
     part = case[0].units[2].module.self_attn.o_proj
     part._parameters = dict(part._parameters)
     first, runs = step(*case)
-    assert runs == 2
+    assert runs == 1
     part._parameters["weight"] = other(part.weight)
     second, _ = step(*case)
     assert not torch.equal(first, second)

@@ -287,6 +287,18 @@ def _chosen_experts(m: Maker) -> list:
             layouts, "\n".join(names), "silu"]  # fmt: skip
 
 
+def _route(m: Maker) -> list:
+    groups, each = m.size(3), m.size(30)
+    taken, best, experts = m.size(groups), m.size(each), groups * each
+    correction = m.floats(experts) if m.rng.random() < 0.5 else None
+    return [m.floats(m.size(), experts, dtype=m.dtype()), correction, m.size(experts),
+            *(m.rng.random() < 0.5 for _ in range(2)), 1e-20, groups, taken, best, 2.5]  # fmt: skip
+
+
+def _sigmoid(m: Maker) -> list:
+    return [m.floats(m.size(), m.size(), dtype=m.dtype())]
+
+
 def _tally(m: Maker) -> list:
     tokens, experts = m.size(), m.size()
     taken = m.size(experts)
@@ -468,6 +480,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "experts": _experts,
     "chosen_experts": _chosen_experts,
     "expert_products": _expert_products,
+    "route_experts": _route,
+    "sigmoid_": _sigmoid,
     "read_tally": _tally,
     "quantize_kv": _quantize,
     "dequantize_kv": _dequantize,
@@ -489,8 +503,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
-                "chosen_experts", "decode_attention", "attention_part_since",
-                "selective_scan"}  # fmt: skip
+                "chosen_experts", "route_experts", "sigmoid_", "decode_attention",
+                "attention_part_since", "selective_scan"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------
