@@ -425,6 +425,27 @@ class SideStream:
             tensor.record_stream(self.stream)
 
 
+def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies on the host of tensors of one device, for which the host waits once."""
+    device = tensors[0].device
+    made = []
+    for tensor in tensors:
+        memory = staging_buffer(tensor.nbytes, device)
+        made.append(memory.view(tensor.dtype).view(tensor.shape))
+        made[-1].copy_(tensor, non_blocking=True)
+    if _pins_for(device):
+        torch.accelerator.current_stream(device).synchronize()
+    return made
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on an accelerator of a tensor on the host, for which the host doesn't wait."""
+    if not _pins_for(device):
+        return tensor.to(device)
+    memory = staging_buffer(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)
+    return memory.copy_(tensor).to(device, non_blocking=True)
+
+
 _direct_copy_works: dict[tuple[torch.device, torch.device], bool] = {}
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from exkv import epochs
 from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig
 from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
 from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
-from exkv.weights.format import mixed_experts
+from exkv.weights.format import WeightFormat, mixed_experts
 
 from .descriptions import (
     ExpertsBlock,
@@ -28,6 +29,7 @@ from .descriptions import (
 from .linear import ExactLinear, Linear, PlainModule, parameters_of, weight
 from .low_rank import side_by_side
 from .routing import Router
+from .split_experts import ExpertStaging, split_sum
 
 
 class MLP(PlainModule):
@@ -114,7 +116,16 @@ class Experts(MLP):
         corrected: whether there is a correction of the scores, by which experts are chosen.
         exact: whether the router computes in float32, whatever the model's dtype is.
         tolerance: see :class:`Router`.
+
+    Attributes:
+        on_host: experts whose weights lie in host memory while all else is on a card.
+        staging: by which these come to the card.
+        has_op: whether the op ``experts`` computes what :meth:`output` does.
     """
+
+    on_host: frozenset[int] = frozenset()
+    staging: ExpertStaging | None = None
+    has_op: bool = True
 
     def __init__(
         self,
@@ -138,8 +149,15 @@ class Experts(MLP):
         self.experts = nn.ModuleList(Expert(hidden, inner, dtype, bias=bias) for _ in range(count))
 
     @property
+    def count(self) -> int:
+        """Experts to choose from."""
+        return len(self.experts)
+
+    @property
     def chooses_on_device(self) -> bool:
         """Whether experts of up to ``MOST_CHOOSING`` tokens are selected without the host."""
+        if self.on_host:
+            return False
         linears = [part for expert in self.experts for part in expert.children()]
         if not (self.bare and self.gate.bare and all(linear.bare for linear in linears)):
             return False
@@ -157,12 +175,50 @@ class Experts(MLP):
 
     def run(self, x: Tensor, routing: Routing) -> Tensor:
         """x (N, hidden) -> (N, hidden)."""
-        return run_experts(x, routing, self.matrices(), self.act)
+        return self.sum(x, routing)
+
+    def sum(self, x: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of the chosen experts' outputs, wherever their weights lie."""
+        if self.on_host:
+            return split_sum(self, x, routing)
+        return self.sum_of(range(self.count), x, routing)
+
+    def sum_of(self, experts: Sequence[int], x: Tensor, routing: Routing) -> Tensor:
+        """The same of some experts on the device of x: a routing names their places among
+        these."""
+        if self.has_op:
+            matrices, formats = self.matrices(), None
+            if len(experts) < len(matrices):
+                formats = self.formats()
+                matrices = [matrices[expert] for expert in experts]
+            return run_experts(x, routing, matrices, self.act, formats)
+
+        def run(place: int, inputs: Tensor) -> Tensor:
+            return self.output(self.expert(experts[place]), inputs)
+
+        return sum_of_experts(x, routing, len(experts), run)
+
+    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+        """One expert's output for its inputs (n, hidden)."""
+        assert isinstance(expert, Expert)
+        return gated((expert.w1, expert.w3, expert.w2), inputs, self.act)
+
+    def expert(self, index: int) -> nn.Module | None:
+        """One expert's weights; None for one that has none."""
+        return self.experts[index]
 
     def matrices(self) -> list[tuple[Linear, Linear, Linear]]:
         """Gate, up and down of each expert."""
         experts = cast(Iterable[Expert], self.experts)
         return [(expert.w1, expert.w3, expert.w2) for expert in experts]
+
+    def formats(self) -> list[WeightFormat]:
+        """Of all experts' matrices, each once."""
+        found = self.__dict__.get("_formats")
+        if found is None or found[0] != epochs.current():
+            each = {part.format.name: part.format for expert in self.matrices() for part in expert}
+            found = self.__dict__["_formats"] = epochs.current(), list(each.values())
+        return found[1]
 
 
 class SharedExperts(Experts):
@@ -201,19 +257,17 @@ class SharedExperts(Experts):
 class ClampedExperts(Experts):
     """Experts with biases and a clamped gate, see :func:`clamped_swiglu` (gpt-oss)."""
 
+    has_op = False
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, bias=True)
         settings = config.settings(ClampedExpertsConfig)
         self.alpha, self.limit = settings.swiglu_alpha, settings.swiglu_limit
 
-    def run(self, x: Tensor, routing: Routing) -> Tensor:
-        matrices = self.matrices()
-
-        def run(expert: int, inputs: Tensor) -> Tensor:
-            gate, up, down = matrices[expert]
-            return down(clamped_swiglu(gate(inputs), up(inputs), self.alpha, self.limit))
-
-        return sum_of_experts(x, routing, len(matrices), run)
+    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+        assert isinstance(expert, Expert)
+        gate, up, down = expert.w1, expert.w3, expert.w2
+        return down(clamped_swiglu(gate(inputs), up(inputs), self.alpha, self.limit))
 
 
 def routed_experts(config: ModelConfig, dtype: torch.dtype, **options: bool) -> Experts:
@@ -234,31 +288,54 @@ def mixture_or_mlp(
 
 
 def run_experts(
-    x: Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
+    x: Tensor,
+    routing: Routing,
+    matrices: Sequence[Sequence[Linear]],
+    act: str,
+    formats: Sequence[WeightFormat] | None = None,
 ) -> Tensor:
-    """Run the op ``experts``, or module by module where one has hooks; ``matrices`` are gate, up
-    and down of each expert."""
+    """Run the op ``experts``, or module by module where one has hooks.
+
+    Args:
+        matrices: gate, up and down of each expert.
+        formats: by which kernels are chosen, where other experts than these have some, too.
+    """
     flat = [part for expert in matrices for part in expert]
     if any(part._forward_pre_hooks or part._forward_hooks for part in flat):
-        return _module_by_module(x, routing, matrices, act)
+
+        def run(expert: int, inputs: Tensor) -> Tensor:
+            return gated(matrices[expert], inputs, act)
+
+        return sum_of_experts(x, routing, len(matrices), run)
     format, inner = flat[0].format, flat[0].size[0]
-    if any(part.format is not format for part in flat):
+    if any(part.format is not format for part in flat) or len(formats or ()) > 1:
         pairs = [(part.format, parameters_of(part)) for part in flat]
-        return mixed_experts(x, routing, pairs, inner, act)
+        return mixed_experts(x, routing, pairs, inner, act, formats)
     tensors = [[parameters_of(part) for part in expert] for expert in matrices]
     return format.experts(x, routing, tensors, inner, act)
 
 
-def _module_by_module(
-    x: Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
-) -> Tensor:
-    def run(expert: int, inputs: Tensor) -> Tensor:
-        gate, up, down = matrices[expert]
-        inner = gate(inputs)
-        ACTIVATIONS[act].gate(inner, up(inputs))
-        return down(inner)
+def gated(matrices: Sequence[Linear], inputs: Tensor, act: str) -> Tensor:
+    """down(act(gate(inputs)) * up(inputs)) of gate, up and down."""
+    gate, up, down = matrices
+    inner = gate(inputs)
+    ACTIVATIONS[act].gate(inner, up(inputs))
+    return down(inner)
 
-    return sum_of_experts(x, routing, len(matrices), run)
+
+def mixtures(module: nn.Module) -> Iterator[Experts]:
+    """The mixtures of experts in a layer."""
+    return (part for part in module.modules() if isinstance(part, Experts))
+
+
+def lay_on_host(
+    module: nn.Module, experts: frozenset[int], staging: ExpertStaging | None = None
+) -> None:
+    """Tell a layer which routed experts' weights lie in host memory, and how they are sent; None
+    for as before."""
+    for mixture in mixtures(module):
+        mixture.on_host = experts
+        mixture.staging = staging or mixture.staging
 
 
 @describes(GatedMLP)
@@ -270,6 +347,8 @@ def _separate(mlp: GatedMLP) -> GatedBlock:
 def _experts(mlp: Experts) -> ExpertsBlock:
     if mlp.router.tolerance is not None:
         raise NotDescribed("experts by SparseMixer")
+    if mlp.on_host:
+        raise NotDescribed("experts in host memory")
     return ExpertsBlock(
         router=mlp.router.numbers,
         gate=describe(mlp.gate),

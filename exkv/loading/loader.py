@@ -24,6 +24,7 @@ from exkv.batch import Batch
 from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint, open_checkpoint
 from exkv.errors import Attempt, PlacementError
+from exkv.layers.split_experts import worst_case
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import adapted
 from exkv.planning import Budget, Ledger, Plan, Scenario, UnitCost, Workload
@@ -102,6 +103,7 @@ def _begin(model: Transformer, scenario: Scenario, plan: Plan | None, *, lazy: b
             model.choose(choice)
     else:
         costs = _checked_costs(scenario, plan)
+    model.set_host_experts({unit.name: unit.host_experts for unit in plan.units})
     (workload,) = scenario.workloads
     warn_of_missing_kernels(plan, workload)
     model.fit_calls(workload.promise.max_input_len, workload.promise.logits_len)
@@ -278,7 +280,8 @@ class _Load:
         kept = unit is self.model.units[-1] or unit.spec.is_mtp
         for shape, lengths in self.workload.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
-            with self.measured.probe(device, kept_of=unit.index if kept else None):
+            kept_of = unit.index if kept else None
+            with self.measured.probe(device, kept_of=kept_of), worst_case():
                 batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
                 out = run_unit(
                     self.workload.model,

@@ -19,7 +19,6 @@ from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import MLP, Attention, GatedMLP, ScaledQueryAttention, SharedExperts
-from exkv.layers.mlp import run_experts
 from exkv.ops.experts import Routing
 
 from . import qwen2_moe, smollm3
@@ -117,7 +116,7 @@ class WeightedInputExperts(SharedExperts):
             one = slice(choice, choice + 1)
             inputs = x * routing.weights[:, one].to(x.dtype)
             alone = Routing(chosen=routing.chosen[:, one].contiguous(), weights=ones)
-            total += run_experts(inputs, alone, self.matrices(), self.act)
+            total += self.sum(inputs, alone)
         return total
 
 

@@ -24,8 +24,6 @@ from exkv.layers import MLP, Experts, LatentAttention
 from exkv.layers.attention import Attend
 from exkv.layers.linear import ExactLinear, weight
 from exkv.layers.routing import Router
-from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import Routing, sum_of_experts
 from exkv.weights import FormatOf, Source, formats_of
 
 from . import qwen2_moe
@@ -70,6 +68,8 @@ class ScaledLatentAttention(LatentAttention):
 class ZeroExperts(Experts):
     """Experts by a corrected softmax, some of which return what they are given."""
 
+    has_op = False
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, exact=True)
         settings = config.settings(LongcatConfig)
@@ -86,16 +86,15 @@ class ZeroExperts(Experts):
     def chooses_on_device(self) -> bool:
         return False
 
-    def run(self, x: Tensor, routing: Routing) -> Tensor:
-        matrices, activate = self.matrices(), ACTIVATIONS[self.act].apply
+    @property
+    def count(self) -> int:
+        return self.gate.size[0]
 
-        def run(expert: int, inputs: Tensor) -> Tensor:
-            if expert >= len(matrices):
-                return inputs
-            gate, up, down = matrices[expert]
-            return down(activate(gate(inputs)).mul_(up(inputs)))
+    def expert(self, index: int) -> nn.Module | None:
+        return self.experts[index] if index < len(self.experts) else None
 
-        return sum_of_experts(x, routing, self.gate.size[0], run)
+    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+        return inputs if expert is None else super().output(expert, inputs)
 
 
 class HalfLayer(DecoderLayer):

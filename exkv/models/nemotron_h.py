@@ -3,7 +3,7 @@ without positions, an MLP, and experts, behind one norm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from exkv.layers import MLP, Attention, Linear, Mamba2, PlainMLP, PlainModule
 from exkv.layers.attention import Attend
 from exkv.layers.mlp import Experts
 from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import Routing, sum_of_experts
+from exkv.ops.experts import Routing
 
 from .decoder import Decoder, MakeNorm, rms_norm
 from .granitemoehybrid import GGUF_MAMBA, mamba_states, of_inner
@@ -63,6 +63,8 @@ class PlainExperts(Experts):
     """Experts without gates, perhaps between two projections, beside an MLP that all tokens
     take."""
 
+    has_op = False
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, sigmoid=True, corrected=True, exact=True)
         settings = config.settings(OneOfManyConfig)
@@ -84,17 +86,12 @@ class PlainExperts(Experts):
     def run(self, x: Tensor, routing: Routing) -> Tensor:
         before, behind = self.fc1_latent_proj, self.fc2_latent_proj
         if before is None or behind is None:
-            return self._sum(x, routing)
-        return behind(self._sum(before(x), routing))
+            return self.sum(x, routing)
+        return behind(self.sum(before(x), routing))
 
-    def _sum(self, x: Tensor, routing: Routing) -> Tensor:
-        experts: Sequence[Any] = list(self.experts)
-        activate = ACTIVATIONS[self.act].apply
-
-        def run(expert: int, inputs: Tensor) -> Tensor:
-            return experts[expert].down_proj(activate(experts[expert].up_proj(inputs)))
-
-        return sum_of_experts(x, routing, len(experts), run)
+    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+        assert isinstance(expert, PlainExpert)
+        return expert.down_proj(ACTIVATIONS[self.act].apply(expert.up_proj(inputs)))
 
 
 class OneLayer(PlainModule):

@@ -21,8 +21,8 @@ from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, most, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int, is_number, set_floats
 from exkv.layers import MLP, Attention, Experts, GatedMLP, SharedExperts
 from exkv.layers.low_rank import side_by_side
+from exkv.layers.mlp import Expert
 from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import Routing, sum_of_experts
 from exkv.weights import Source, sliced_source
 
 from . import laguna
@@ -95,19 +95,16 @@ class StepExperts(SharedExperts):
         super().__init__(config, dtype, sigmoid=True, corrected=True, exact=True)
         settings = config.settings(StepConfig)
         self.limit, shared = settings.limits(layer)
+        self.has_op = self.limit == torch.inf
         if shared < torch.inf:
             self.shared_expert = LimitedMLP(config, dtype, settings.shared_inner, shared)
 
-    def run(self, x: Tensor, routing: Routing) -> Tensor:
-        if self.limit == torch.inf:
-            return super().run(x, routing)
-        matrices = self.matrices()
-
-        def run(expert: int, inputs: Tensor) -> Tensor:
-            gate, up, down = matrices[expert]
-            return down(limited(gate(inputs), up(inputs), self.act, self.limit))
-
-        return sum_of_experts(x, routing, len(matrices), run)
+    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+        if self.has_op:
+            return super().output(expert, inputs)
+        assert isinstance(expert, Expert)
+        gate, up, down = expert.w1, expert.w3, expert.w2
+        return down(limited(gate(inputs), up(inputs), self.act, self.limit))
 
 
 def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from exkv.errors import Attempt, PlacementError, is_out_of_memory
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import LowRank
+from exkv.layers.split_experts import ExpertStaging, HostRates
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.lora import AdapterFolder
 from exkv.weights.on_load import AS_STORED, check_kept, with_weights
@@ -37,7 +38,7 @@ from .logits_check import check_logits
 from .mtp import follow
 from .rerun import Rerun
 from .runs import Runs
-from .units import PlacedUnit, Unit, UnitSpec, unit_specs
+from .units import PlacedUnit, Unit, UnitSpec, largest_host_expert, unit_specs
 
 #: Default sizes of a chunk, in tokens: a plan takes the largest that fits.
 CHUNKS = (2048, 1024, 512, 256, 128)
@@ -77,6 +78,7 @@ class Transformer:
         in_flight: how many calls under way keep all hosts at work over which it lies; 1 where a
             call is through once it has begun.
         pool_kind: of the pools of caches in pages.
+        host_rates: by which experts in host memory are computed there, or sent to a card.
     """
 
     pool_kind: type[PagePool] = PagePool
@@ -108,6 +110,9 @@ class Transformer:
         self._adapters: dict[str, Adapter] = {}
         self._adapted = AdaptedUnits()
         self._runs = Runs()
+        self._staging: weakref.WeakValueDictionary[torch.device, ExpertStaging]
+        self._staging = weakref.WeakValueDictionary()
+        self.host_rates = HostRates()
         self._logits_checked = False
         self.transport: Transport | None = None
         self.elsewhere: frozenset[int] = frozenset()
@@ -148,6 +153,23 @@ class Transformer:
                         "share a tensor"
                     )
         return _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
+
+    def set_host_experts(self, experts: Mapping[str, Collection[int]]) -> None:
+        """Set which routed experts of which units lie in host memory while the rest of the unit is
+        on an accelerator: unit name -> indices. Units that are not named have none there.
+
+        Raises:
+            ValueError: the model is loaded, or has no such unit or expert; nothing is set.
+        """
+        if placed := [unit.name for unit in self.units if unit.device is not None]:
+            raise ValueError(f"{placed[0]} is loaded: call unload() before experts are moved")
+        units = {unit.name: unit for unit in self.units}
+        for name, each in experts.items():
+            if name not in units:
+                raise ValueError(f"there is no unit {name!r:.60} whose experts can be moved")
+            units[name].check_experts(each)
+        for unit in self.units:
+            unit.put_on_host(experts.get(unit.name, ()))
 
     # State --------------------------------------------------------------------------------
 
@@ -229,9 +251,20 @@ class Transformer:
             name: adapter.read(unit.index, device, hollow=hollow)
             for name, adapter in self._adapters.items()
         }
-        unit.read(self.checkpoint, device, shared, self.precomputed(unit))
+        staging = self._expert_staging(unit, device)
+        unit.read(self.checkpoint, device, shared, self.precomputed(unit), staging)
         unit.low_rank = changes
         self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
+
+    def _expert_staging(self, unit: Unit, device: torch.device) -> ExpertStaging | None:
+        """The buffers of a card by which its units' experts come from host memory; the last of
+        these units to go frees them."""
+        if not unit.host_experts or device.type == "cpu":
+            return None
+        if (staging := self._staging.get(device)) is None:
+            staging = ExpertStaging(device, largest_host_expert(self.units), self.host_rates)
+            self._staging[device] = staging
+        return staging
 
     def precomputed(self, unit: Unit) -> Mapping[str, torch.Tensor]:
         """Parameters of a unit that are computed rather than converted by their formats: name ->
@@ -249,6 +282,7 @@ class Transformer:
         self._logits_checked = False
         for unit in self.units:
             unit.release()
+        self.set_host_experts({})
         for cache in self.caches:
             cache.free()
         if self.checkpoint is not None:

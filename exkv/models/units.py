@@ -8,7 +8,7 @@ placed or loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
@@ -17,12 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from exkv import devices
 from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.checkpoint.families import FAMILIES
 from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
+from exkv.layers.mlp import lay_on_host
+from exkv.layers.split_experts import ExpertStaging, staging_bytes_of
 from exkv.weights import FormatOf, Source, format_source, tensor_source
 from exkv.weights.read_parameters import read_parameters
 from exkv.weights.source import with_precomputed
@@ -265,25 +268,66 @@ class Unit:
         device: torch.device,
         shared: Mapping[str, torch.Tensor],
         made: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        staging: ExpertStaging | None = None,
     ) -> None:
-        """Read the weights to the device, all of them or none.
+        """Read the weights to the device, all of them or none; those of :attr:`host_experts` to
+        host memory.
 
         Args:
             shared: parameters whose tensor is on the device already, for tied weights.
             made: precomputed parameters on the host, which replace what the formats would convert.
+            staging: by which experts come to the device from host memory.
 
         Raises:
             torch.OutOfMemoryError: the device is full; the unit is as before.
         """
         there = (s for s in self.spec.sources if not shared.keys() >= set(s.parameters))
         sources = [with_precomputed(source, made) for source in there]
-        state = {**shared, **read_parameters(checkpoint, sources, self.shapes, device)}
+        on_host = {name for name in self.shapes if expert_of(name) in self.host_experts}
+        read = read_parameters(checkpoint, sources, self.shapes, device, on_host)
         with torch.device("meta"):
             module = self.spec.build()
-        module.load_state_dict(state, assign=True)
+        module.load_state_dict({**shared, **read}, assign=True)
+        if device.type != "cpu":
+            lay_on_host(module, self.host_experts, staging)
         self.device, self.module = device, module
+
+    def put_on_host(self, experts: Collection[int]) -> None:
+        """Set :attr:`host_experts`, and where the unit is read, have its module find their weights
+        there: whoever moves those calls this.
+
+        Raises:
+            ValueError: as of :meth:`check_experts`.
+        """
+        self.check_experts(experts)
+        self.host_experts = frozenset(experts)
+        if self.module is not None and self.device != devices.CPU:
+            lay_on_host(self.module, self.host_experts)
+
+    def check_experts(self, experts: Collection[int]) -> None:
+        """ValueError unless these are routed experts of the unit."""
+        count = len(self.expert_bytes) if experts else 0
+        if wrong := sorted(each for each in experts if not 0 <= each < count):
+            has = f"experts 0 to {count - 1}" if count else "no routed experts"
+            raise ValueError(f"{self.name} has {has}: {wrong[0]} can't be in host memory")
 
     def release(self) -> None:
         """Unplace it, and free the weights."""
         self.device = self.module = None
         self.low_rank = {}
+
+
+def largest_host_expert(units: Iterable[Unit]) -> int:
+    """Bytes of the largest expert of the units that have experts in host memory; 0 for none."""
+    return max((max(unit.expert_bytes) for unit in units if unit.host_experts), default=0)
+
+
+def staging_bytes(units: Iterable[Unit], device_type: str) -> int:
+    """Bytes that every card with units that have experts in host memory gives to the buffers by
+    which experts come to it, while one of these units is there.
+
+    Args:
+        units: all of the model's.
+    """
+    largest = largest_host_expert(units)
+    return staging_bytes_of(largest, device_type) if largest else 0

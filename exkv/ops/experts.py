@@ -179,16 +179,26 @@ def sum_of_experts(
     Args:
         run: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
     """
+    order, counts = by_expert(x, routing, experts)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    def output(expert: int, rows: Tensor) -> Tensor:
+        return run(expert, x[rows])
+
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            add_output(out, routing.weights, pairs, partial(output, expert))
+    return out
+
+
+def by_expert(x: Tensor, routing: Routing, experts: int) -> tuple[Tensor, list[int]]:
+    """The (token, choice) pairs, numbered row by row, in the order of their experts, int64 (N * K);
+    and the number of each expert's."""
     _check_routing(x, routing)
     chosen, (tokens, taken) = routing.chosen, routing.chosen.shape
     tally = (chosen.unsqueeze(-1) == torch.arange(experts, device=x.device)).sum((0, 1))
     counts = torch.ops.exkv.read_tally(tally, tokens, taken)
-    order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
-    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    for expert, pairs in enumerate(order.split(counts)):
-        if len(pairs):
-            _add_output(out, x, routing.weights, pairs, partial(run, expert))
-    return out
+    return chosen.flatten().argsort(stable=True), counts
 
 
 def _check_routing(x: Tensor, routing: Routing) -> None:
@@ -205,11 +215,15 @@ def _check_routing(x: Tensor, routing: Routing) -> None:
         )
 
 
-def _add_output(
-    out: Tensor, x: Tensor, weights: Tensor, pairs: Tensor, run: Callable[[Tensor], Tensor]
+def add_output(
+    out: Tensor, weights: Tensor, pairs: Tensor, run: Callable[[Tensor], Tensor]
 ) -> None:
-    """Run one expert on its (token, choice) pairs; a function of its own, so that one expert's
-    temporaries are freed before the next runs."""
+    """Add one expert's weighted outputs to the sums of its (token, choice) pairs; a function of its
+    own, so that one expert's temporaries are freed before the next runs.
+
+    Args:
+        run: from the tokens' rows, int64 (n), to the outputs (n, hidden).
+    """
     rows = pairs.div(weights.shape[1], rounding_mode="floor")
     share = weights.flatten()[pairs].unsqueeze(-1)
-    out.index_add_(0, rows, (run(x[rows]) * share).to(x.dtype))
+    out.index_add_(0, rows, (run(rows) * share).to(out.dtype))

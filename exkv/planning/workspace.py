@@ -25,6 +25,8 @@ from exkv.caching_allocator import Rules
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
 from exkv.layers.descriptions import LowRank
+from exkv.layers.mlp import lay_on_host
+from exkv.layers.split_experts import MOST_PAIRS
 from exkv.models import Unit
 from exkv.models.adapters import adapted
 from exkv.models.bound_run import MOST_TOKENS
@@ -292,7 +294,17 @@ def case_of(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
     after = store.prefetches if store is not None else None
     specs = (layer.spec if layer is not None else None for layer in (store, after))
-    return unit.spec.kind, shapes, *specs, lengths
+    return unit.spec.kind, shapes, *specs, lengths, _in_host_memory(unit, lengths)
+
+
+def _in_host_memory(unit: Unit, lengths: Lengths) -> frozenset[int]:
+    """Experts that lie in host memory, or as many others, where that makes a difference: a call of
+    more tokens takes what it takes with all of them on the device."""
+    tokens = len(lengths.new) * lengths.chunk
+    if not unit.host_experts or tokens > MOST_PAIRS:
+        return frozenset()
+    count = len(unit.expert_bytes)
+    return frozenset(range(count - len(unit.host_experts), count))
 
 
 def _call_peak(
@@ -341,6 +353,7 @@ def dry_call(
 def _built(model: ModelShape, unit: Unit, lengths: Lengths) -> nn.Module:
     """The unit's module on the default device, with the adapter of the call."""
     module, name = unit.spec.build(), lengths.adapters
+    lay_on_host(module, _in_host_memory(unit, lengths))
     if not isinstance(name, str):
         return module
     changes = {

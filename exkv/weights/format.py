@@ -147,18 +147,28 @@ def mixed_experts(
     matrices: Sequence[tuple[WeightFormat, Tensors]],
     inner: int,
     act: str,
+    among: Sequence[WeightFormat] | None = None,
 ) -> torch.Tensor:
     """The op ``experts`` for matrices of any formats: gate, up and down of the first expert, of
-    the second, and so on; gates have ``inner`` outputs."""
+    the second, and so on; gates have ``inner`` outputs.
+
+    Args:
+        among: formats that native kernels must all know, too, to be taken.
+    """
     names = [format.name for format, _ in matrices]
     tensors = [held[name] for format, held in matrices for name in format.names]
     routed = (routing.chosen, routing.weights)
     layouts = None
-    if is_decode_sized(x) and is_native(act):
+    if is_decode_sized(x) and is_native(act) and _all_native(among or (), x, inner):
         layouts = _layouts([format for format, _ in matrices], x, inner)
     if layouts is None:
         return torch.ops.exkv.experts_of_formats(x, *routed, tensors, names, act)
     return torch.ops.exkv.chosen_experts(x, *routed, tensors, layouts, "\n".join(names), act)
+
+
+def _all_native(formats: Sequence[WeightFormat], x: torch.Tensor, inner: int) -> bool:
+    """Whether native code knows gates, ups and downs in each of these."""
+    return all(_layouts([format] * 3, x, inner) is not None for format in formats)
 
 
 def _layouts(formats: Sequence[WeightFormat], x: torch.Tensor, inner: int) -> list[int] | None:

@@ -14,7 +14,7 @@ cache (``finite.py``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -40,27 +40,44 @@ def read_parameters(
     sources: Sequence[Source],
     shapes: Mapping[str, torch.Tensor],
     device: torch.device,
+    on_host: Container[str] = (),
 ) -> dict[str, torch.Tensor]:
     """What the sources make, on the device, by the parameters' names.
 
     Args:
         shapes: shape and dtype of every parameter, on ``meta``.
+        on_host: parameters that are read to host memory instead.
 
     Raises:
         CheckpointError: a file was changed or replaced since it was opened, or holds a number that
             is not finite.
         torch.OutOfMemoryError: the device is full.
     """
-    wanted = {name: shapes[name] for source in sources for name in source.parameters}
-    if checkpoint.hollow:
-        return devices.zeros_on(device, wanted)  # which are valid as indices, too
-    if device.type == "cpu":
-        made = _read_to_host(checkpoint, sources, wanted)
-    else:
-        made = devices.empty_tensors(wanted, device)
-        _read_to_accelerator(checkpoint, sources, made, device)
+    names = [name for source in sources for name in source.parameters]
+    host = {n: shapes[n] for n in names if device.type == "cpu" or n in on_host}
+    there = {n: shapes[n] for n in names if n not in host}
+    if checkpoint.hollow:  # zeros are valid as indices, too
+        made = devices.zeros_on(device, there) if there else {}
+        return {**made, **devices.zeros_on(devices.CPU, host)}
+    made = devices.empty_tensors(there, device) if there else {}
+    found = _converted(checkpoint, sources, shapes)
+    stays: list[_Made] = []
+    if there:
+        _read_to_accelerator(checkpoint, sources, _without(host, found, stays), made, device)
+    made |= _read_to_host(checkpoint, [*stays, *found], host)
     checkpoint.check(name for source in sources for name in source.stored)
     return made
+
+
+def _without(
+    host: Container[str], converted: Iterable[_Made], stays: list[_Made]
+) -> Iterator[_Made]:
+    """What moves to a device; the list gets what stays on the host."""
+    for each in converted:
+        if each.parameter not in host:
+            yield each
+        else:
+            stays.append(each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +168,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_to_host(
-    checkpoint: Checkpoint, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint, found: Sequence[_Made], shapes: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    found = list(_converted(checkpoint, sources, shapes))
     mapped = {
         each.parameter: each.values
         for each in found
@@ -206,13 +222,14 @@ def _read_piece(
 def _read_to_accelerator(
     checkpoint: Checkpoint,
     sources: Sequence[Source],
+    converted: Iterable[_Made],
     made: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:
     stored = [name for source in sources for name in source.stored]
     largest = max((checkpoint.info(name).nbytes for name in stored), default=0)
     staging = Staging(min(PIECE, largest), device)
-    for each in _converted(checkpoint, sources, made):
+    for each in converted:
         if each.stored is None:
             made[each.parameter].copy_(each.values)
             each.check()
