@@ -187,11 +187,8 @@ class Experts(MLP):
         """The same of some experts on the device of x: a routing names their places among
         these."""
         if self.has_op:
-            matrices, formats = self.matrices(), None
-            if len(experts) < len(matrices):
-                formats = self.formats()
-                matrices = [matrices[expert] for expert in experts]
-            return run_experts(x, routing, matrices, self.act, formats)
+            formats = self.formats() if len(experts) < self.count else None
+            return run_experts(x, routing, self.matrices(experts), self.act, formats)
 
         def run(place: int, inputs: Tensor) -> Tensor:
             return self.output(self.expert(experts[place]), inputs)
@@ -207,16 +204,17 @@ class Experts(MLP):
         """One expert's weights; None for one that has none."""
         return self.experts[index]
 
-    def matrices(self) -> list[tuple[Linear, Linear, Linear]]:
-        """Gate, up and down of each expert."""
-        experts = cast(Iterable[Expert], self.experts)
-        return [(expert.w1, expert.w3, expert.w2) for expert in experts]
+    def matrices(self, experts: Iterable[int]) -> list[tuple[Linear, Linear, Linear]]:
+        """Gate, up and down of each of these experts."""
+        found = cast(list[Expert], [self.experts[expert] for expert in experts])
+        return [(expert.w1, expert.w3, expert.w2) for expert in found]
 
     def formats(self) -> list[WeightFormat]:
         """Of all experts' matrices, each once."""
         found = self.__dict__.get("_formats")
         if found is None or found[0] != epochs.current():
-            each = {part.format.name: part.format for expert in self.matrices() for part in expert}
+            every = self.matrices(range(len(self.experts)))
+            each = {part.format.name: part.format for expert in every for part in expert}
             found = self.__dict__["_formats"] = epochs.current(), list(each.values())
         return found[1]
 

@@ -65,6 +65,11 @@ def _has_contents(x: Tensor) -> bool:
     return type(x) is Tensor and not sim.is_dry(x)
 
 
+def _takes_most(x: Tensor) -> bool:
+    """Whether this stands for all calls of such a shape."""
+    return not _has_contents(x) or _worst.get()
+
+
 def _worst_choice(mixture: Experts, taken: int) -> list[int]:
     """The experts that every token chooses in the worst case, those on the card first."""
     card = [each for each in range(mixture.count) if each not in mixture.on_host]
@@ -81,7 +86,7 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
         numbers, weights, inputs = devices.fetched(routing.chosen, routing.weights, x)
         chosen = numbers.flatten().tolist()
         _check_chosen(chosen, taken, mixture.count)
-    if not known or _worst.get():
+    if _takes_most(x):
         chosen = _worst_choice(mixture, taken) * tokens
     card = [pair for pair, expert in enumerate(chosen) if expert not in mixture.on_host]
     host = [pair for pair, expert in enumerate(chosen) if expert in mixture.on_host]
@@ -119,14 +124,10 @@ def _parts(
 ) -> Tensor:
     """The weighted output of each of these pairs (n, hidden), on the device of x (N, hidden)."""
     experts, taken = sorted({chosen[pair] for pair in pairs}), weights.shape[1]
-    rows, places, shares = _numbers(
-        [
-            [pair // taken for pair in pairs],
-            [experts.index(chosen[pair]) for pair in pairs],
-            list(pairs),
-        ],
-        x.device,
-    )
+    places = [experts.index(chosen[pair]) for pair in pairs]
+    if _takes_most(x):  # no expert has more rows than one that has all
+        places = [0] * len(pairs)
+    rows, places, shares = _numbers([[pair // taken for pair in pairs], places, pairs], x.device)
     alone = Routing(chosen=places.unsqueeze(1), weights=weights.flatten()[shares].unsqueeze(1))
     return mixture.sum_of(experts, x[rows], alone)
 
@@ -143,7 +144,7 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     """Experts in ascending order, each on the device where it lies or is sent to."""
     known, taken, small = _has_contents(x), routing.chosen.shape[1], is_decode_sized(x)
     order, counts = by_expert(x, routing, mixture.count)
-    if worst := not known or _worst.get():
+    if worst := _takes_most(x):
         choice = _worst_choice(mixture, taken)
         counts = [len(x) if expert in choice else 0 for expert in range(mixture.count)]
     chosen = [expert for expert in sorted(mixture.on_host) if counts[expert]]

@@ -140,16 +140,20 @@ def _release_idle_memory(device: torch.device) -> None:
 
 
 def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
-    """Bring a loaded model to where another plan has its units: those that stay are as they were,
-    the others are read again, and their caches hold zeros.
+    """Bring a loaded model to where another plan has its units and their experts: units that stay
+    are as they were, the others are read again, and their caches hold zeros.
 
     Raises:
         CheckpointError: the files are damaged, or aren't those that the model was loaded from.
         PlacementError: no room.
     """
-    moving = [u for u, device in zip(model.units, plan.devices, strict=True) if u.device != device]
-    for unit in moving:
+    moving = []
+    for unit, placed in zip(model.units, plan.units, strict=True):
+        if (unit.device, unit.host_experts) == (placed.device, frozenset(placed.host_experts)):
+            continue
+        moving.append(unit)
         unit.release()
+        unit.put_on_host(placed.host_experts)
         if (layer := unit.spec.layer) is not None:
             for cache in model.caches:
                 for part in cache.layers[layer].parts:

@@ -110,8 +110,8 @@ class HalfLayer(DecoderLayer):
         out = torch.empty_like(x)
         first, second = out.chunk(2, dim=-1)
         if self.shortcut is not None:
-            second.copy_(self.shortcut(normed))
             torch.add(hidden, self.mlp(normed), out=first)
+            second.copy_(self.shortcut(normed))
         else:
             second.zero_()
             torch.add(hidden.add_(self.mlp(normed)), carried, out=first)

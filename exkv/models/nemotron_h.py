@@ -81,7 +81,7 @@ class PlainExperts(Experts):
             self.fc2_latent_proj = Linear(latent, hidden, bias=config.mlp_bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).add_(self.shared_expert(x))
+        return self.shared_expert(x).add_(super().forward(x))
 
     def run(self, x: Tensor, routing: Routing) -> Tensor:
         before, behind = self.fc1_latent_proj, self.fc2_latent_proj
