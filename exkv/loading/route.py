@@ -30,10 +30,12 @@ class Route:
     def __init__(self, plan: Plan, costs: Sequence[UnitCost]) -> None:
         self.devices = list(plan.devices)
         self._plan, self._costs = plan, costs
-        #: Of the devices that the rest of the units may be placed on.
+        #: Of the devices that the rest of the units may be placed on: not of a host that has
+        #: experts alone, for which no calls are planned.
         self._budgets = [
             replace(each.budget, in_use=each.budget.in_use + each.transport)
             for each in plan.ledgers
+            if all(each.device.type in cost.workspace for cost in costs)
         ]
 
     def carried_out(self) -> Plan:
