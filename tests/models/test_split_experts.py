@@ -222,6 +222,7 @@ def planned_beside_measured(folder: str, weights: str | None, chunk: int) -> lis
     return found
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dry", [0, 1])
 @pytest.mark.parametrize(("chunk", "weights"), [(64, None), (3, None), (8, "int4"), (6, "int4")])
 def test_calls_of_any_size_take_what_is_planned(folder, chunk, weights, dry):
@@ -250,7 +251,7 @@ def failing(folder: str) -> list:
     start = sim.allocation_count()
     attempt(1 << 30)
     total = sim.allocation_count() - start
-    return [attempt(n) for n in range(1, total, max(total // 24, 1))]
+    return [attempt(n) for n in range(1, total, max(total // 12, 1))]
 
 
 def test_a_card_that_fills_up_amid_experts_is_left_as_it_was(folder):
