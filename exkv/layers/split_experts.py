@@ -52,7 +52,7 @@ _worst: ContextVar[bool] = ContextVar("worst", default=False)
 @contextlib.contextmanager
 def worst_case() -> Iterator[None]:
     """Within the block, tokens of this thread's calls choose the experts that take most of the
-    card's memory: for probes."""
+    card's memory, so that it can be measured."""
     token = _worst.set(True)
     try:
         yield
@@ -61,7 +61,7 @@ def worst_case() -> Iterator[None]:
 
 
 def _has_contents(x: Tensor) -> bool:
-    """False in a dry run, or on a simulated device that runs dry."""
+    """False for a tensor that has a shape alone."""
     return type(x) is Tensor and not sim.is_dry(x)
 
 
@@ -235,7 +235,7 @@ def _arriving(mixture: Experts, experts: Sequence[int]) -> Iterator[Iterator[nn.
     """These experts' modules on the card, one after the other."""
     modules = [mixture.expert(expert) for expert in experts]
     if not modules or mixture.staging is None:
-        yield iter(modules)  # in a dry run they are there
+        yield iter(modules)  # where tensors are shapes alone, all are there
         return
     with mixture.staging.lock:
         yield mixture.staging.arriving(modules)
