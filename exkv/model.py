@@ -277,6 +277,7 @@ class Model(Transformer):
         devices: Sequence[str | torch.device] | None = None,
         objective: str = "pack",
         order: str = "listed",
+        host_experts: bool = True,
         progress: bool = False,
         draft: KVCache | None = None,
         cluster: Hosts | None = None,
@@ -296,8 +297,8 @@ class Model(Transformer):
             last_id_only: promise logits of each row's last token only, which saves the rest; False
                 promises those of a whole chunk on the device, None also in slices that are gathered
                 in host memory, where only these fit.
-            objective, order: as for :func:`exkv.place`; "speed" first measures each device's
-                bandwidth.
+            objective, order, host_experts: as for :func:`exkv.place`; "speed" first measures each
+                device's bandwidth.
             callback, callback_gen, devices, progress: as for :meth:`load`.
             draft: the cache of a draft model (``exkv.Draft``), which is placed and loaded after
                 this one: both are planned before anything is read, and the draft's plan holds both
@@ -324,6 +325,7 @@ class Model(Transformer):
                 devices=devices,
                 objective=objective,
                 order=order,
+                host_experts=host_experts,
                 progress=progress,
                 draft=draft,
             )
@@ -363,6 +365,7 @@ class Model(Transformer):
             budgets=tuple(budgets),
             objective=options.objective,
             order=options.order,
+            host_experts=options.host_experts,
         )
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
@@ -419,8 +422,10 @@ class Model(Transformer):
         """Bytes of weights that ``load(lazy=True)`` placed there and has not read yet."""
         if self.plan is None:
             return 0
-        unread = (p for unit, p in zip(self.units, self.plan.units, strict=True) if not unit.module)
-        return sum(placed.weights for placed in unread if placed.device == device)
+        pairs = zip(self.units, self.plan.units, strict=True)
+        unread = [placed for unit, placed in pairs if not unit.module]
+        apart = sum(placed.host_weights for placed in unread) if device.type == "cpu" else 0
+        return apart + sum(placed.weights for placed in unread if placed.device == device)
 
     def _keep_record(self, plan: Plan, report: LoadReport) -> None:
         """Record a complete load; later plans count this model."""

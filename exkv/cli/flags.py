@@ -167,4 +167,10 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "default": "listed",
         "help": "any: fill devices in any order",
     },
+    ("--no-host-experts",): {
+        "dest": "host_experts",
+        "action": "store_false",
+        "help": "what cards have no room for goes to the host as whole layers, never as single "
+        "experts",
+    },
 }

@@ -173,4 +173,5 @@ def _scenario(
         budgets=tuple(budgets),
         objective=args.objective,
         order=args.order,
+        host_experts=args.host_experts,
     )

@@ -156,6 +156,7 @@ def stack(plans: Sequence[Plan], names: Sequence[str], place: Place) -> list[Par
         Part("logits", "l", "magenta", sum(ledger.logits for ledger in ledgers)),
         Part("workspace", "w", "orange1", work),
         Part("transport", "t", "yellow3", sum(ledger.transport for ledger in ledgers)),
+        Part("staging", "s", "gold3", sum(ledger.staging for ledger in ledgers)),
         Part("allocator", "a", "yellow4", sum(ledger.segments for ledger in ledgers) + most - work),
         Part("context", "x", "grey50", last.budget.overhead),
         Part("margin", "m", "grey62", last.budget.margin),

@@ -34,12 +34,17 @@ from exkv.planning.answer import (
     Answer,
     as_values,
     best_cache,
+    expectations,
+    experts_placed,
     fixed,
+    gains,
     host_cache_bytes,
+    prompts_sent,
     solved,
     weights_chosen,
 )
 from exkv.planning.budgets import devices_to_load
+from exkv.planning.expected_time import Expected
 from exkv.planning.launches import missing_kernels
 from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.solve import largest_batch, longest
@@ -263,6 +268,7 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         budgets=_budgets(args),
         objective=args.objective,
         order=args.order,
+        host_experts=args.host_experts,
         link=parse_link(args.link) if args.link else None,
     )
     if args.max_seq_len == "max":
@@ -318,13 +324,24 @@ def _print(
     draw(console, answer.plans, names)
     style = "bold green" if answer.fits else "bold red"
     console.print(answer.sentence, style=style, highlight=False, markup=False)
-    for line in weights_chosen(answer):
+    for line in [
+        *weights_chosen(answer),
+        *experts_placed(answer),
+        *map(_expected, expectations(answer)),
+        *prompts_sent(answer),
+    ]:
         console.print(line, highlight=False, markup=False)
     if host_cache_bytes(answer.scenario):
         console.print(_host_cache(answer), highlight=False, markup=False)
     console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
     for remedy in answer.remedies:  # after the refusal: they take longer to find
         console.print(f"  would fit: {remedy}", highlight=False, markup=False)
+    for gain in gains(answer):
+        console.print(f"  with {gain}", highlight=False, markup=False)
+
+
+def _expected(each: Expected) -> str:
+    return f"Predicted with full caches: {each}, by bandwidths of {each.bandwidths}."
 
 
 def _host_cache(answer: Answer) -> str:

@@ -154,5 +154,6 @@ def options(args: argparse.Namespace) -> ServeOptions:
         embed_cpu=args.embed_cpu,
         objective=args.objective,
         order=args.order,
+        host_experts=args.host_experts,
         draft=Path(args.draft) if args.draft and args.draft != OWN_HEAD else args.draft,
     )

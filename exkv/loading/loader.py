@@ -245,8 +245,11 @@ class _Load:
         if self.lazy:
             unit.device = device
         else:
+            with self.measured.allocation(device, "staging"):
+                staging = self.model.expert_staging(unit, device)
             with self.measured.allocation(device, "weights"):
                 self.model.read_unit(unit, device)
+            del staging  # which the unit holds, if it needs it
             _release_idle_memory(device)
         layers = self._cache_layers(unit)
         with self.measured.allocation(device, "cache"):
@@ -326,4 +329,5 @@ class _Load:
         layers = [layer for cache in self.caches for layer in cache.layers]
         tensors = [tensor for layer in layers for tensor in layer.tensors.values()]
         caches = sum(devices.rounded(t.nbytes) for t in tensors if t.device == device)
-        return caches + ledger.segments + (0 if self.lazy else ledger.weights)
+        read = 0 if self.lazy else ledger.weights + ledger.staging
+        return caches + ledger.segments + read

@@ -31,6 +31,7 @@ class LoadOptions:
     devices: Sequence[str | torch.device] | None = None
     objective: str = "pack"
     order: str = "listed"
+    host_experts: bool = True
     last_id_only: bool | None = None
     plan: Plan | None = None
     lazy: bool = False

@@ -52,7 +52,7 @@ def check_plan(plan: Plan, costs: Sequence[UnitCost]) -> None:
     """
     if len(costs) != len(plan.units):
         raise ValueError(f"the plan has {len(plan.units)} units, and the model {len(costs)}")
-    budgets = [present_budget(ledger.device) for ledger in plan.ledgers if ledger.units]
+    budgets = [present_budget(ledger.device) for ledger in plan.ledgers if ledger.has_weights]
     now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     for unit, planned in zip(now.units, plan.units, strict=True):
         if unit != planned:
@@ -114,8 +114,13 @@ def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
 
 
 def _first_unit(plan: Plan, ledger: Ledger) -> str:
-    """The name of the first unit on the ledger's device."""
-    return next(unit.name for unit in plan.units if unit.device == ledger.device)
+    """The name of the first unit on the ledger's device, or with experts there."""
+    on_host = ledger.device.type == "cpu"
+    return next(
+        unit.name
+        for unit in plan.units
+        if unit.device == ledger.device or (on_host and unit.host_experts)
+    )
 
 
 def warn_of_missing_kernels(plan: Plan, workload: Workload) -> None:
@@ -123,7 +128,7 @@ def warn_of_missing_kernels(plan: Plan, workload: Workload) -> None:
     devices_used = [
         ledger.device
         for ledger in plan.ledgers
-        if ledger.units and not ledger.budget.host and ledger.device != devices.ELSEWHERE
+        if ledger.has_weights and not ledger.budget.host and ledger.device != devices.ELSEWHERE
     ]
     lacks = missing_kernels(workload.model, workload.promise, devices_used)
     for lack, sentences in lacks.items():

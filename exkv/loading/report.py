@@ -18,7 +18,7 @@ from exkv.planning.best import given_up
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
-LINES = ("weights", "cache", "workspace", "logits", "allocator")
+LINES = ("weights", "cache", "workspace", "logits", "staging", "allocator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +100,16 @@ class LoadReport:
     def table(self) -> Table:
         table = Table(title="predicted (measured)")
         table.add_column("device")
-        for heading in ("units", *LINES, "margin", "reserve", "of"):
+        staging = any(row.ledger.staging for row in self.devices)
+        lines = [line for line in LINES if staging or line != "staging"]
+        for heading in ("units", *lines, "margin", "reserve", "of"):
             table.add_column(heading, justify="right")
         for row in self.devices:
             budget = row.ledger.budget
             table.add_row(
                 str(row.ledger.place),
                 str(row.units),
-                *(_pair(getattr(row.ledger, line), row.measured.get(line)) for line in LINES),
+                *(_pair(getattr(row.ledger, line), row.measured.get(line)) for line in lines),
                 human(budget.margin),
                 human(budget.reserve),
                 "" if budget.capacity == UNBOUNDED else human(budget.capacity),

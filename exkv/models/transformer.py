@@ -123,6 +123,11 @@ class Transformer:
         these; None where there is nothing to choose."""
         return None
 
+    def usage(self) -> Mapping[str, tuple[float, ...]] | None:
+        """The share of tokens that choose each expert, by unit, for a plan to tell hot experts from
+        cold ones; None where nothing is known."""
+        return None
+
     def specs_kept(self, option: str) -> list[UnitSpec]:
         """The units with all weights in one of ``on_load.OPTIONS``."""
         if option not in self._specs:
@@ -251,12 +256,12 @@ class Transformer:
             name: adapter.read(unit.index, device, hollow=hollow)
             for name, adapter in self._adapters.items()
         }
-        staging = self._expert_staging(unit, device)
+        staging = self.expert_staging(unit, device)
         unit.read(self.checkpoint, device, shared, self.precomputed(unit), staging)
         unit.low_rank = changes
         self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
 
-    def _expert_staging(self, unit: Unit, device: torch.device) -> ExpertStaging | None:
+    def expert_staging(self, unit: Unit, device: torch.device) -> ExpertStaging | None:
         """The buffers of a card by which its units' experts come from host memory; the last of
         these units to go frees them."""
         if not unit.host_experts or device.type == "cpu":

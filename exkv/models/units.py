@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -38,6 +38,12 @@ def expert_of(parameter: str) -> int | None:
     """The routed expert that a unit's parameter belongs to, by its name; None for all others."""
     found = _EXPERT.search(parameter)
     return int(found[1]) if found else None
+
+
+@lru_cache
+def _experts_of(parameters: tuple[str, ...]) -> list[int | None]:
+    """The same of all parameters of a unit, of which many are alike."""
+    return list(map(expert_of, parameters))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +228,10 @@ class PlacedUnit(Protocol):
     def host_experts(self) -> frozenset[int]: ...
 
 
+#: Names and shapes of parameters -> :attr:`Unit.layout`.
+_layouts: dict[tuple[tuple[str, torch.Size], ...], int] = {}
+
+
 class Unit:
     """A spec in one model: unplaced, placed, or loaded. A change advances the epoch.
 
@@ -253,14 +263,27 @@ class Unit:
     def name(self) -> str:
         return self.spec.name
 
-    @property
+    @cached_property
     def expert_bytes(self) -> tuple[int, ...]:
         """Bytes of each routed expert; empty for a unit without."""
         totals: dict[int, int] = {}
-        for name, nbytes in self.nbytes.items():
-            if (expert := expert_of(name)) is not None:
+        experts = _experts_of(tuple(self.nbytes))
+        for expert, nbytes in zip(experts, self.nbytes.values(), strict=True):
+            if expert is not None:
                 totals[expert] = totals.get(expert, 0) + nbytes
         return tuple(totals[expert] for expert in range(len(totals)))
+
+    @cached_property
+    def layout(self) -> int:
+        """A number that units have in common whose parameters have the same names and shapes."""
+        shapes = tuple((name, tensor.shape) for name, tensor in self.shapes.items())
+        return _layouts.setdefault(shapes, len(_layouts))
+
+    @property
+    def host_weights(self) -> int:
+        """Bytes of the experts that lie in host memory while the rest is on a card."""
+        experts = self.expert_bytes if self.host_experts else ()
+        return sum(experts[expert] for expert in self.host_experts)
 
     def read(
         self,

@@ -6,9 +6,10 @@ server says of a model before it loads it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,16 @@ import torch
 
 from exkv.cache import BY_LOSS, CACHES
 from exkv.errors import PlacementError
+from exkv.layers.linear import Matrix
+from exkv.layers.mlp import mixtures
+from exkv.layers.split_experts import HostRates, rows_to_stream
+from exkv.models import Unit
 from exkv.sizes import human
 
 from .best import given_up, least_lossy_with_cache, settled
+from .expected_time import Expected, expected, where_experts_are
 from .fitting import even_with
-from .plan import Plan
+from .plan import Plan, UnitCost
 from .scenario import Scenario
 from .solve import extra_memory, least_lossy, nearest_changes
 
@@ -34,6 +40,7 @@ class Answer:
         sentence: the answer in words.
         found: what was solved for, by name.
         remedies: changes that would make it fit; each is planned when it is asked for.
+        costs: of each plan's units, where the host's memory is on offer beside cards.
     """
 
     scenario: Scenario
@@ -42,13 +49,15 @@ class Answer:
     sentence: str
     found: dict[str, Any] = dataclasses.field(default_factory=dict)
     remedies: Iterable[str] = ()
+    costs: tuple[Sequence[UnitCost], ...] = ()
 
 
 def fixed(scenario: Scenario) -> Answer:
     """Whether it fits as it is."""
     scenario = settled(scenario)
+    costs = scenario.costs(scenario.peaks())
     try:
-        plans = scenario.attempt()
+        plans = scenario.attempt(costs)
     except PlacementError as error:
         return _refusal(scenario, error)
     least = min((plan.smallest_headroom for plan in plans), default=0)
@@ -65,6 +74,7 @@ def fixed(scenario: Scenario) -> Answer:
         plans=plans,
         sentence=f"It fits on {where}{near}; the smallest headroom is {human(least)}.",
         found={"devices": len(cards), "smallest_headroom": least, "gap": gap},
+        costs=tuple(costs) if scenario.beside_host else (),
     )
 
 
@@ -135,6 +145,60 @@ def weights_chosen(answer: Answer) -> list[str]:
     return [line for plan in answer.plans for line in given_up(plan)]
 
 
+def expectations(answer: Answer) -> list[Expected]:
+    """What each plan is expected to do, where the host's memory takes what cards have no room
+    for."""
+    pairs = zip(answer.plans, answer.costs, answer.scenario.workloads, strict=False)
+    budgets = answer.scenario.budgets
+    return [expected(plan, costs, budgets, workload.rows) for plan, costs, workload in pairs]
+
+
+def experts_placed(answer: Answer) -> list[str]:
+    """Where experts are, a line for each device with their layers; none unless some are in host
+    memory while their layers are elsewhere."""
+    pairs = zip(answer.plans, answer.costs, strict=False)
+    apart = (each for each in pairs if each[0].host_experts)
+    return [line for plan, costs in apart for line in where_experts_are(plan, costs)]
+
+
+def prompts_sent(answer: Answer) -> list[str]:
+    """From how many rows on experts in host memory are sent to a card, a line for each plan."""
+    pairs = zip(answer.plans, answer.scenario.workloads, strict=False)
+    rows = [
+        _rows_to_stream(next(unit for unit in workload.model.units if unit.host_experts))
+        for plan, workload in pairs
+        if plan.host_experts
+    ]
+    return [
+        f"For prompts, an expert on the host that {_plural(count, 'token')} or more have chosen is "
+        "sent to its card."
+        for count in rows
+    ]
+
+
+def _rows_to_stream(unit: Unit) -> int:
+    """By the rates that a model has which is not told others."""
+    with torch.device("meta"):
+        mixture = next(mixtures(unit.spec.build()))
+    expert = mixture.expert(0)
+    assert expert is not None
+    sizes = [part.size for part in expert.modules() if isinstance(part, Matrix)]
+    weights = sum(outputs * inputs for outputs, inputs in sizes)
+    return rows_to_stream(max(unit.expert_bytes), weights, HostRates())
+
+
+def gains(answer: Answer) -> Iterator[str]:
+    """What else would make a model faster that has experts in host memory, each of them planned:
+    one more card, or fewer bits."""
+    if not answer.fits or not any(plan.host_experts for plan in answer.plans):
+        return
+    for words, scenario in answer.scenario.larger():
+        with contextlib.suppress(PlacementError):
+            found = fixed(scenario)
+            if found.fits:
+                yield f"{words}: {expectations(found)[0]} to expect"
+
+
 def host_cache_bytes(scenario: Scenario) -> int:
     """What caches of such a kind take from the host, wherever their layers are placed."""
     return sum(workload.host_cache_bytes() for workload in scenario.workloads)
@@ -149,6 +213,10 @@ def as_values(answer: Answer, names: Sequence[str], seconds: float) -> dict[str,
         "found": answer.found,
         "weights": weights_chosen(answer),
         "would_fit": list(answer.remedies),
+        "experts": experts_placed(answer),
+        "expected": [dataclasses.asdict(each) for each in expectations(answer)],
+        "prompts": prompts_sent(answer),
+        "gains": list(gains(answer)),
         "host_cache_bytes": host_cache_bytes(answer.scenario),
         "plans": dict(zip(names, plans, strict=False)),
         "seconds": round(seconds, 3),

@@ -18,6 +18,7 @@ from exkv.weights.choice import Choice
 from exkv.weights.on_load import AS_STORED, OPTIONS
 
 from .fitting import fitted
+from .host_experts import with_host_experts
 from .plan import PlacedUnit, Plan, UnitCost
 from .scenario import Scenario, Workload
 from .search.choose import least_lossy_units
@@ -27,7 +28,7 @@ from .solve import plans_for
 def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]]:
     """The scenario with all chosen that it leaves open, a plan for each workload, and the costs;
     PlacementError, as of ``exkv.planning.solve.plans_for``, where nothing fits."""
-    usual = _with_weights(scenario)
+    usual = with_host_experts(_with_weights(scenario))
     costs = usual.costs(usual.peaks())
     with contextlib.suppress(PlacementError):
         return usual, usual.attempt(costs), costs
@@ -37,10 +38,11 @@ def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[U
 
 
 def settled(scenario: Scenario) -> Scenario:
-    """The scenario with all chosen that it leaves open: how calls run, by ``fitting``, and then the
-    weights of each model. Where nothing fits, these have the fewest bits, so that a refusal says
-    what lacks even then."""
-    return _with_weights(fitted(scenario, lambda way: _in_fewest_bits(way).fits()))
+    """The scenario with all chosen that it leaves open: how calls run, by ``fitting``, then the
+    weights of each model, and which experts lie in host memory. Where nothing fits, the weights
+    have the fewest bits, so that a refusal says what lacks even then."""
+    sized = fitted(scenario, lambda way: _in_fewest_bits(way).fits())
+    return with_host_experts(_with_weights(sized))
 
 
 def _with_weights(scenario: Scenario) -> Scenario:

@@ -204,7 +204,7 @@ def without(models: Collection[Loaded], budget: Budget) -> Budget:
     ledgers = [each for plan in plans for each in plan.ledgers if each.device == budget.device]
     if not ledgers:
         return budget
-    held = sum(each.weights + each.cache + each.logits + each.segments for each in ledgers)
+    held = sum(each.held - each.transport for each in ledgers)
     others = (other.plan for other in LOADED if other not in models)
     return replace(
         budget,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from exkv import devices as accelerators
 from exkv.models.transformer import CHUNKS
 
+from .host_experts import with_host_experts
 from .scenario import Scenario, Workload
 
 Fits = Callable[[Scenario], bool]
@@ -44,7 +45,7 @@ def anew(scenario: Scenario) -> Scenario:
         promise = replace(workload.promise, max_input_len=workload.model.chunks[0], logits_len=None)
         return replace(workload, promise=promise, embed_cpu=workload.model.embed_cpu)
 
-    return fitted(scenario.each(usual), Scenario.fits)
+    return with_host_experts(fitted(scenario.each(usual), Scenario.fits))
 
 
 def even_with(scenario: Scenario) -> str:

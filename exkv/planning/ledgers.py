@@ -35,10 +35,9 @@ def plan_where(
     """
     ledgers = empty_ledgers(costs, budgets, where, role)
     units = []
-    for unit, ledger in placing(costs, ledgers, where):
+    for unit, changed in placing(costs, ledgers, where):
         units.append(unit)
-        if unit.device != ELSEWHERE:
-            ledgers[unit.place] = ledger
+        ledgers |= {place: each for place, each in changed.items() if place.device != ELSEWHERE}
     hosts = list(dict.fromkeys(place.host for place in ledgers))
     return Plan(
         objective=objective,
@@ -70,17 +69,24 @@ def _unbounded(place: Place) -> Budget:
 
 def placing(
     costs: Sequence[UnitCost], ledgers: Mapping[Place, Ledger], where: Sequence[Place]
-) -> Iterator[tuple[PlacedUnit, Ledger]]:
-    """Place the units one by one: each with its device's ledger afterwards."""
+) -> Iterator[tuple[PlacedUnit, Mapping[Place, Ledger]]]:
+    """Place the units one by one: each with the ledgers that it changes, as they are afterwards:
+    its device's, and where it has experts in host memory while it is elsewhere, the host's."""
     ledgers = dict(ledgers)
     for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
-        ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))
+        apart = cost.host_weights if place != place.memory else 0
         there = {other for other, at in enumerate(where[:index]) if at == place}
         weights = cost.weights - sum(cost.shared[other] for other in cost.shared.keys() & there)
+        weights += cost.host_weights - apart
         beside = cost.shared_cache.keys() & there
         cache = cost.cache_on(place.device)
         cache -= sum(cost.cache_beside(other, place.device) for other in beside)
-        ledgers[place] = ledger.with_unit(cost, weights, cache)
+        ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))
+        changed = {place: ledger.with_unit(cost, weights, cache)}
+        if apart:
+            host = ledgers.get(place.memory) or Ledger.empty(_unbounded(place.memory))
+            changed[place.memory] = host.with_experts(apart)
+        ledgers |= changed
         unit = PlacedUnit(
             name=cost.name,
             device=place.device,
@@ -91,5 +97,7 @@ def placing(
             logits=cost.logits,
             kept=cost.kept,
             loss=cost.loss,
+            host_experts=cost.host_experts if apart else (),
+            host_weights=apart,
         )
-        yield unit, ledgers[place]
+        yield unit, changed

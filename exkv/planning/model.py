@@ -13,7 +13,7 @@ from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
 from exkv.models.units import unit_specs
 from exkv.weights.choice import Choice, Losses
-from exkv.weights.on_load import with_weights
+from exkv.weights.on_load import METHOD, with_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,6 +31,7 @@ class ModelShape:
         losses: returns the formats to choose from and their losses, measured at the first call;
             None if there is no choice.
         units_kept: returns the units with the weight formats of a choice.
+        usage: returns the share of tokens that choose each expert, by unit; None if it isn't known.
     """
 
     config: ModelConfig
@@ -45,6 +46,7 @@ class ModelShape:
     choice: Choice | None
     losses: Callable[[], Losses | None]
     units_kept: Callable[[Choice], tuple[Unit, ...]]
+    usage: Callable[[], Mapping[str, tuple[float, ...]] | None]
 
     @classmethod
     def of(cls, model: Transformer | ModelShape) -> ModelShape:
@@ -56,8 +58,38 @@ class ModelShape:
         """With the weight formats of a choice, and nothing left to choose."""
         return replace(self, units=self.units_kept(choice), choice=choice, losses=lambda: None)
 
+    def with_host_experts(self, experts: Mapping[str, frozenset[int]]) -> ModelShape:
+        """With these experts, by unit, in host memory while their units are elsewhere.
+
+        Raises:
+            ValueError: a unit that the model doesn't have, or an expert that the unit doesn't.
+        """
+        if unknown := experts.keys() - {unit.name for unit in self.units}:
+            raise ValueError(f"the model has no unit {min(unknown)} with experts in host memory")
+        units = (_apart(unit, experts.get(unit.name, frozenset())) for unit in self.units)
+        return replace(self, units=tuple(units))
+
+    @property
+    def on_load(self) -> str | None:
+        """What float weights become on load, one of ``exkv.weights.on_load.BITS``; None where they
+        stay, are stored otherwise, or differ from unit to unit."""
+        quantization = self.config.quantization or {}
+        weights = quantization.get("weights")
+        on_load = quantization.get("quant_method") == METHOD and isinstance(weights, str)
+        return weights if on_load else None
+
     def quantized(self, weights: str) -> ModelShape:
         """With float weights quantized to integers on load."""
-        config = with_weights(self.config, weights)
+        stored = replace(self.config, quantization=None) if self.on_load else self.config
+        config = with_weights(stored, weights)
         units = tuple(Unit(i, each) for i, each in enumerate(unit_specs(config, self.dtype)))
         return replace(self, config=config, units=units)
+
+
+def _apart(unit: Unit, experts: frozenset[int]) -> Unit:
+    """The unit with these experts in host memory, unloaded; itself where it is so already."""
+    if unit.host_experts == experts:
+        return unit
+    changed = Unit(unit.index, unit.spec)
+    changed.put_on_host(experts)
+    return changed

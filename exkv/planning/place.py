@@ -45,6 +45,7 @@ def place(
     hosts: Hosts | None = None,
     link: Link | str | None = None,
     allocator: str = "cuda",
+    host_experts: bool = True,
 ) -> Plan:
     """Say what would be placed where, before a byte is loaded.
 
@@ -59,6 +60,9 @@ def place(
             chunk at once; None for either all at once or in slices, as fits.
         beside: another model's plan, for the same devices, that is carried out first.
         link: what joins the hosts, as text such as "10Gbit,0.2ms"; "speed" weighs it.
+        host_experts: where a model with routed experts is larger than the cards and ``cpu`` takes
+            the rest, leave it single experts, those that are chosen least often, instead of whole
+            layers, so that a token is expected to take the least time.
 
     Returns:
         The plan; ``model.load(plan=plan)`` carries it out, one over several hosts each host's
@@ -92,6 +96,7 @@ def place(
         objective=objective,
         order=order,
         link=parse_link(link) if isinstance(link, str) else link,
+        host_experts=host_experts,
     )
     _, (plan,), _ = planned(scenario)
     return plan

@@ -104,7 +104,14 @@ class UnitCost:
         workspace: device type -> peak of one forward call through it.
         reserved: likewise, what the call reserves where memory comes in segments.
         logits: of its output, which the caller may keep while the next call runs.
-        traffic: what a decode step reads at full length.
+        traffic: what a decode step reads at full length, of routed experts what is to be expected.
+        experts: of each routed expert, of ``weights`` or ``host_weights``.
+        chosen: the probability that a decode step reads it.
+        beside: of ``traffic``, what the card reads while the host computes: shared experts.
+        host_experts: routed experts whose weights lie in host memory while the rest is elsewhere.
+        host_weights: of these, which ``weights`` doesn't count.
+        staging: of the buffers through which their weights come to a card for long prompts; one
+            unit after the other uses them.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
         shared_cache: index of an earlier unit, if its layer has the same keys and values ->
             ``cache`` and ``host_cache``, which cost nothing beside it.
@@ -131,6 +138,12 @@ class UnitCost:
     loss: float = 0.0
     hidden: int = 0
     hidden_step: int = 0
+    experts: tuple[int, ...] = ()
+    chosen: tuple[float, ...] = ()
+    beside: int = 0
+    host_experts: tuple[int, ...] = ()
+    host_weights: int = 0
+    staging: int = 0
 
     def held_on(self, budget: Budget) -> int:
         """Bytes that it keeps of a device, with what is reserved beyond them."""
@@ -228,8 +241,10 @@ class Ledger:
 
     ``workspace`` is shared with models loaded there already, so that it is at least theirs.
     ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
-    Where memory comes in segments, ``segments`` is what weights, cache and logits reserve beyond
-    their bytes, and ``call`` the most that a call reserves, its workspace included.
+    A host's ``weights`` count those of experts there whose units are elsewhere, and ``staging`` is
+    where these come to on a card, for long prompts. Where memory comes in segments, ``segments`` is
+    what the other lines but workspace reserve beyond their bytes, and ``call`` the most that a call
+    reserves, its workspace included.
     """
 
     budget: Budget
@@ -241,6 +256,7 @@ class Ledger:
     transport: int = 0
     segments: int = 0
     call: int = 0
+    staging: int = 0
 
     @classmethod
     def empty(cls, budget: Budget, transport: int = 0) -> Ledger:
@@ -267,7 +283,12 @@ class Ledger:
     @property
     def used(self) -> bool:
         """Whether the plan puts anything there."""
-        return bool(self.units or self.transport)
+        return bool(self.has_weights or self.transport)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the plan puts units there, or experts of units that are elsewhere."""
+        return bool(self.units or self.weights)
 
     @property
     def limit(self) -> int:
@@ -276,8 +297,13 @@ class Ledger:
     @property
     def total(self) -> int:
         """Bytes in use for this model at the peak of a forward call."""
-        held = self.weights + self.cache + self.logits + self.transport + self.segments
-        return held + self.promised_call
+        return self.held + self.promised_call
+
+    @property
+    def held(self) -> int:
+        """Bytes in use between calls."""
+        beside = self.logits + self.transport + self.staging + self.segments
+        return self.weights + self.cache + beside
 
     @property
     def headroom(self) -> int:
@@ -301,7 +327,12 @@ class Ledger:
             logits=self.logits + cost.logits,
             segments=self.segments + (cost.segments if self.budget.segmented else 0),
             call=max(self.call, cost.call_on(self.budget)) if self.budget.segmented else 0,
+            staging=0 if self.device.type == "cpu" else max(self.staging, cost.staging),
         )
+
+    def with_experts(self, nbytes: int) -> Ledger:
+        """The ledger once experts of a unit that is elsewhere are here too."""
+        return replace(self, weights=self.weights + nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,10 +375,10 @@ class Plan:
         fitted: what differs from the defaults so that it fits, in words.
         link: what joins the hosts, where there are several and it was said.
         role: of the host of this process, where it carries out its piece of a larger plan.
-        gap: the most by which a plan in another order of the devices could be better, as a share of
-            what is compared: what the objective makes small or large, or before that bytes of an
-            overflow device. 0 for the best plan there is, as every plan is but those in any order
-            of very many unlike devices.
+        gap: the most by which another plan could be better, as a share of what is compared: what
+            the objective makes small or large, or before that bytes of an overflow device. 0 for
+            the best plan there is, as every plan is but those in any order of very many unlike
+            devices, and those with unlike experts in host memory.
     """
 
     objective: str
@@ -366,7 +397,8 @@ class Plan:
     def near_best(self) -> str:
         """How far it may be from the best, in words; none for the best."""
         percent = math.ceil(1000 * self.gap) / 10
-        return f"within {percent:g} % of the best in any order" if self.gap else ""
+        best = "the best" if self.host_experts else "the best in any order"
+        return f"within {percent:g} % of {best}" if self.gap else ""
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -408,8 +440,13 @@ class Plan:
 
     @property
     def smallest_headroom(self) -> int:
-        """Over the devices that hold a unit, in bytes."""
-        return min(ledger.headroom for ledger in self.ledgers if ledger.units)
+        """Over the devices that hold weights, in bytes."""
+        return min(ledger.headroom for ledger in self.ledgers if ledger.has_weights)
+
+    @property
+    def host_experts(self) -> dict[str, frozenset[int]]:
+        """Unit name -> its experts in host memory, of units that have some there."""
+        return {u.name: frozenset(u.host_experts) for u in self.units if u.host_experts}
 
     @property
     def choice(self) -> Choice | None:
@@ -467,8 +504,7 @@ class Plan:
 
 
 def _beside(ledger: Ledger) -> Budget:
-    taken = ledger.weights + ledger.cache + ledger.logits + ledger.transport + ledger.segments
-    cap = ledger.budget.cap
+    taken, cap = ledger.held, ledger.budget.cap
     return replace(
         ledger.budget,
         in_use=ledger.budget.in_use + taken,

@@ -7,20 +7,27 @@ read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from exkv import devices as accelerators
 from exkv.cache import CacheLayer, KVCache
-from exkv.caching_allocator import Rules
+from exkv.caching_allocator import ROUND_LARGE, Rules
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
+from exkv.models.units import staging_bytes
+from exkv.sizes import human
+from exkv.weights.on_load import BITS
 
+from .ledgers import plan_where
 from .model import ModelShape
 from .plan import CPU, Budget, Link, Place, Plan, UnitCost
 from .reserved import Allocated, reserved_for
+from .search.experts import fits_experts
 from .search.placement import fits_units, place_units
 from .workspace import CacheShape, Promise, predict_workspaces
 
@@ -37,6 +44,9 @@ class Workload:
         embed_cpu: whether its embedding is pinned to host memory; None to let the plan decide.
         slices: whether a plan may run the head on slices of a chunk.
         fitted: what differs from the defaults so that it fits, in words.
+        where: the place of each unit, where it was chosen together with the experts that lie in
+            host memory (``exkv.planning.host_experts``).
+        gap: of that choice, as of :class:`Plan`.
     """
 
     model: ModelShape
@@ -44,6 +54,8 @@ class Workload:
     embed_cpu: bool | None
     slices: bool = False
     fitted: tuple[str, ...] = ()
+    where: tuple[Place, ...] = ()
+    gap: float = 0.0
 
     @classmethod
     def of(
@@ -74,8 +86,12 @@ class Workload:
         model: Transformer | ModelShape,
         caches: Sequence[KVCache | CacheShape],
     ) -> Workload:
-        """What a model is promised by a plan of it, with caches that it may not have had."""
-        workload = cls.of(model, caches, last_id_only=plan.last_id_only)
+        """What a model is promised by a plan of it, with caches that it may not have had; its
+        experts are in host memory as the plan says, or where it is loaded, as they are now."""
+        shape = ModelShape.of(model)
+        if all(unit.device is None for unit in model.units):
+            shape = shape.with_host_experts(plan.host_experts)
+        workload = replace(cls.of(model, caches, last_id_only=plan.last_id_only), model=shape)
         chunk = plan.max_input_len if len(model.chunks) > 1 else None
         promise = replace(
             workload.promise,
@@ -109,8 +125,15 @@ class Workload:
             among: bytes of other allocations that may share segments with these.
         """
         hidden, hidden_step = self.hidden_bytes()
+        card = next((kind for kind in peaks if kind != "cpu"), "cpu")
+        staging = staging_bytes(self.model.units, card)
         costs = [
-            replace(self._cost(unit, peaks, home), hidden=hidden, hidden_step=hidden_step)
+            replace(
+                self._cost(unit, peaks, home),
+                hidden=hidden,
+                hidden_step=hidden_step,
+                staging=staging if unit.host_experts else 0,
+            )
             for unit in self.model.units
         ]
         rules = {kind: found for kind in peaks if (found := accelerators.allocator_rules(kind))}
@@ -128,13 +151,15 @@ class Workload:
         one = next(iter(rules.values()))
         pairs = zip(self.model.units, costs, strict=True)
         units = [self._allocated(unit, cost.logits) for unit, cost in pairs]
-        sizes = frozenset(among).union(*(unit.sizes for unit in units))
+        buffers = {cost.staging for cost in costs} - {0}
+        sizes = frozenset(among).union(buffers, *(unit.sizes for unit in units))
         started = one.open_segments(sizes)
         return [
             replace(
                 cost,
                 segments=reserved - unit.nbytes,
                 reserved={kind: int(peaks[kind][index, 2]) + started for kind in rules},
+                staging=one.share(cost.staging, sizes),
             )
             for index, (cost, unit, reserved) in enumerate(
                 zip(costs, units, reserved_for(units, sizes, one), strict=True)
@@ -152,7 +177,7 @@ class Workload:
             return Allocated((), (), ())
         layers = self._cache_layers(unit)
         return Allocated(
-            fixed=[sum(unit.nbytes.values()), self._adapter_bytes(unit), logits],
+            fixed=[self._own_bytes(unit), self._adapter_bytes(unit), logits],
             caches=[0 if each.host_bytes_needed() else each.full_bytes() for each in layers],
             before=[each.bytes_before() for each in layers],
         )
@@ -162,8 +187,7 @@ class Workload:
         each = self.model.config.handed_on * self.model.dtype.itemsize
         calls = (lengths for _, lengths in self.promise.worst_calls())
         tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
-        rows = max((cache.batch_size for cache in self.promise.caches), default=1)
-        return tokens * each, rows * each
+        return tokens * each, self.rows * each
 
     def _cost(self, unit: Unit, peaks: Peaks, home: str) -> UnitCost:
         if unit.index in self.model.elsewhere:
@@ -175,10 +199,14 @@ class Workload:
                 workspace=peaks_there,
                 pinned=Place(accelerators.ELSEWHERE),
             )
-        weights = sum(unit.nbytes.values()) + self._adapter_bytes(unit)
+        weights = self._own_bytes(unit) + self._adapter_bytes(unit)
         cache, host_cache = self._cache_bytes(unit)
         kept = unit is self.model.units[-1] or unit.spec.is_mtp
         choice = self.model.choice
+        experts = unit.expert_bytes
+        chosen = self._chosen(unit, len(experts))
+        unread = sum(experts) - sum(map(operator.mul, experts, chosen))
+        read = weights + unit.host_weights + self._read(unit) - round(unread)
         return UnitCost(
             name=unit.name,
             weights=weights,
@@ -186,13 +214,35 @@ class Workload:
             host_cache=host_cache,
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
             logits=max(int(table[unit.index, 1]) for table in peaks.values()) if kept else 0,
-            traffic=weights + self._read(unit) if unit.index else 0,  # of the table a few rows
+            traffic=read if unit.index else 0,  # of the table a few rows
+            experts=experts,
+            chosen=chosen,
+            beside=sum(n for name, n in unit.nbytes.items() if ".shared_expert" in name),
+            host_experts=tuple(sorted(unit.host_experts)),
+            host_weights=unit.host_weights,
             shared=_shared_bytes(unit),
             shared_cache=self._shared_cache(unit, cache, host_cache),
             pinned=Place(CPU, home) if self.embed_cpu and unit.index == 0 else None,
             kept=choice.kept[unit.name] if choice else None,
             loss=choice.loss[unit.name] if choice else 0.0,
         )
+
+    def _own_bytes(self, unit: Unit) -> int:
+        """Of its weights, without the experts that lie in host memory."""
+        return sum(unit.nbytes.values()) - unit.host_weights
+
+    def _chosen(self, unit: Unit, experts: int) -> tuple[float, ...]:
+        """The probability that a decode step of all rows reads each expert, whose choices don't
+        depend on each other; all alike where nothing is known of the unit."""
+        known = (self.model.usage() or {}).get(unit.name) if experts else None
+        taken = getattr(self.model.config.specific, "num_experts_per_tok", None) or 1
+        shares = known or (min(taken / experts, 1.0),) * experts if experts else ()
+        return tuple(1 - (1 - share) ** self.rows for share in shares)
+
+    @property
+    def rows(self) -> int:
+        """That a decode step may have."""
+        return max((cache.batch_size for cache in self.promise.caches), default=1)
 
     def _adapter_bytes(self, unit: Unit) -> int:
         """Of the adapters' part of the unit, which lies beside its weights."""
@@ -230,6 +280,12 @@ class Workload:
         costs = ((unit, *self._cache_bytes(unit)) for unit in self.model.units)
         return sum(host for unit, own, host in costs if not self._shared_cache(unit, own, host))
 
+    def unplaced(self) -> Workload:
+        """With its experts beside the rest of their layers, and all open that was chosen of it."""
+        if not self.where:
+            return self
+        return replace(self, model=self.model.with_host_experts({}), where=(), gap=0.0)
+
     def in_chunks_of(self, tokens: int) -> Workload:
         return replace(self, promise=replace(self.promise, max_input_len=tokens))
 
@@ -263,6 +319,8 @@ class Scenario:
             whoever asks it, and is placed there before the others.
         budgets: the devices.
         objective, order, link: as :func:`exkv.planning.search.placement.place_units` takes them.
+        host_experts: whether experts may lie in host memory while their layer is on a card; else
+            whole layers do.
     """
 
     workloads: tuple[Workload, ...]
@@ -270,6 +328,7 @@ class Scenario:
     objective: str = "pack"
     order: str = "listed"
     link: Link | None = None
+    host_experts: bool = True
 
     @property
     def home(self) -> str:
@@ -286,6 +345,19 @@ class Scenario:
         """The positions of the workloads, in the order in which they are placed."""
         first, *others = range(len(self.workloads))
         return [*others, first] if self.over_hosts else [first, *others]
+
+    @property
+    def beside_host(self) -> bool:
+        """Whether one machine's memory takes what its cards have no room for."""
+        on_host = [budget.device == CPU for budget in self.budgets]
+        return any(on_host) and not all(on_host) and not self.over_hosts
+
+    def may_have_host_experts(self, position: int) -> bool:
+        """Whether experts of this workload may lie in host memory while their layers are on
+        cards."""
+        units = self.workloads[position].model.units
+        asked = self.host_experts and self.beside_host
+        return asked and any(unit.expert_bytes for unit in units)
 
     def peaks(self) -> list[Peaks]:
         return [workload.peaks(self.budgets) for workload in self.workloads]
@@ -306,14 +378,8 @@ class Scenario:
         """Plans of these workloads, each around those before it."""
         plans: dict[int, Plan] = {}
         for position in positions:
-            plan = place_units(
-                costs[position],
-                self._left_for(position, plans),
-                objective=self.objective,
-                order=self.order,
-                link=self.link,
-            )
             workload = self.workloads[position]
+            plan = self._plan_of(workload, costs[position], self._left_for(position, plans))
             plans[position] = replace(
                 plan,
                 last_id_only=workload.promise.last_id_only,
@@ -322,6 +388,18 @@ class Scenario:
                 fitted=workload.fitted,
             )
         return plans
+
+    def _plan_of(
+        self, workload: Workload, costs: Sequence[UnitCost], budgets: Sequence[Budget]
+    ) -> Plan:
+        """The plan that was chosen with the experts in host memory, while it fits, or the best."""
+        if workload.where:
+            plan = plan_where(costs, budgets, workload.where, self.objective, self.order)
+            if plan.fits:
+                return replace(plan, link=self.link, gap=workload.gap)
+        return place_units(
+            costs, budgets, objective=self.objective, order=self.order, link=self.link
+        )
 
     def that_fit(self) -> dict[int, Plan]:
         """Plans of the workloads, by position, before the first that does not fit."""
@@ -364,12 +442,23 @@ class Scenario:
     def has_room(self, costs: Sequence[Sequence[UnitCost]]) -> bool:
         """Whether there is a plan for these costs."""
         if len(costs) == 1:
-            return fits_units(costs[0], self.budgets, self.order)
+            return fits_units(costs[0], self.budgets, self.order) or self._has_room_apart(costs[0])
         try:
             self.attempt(costs)
         except PlacementError:
             return False
         return True
+
+    def _has_room_apart(self, costs: Sequence[UnitCost]) -> bool:
+        """Whether there is a plan with experts in host memory, of which the costs know nothing yet:
+        segments of units without them may be fuller by one."""
+        if self.workloads[0].where or not self.may_have_host_experts(0):
+            return False
+        budgets = [
+            replace(b, reserve=b.reserve + len(costs) * ROUND_LARGE) if b.segmented else b
+            for b in self.budgets
+        ]
+        return fits_experts(costs, budgets, self.order)
 
     def no_peaks(self) -> list[Peaks]:
         """As if calls took no workspace: what does not fit then does not fit."""
@@ -378,7 +467,8 @@ class Scenario:
     # The same with one thing changed -------------------------------------------------------
 
     def each(self, change: Callable[[Workload], Workload]) -> Scenario:
-        return replace(self, workloads=tuple(map(change, self.workloads)))
+        changed = (change(workload.unplaced()) for workload in self.workloads)
+        return replace(self, workloads=tuple(changed))
 
     def resized(self, **sizes: int) -> Scenario:
         """With every cache of another ``batch_size`` or ``max_seq_len``."""
@@ -395,16 +485,17 @@ class Scenario:
 
     def with_weights(self, weights: str) -> Scenario | None:
         """With the weights as integers, one of ``exkv.weights.on_load.BITS``, of every model whose
-        are floats; None where there is no such model, or one whose bits are being chosen."""
+        are floats in its checkpoint; None where there is no such model, or one whose bits are being
+        chosen."""
         models = [workload.model for workload in self.workloads]
-        floats = [model.config.quantization is None for model in models]
+        floats = [not model.config.quantization or model.on_load is not None for model in models]
         if not any(floats) or any(model.choice for model in models):
             return None
         return replace(
             self,
             workloads=tuple(
-                replace(workload, model=workload.model.quantized(weights)) if is_float else workload
-                for workload, is_float in zip(self.workloads, floats, strict=True)
+                replace(w, model=w.model.quantized(weights)) if is_float else w
+                for w, is_float in zip(self.each(Workload.unplaced).workloads, floats, strict=True)
             ),
         )
 
@@ -414,6 +505,27 @@ class Scenario:
         cap = None if budget.cap is None else budget.cap + nbytes
         larger = replace(budget, capacity=budget.capacity + nbytes, cap=cap)
         return replace(self, budgets=_changed(self.budgets, device, larger))
+
+    def larger(self) -> Iterator[tuple[str, Scenario]]:
+        """With one more card like the last, and with the next fewer bits, in words too."""
+        cards = [budget for budget in self.budgets if budget.device != CPU]
+        kind, number = cards[-1].device.type, max(card.device.index or 0 for card in cards) + 1
+        more = replace(cards[-1], device=torch.device(kind, number), in_use=0, in_use_by_others=0)
+        others = [budget for budget in self.budgets if budget not in cards]
+        again = self.each(Workload.unplaced)
+        yield (
+            f"one more card of {human(more.capacity)}",
+            replace(again, budgets=(*cards, more, *others)),
+        )
+        for weights in self.fewer_bits():
+            if (fewer := again.with_weights(weights)) is not None:
+                yield f'weights="{weights}"', fewer
+                return
+
+    def fewer_bits(self) -> list[str]:
+        """What weights may become on load that has fewer bits than they have now, most first."""
+        now = [workload.model.on_load for workload in self.workloads]
+        return [name for name in BITS if not any(n and BITS[name] >= BITS[n] for n in now)]
 
     def with_reserve(self, most: int) -> Scenario:
         """With no reserve above this."""

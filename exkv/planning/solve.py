@@ -16,7 +16,6 @@ from exkv import devices as accelerators
 from exkv.cache import BY_LOSS, CACHES, OffloadedStaticCache
 from exkv.errors import PlacementError
 from exkv.sizes import human
-from exkv.weights.on_load import BITS
 
 from .fitting import anew, even_with, smallest
 from .plan import Plan, UnitCost
@@ -217,7 +216,7 @@ def _lower_reserve(scenario: Scenario) -> Iterator[str]:
 
 def _fewer_bits(scenario: Scenario) -> Iterator[str]:
     """The most bits in which the weights of float models fit, all layers alike."""
-    for weights in BITS:
+    for weights in scenario.fewer_bits():
         if (fewer := scenario.with_weights(weights)) is None:
             return
         if fewer.fits():
@@ -245,4 +244,6 @@ def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
     if hosted.fits():
         plans = anew(hosted).attempt()
         moved = sum(device.type == "cpu" for plan in plans for device in plan.devices)
-        yield f"'cpu' as the last of devices, with {moved} units on it: the same answers, slower"
+        experts = sum(len(unit.host_experts) for plan in plans for unit in plan.units)
+        what = f"{experts:,} experts" if experts else f"{moved} units"
+        yield f"'cpu' as the last of devices, with {what} on it: the same answers, slower"

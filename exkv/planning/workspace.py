@@ -291,10 +291,9 @@ def case_of(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     if unit.spec.layer is None:
         table = None if lengths.pages is None else lengths.pages.shape
         return unit.name, unit.spec.kind, lengths.new, lengths.ragged, table
-    shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
     after = store.prefetches if store is not None else None
     specs = (layer.spec if layer is not None else None for layer in (store, after))
-    return unit.spec.kind, shapes, *specs, lengths, _in_host_memory(unit, lengths)
+    return unit.spec.kind, unit.layout, *specs, lengths, _in_host_memory(unit, lengths)
 
 
 def _in_host_memory(unit: Unit, lengths: Lengths) -> frozenset[int]:

@@ -71,7 +71,7 @@ class ServeOptions:
         dtype: of activations and float weights; None for the checkpoint's.
         embed_cpu: keep the embedding in host memory; None to do so only if the model does not fit
             otherwise.
-        objective, order: how to spread over the devices, see :func:`exkv.place`.
+        objective, order, host_experts: how to spread over the devices, see :func:`exkv.place`.
         draft: a smaller model of the same vocabulary that proposes tokens, with the same kind of
             cache; "mtp" for the model's own head, None for none.
     """
@@ -92,6 +92,7 @@ class ServeOptions:
     embed_cpu: bool | None = None
     objective: str = "pack"
     order: str = "listed"
+    host_experts: bool = True
     draft: Path | str | None = None
 
     def __post_init__(self) -> None:
@@ -257,6 +258,7 @@ class Prepared:
             last_id_only=own.draft is None,
             objective=own.objective,
             order=own.order,
+            host_experts=own.host_experts,
             **announced,
         )
         yield from self.model.load_by(options)
@@ -365,6 +367,7 @@ class Prepared:
             budgets=tuple(without(leaving, budget) for budget in options.budgets(self.model)),
             objective=options.objective,
             order=options.order,
+            host_experts=options.host_experts,
         )
 
 

@@ -35,6 +35,7 @@ ASKED = [
     "8bit",
     "-l",
     "512",
+    "--no-host-experts",
 ]
 
 
@@ -53,7 +54,7 @@ def test_what_is_loaded_is_said_alike(parsers, tmp_path, monkeypatch):
     said = [vars(parsers.parse_args([name, "M", *ASKED])) for name in ("plan", "chat", "serve")]
     for flag in ("reserve", "chunk_size", "weights", "calibration", "dtype", "embed_cpu"):
         assert said[0][flag] == said[1][flag] == said[2][flag]
-    for flag in ("objective", "order", "cache", "draft"):
+    for flag in ("objective", "order", "host_experts", "cache", "draft"):
         assert said[0][flag] == said[1][flag] == said[2][flag]
     assert [int(each["max_seq_len"]) for each in said] == [512] * 3
 
@@ -65,6 +66,7 @@ def test_a_server_loads_as_it_was_told(parsers, tmp_path):
     words[words.index("text.txt")] = str(text)
     found = serve.options(parsers.parse_args(words))
     assert (found.objective, found.order, found.embed_cpu) == ("balance", "any", True)
+    assert found.host_experts is False
     assert (found.weights, found.calibration) == ("best", "the key is in the kitchen")
     assert found.draft == Path("D")
     assert (found.page, found.host_tokens, found.away_tokens) == (32, 64, 96)

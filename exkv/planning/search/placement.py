@@ -78,12 +78,18 @@ def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
     where = table.where(table.attempt())
     plan = plan_where(table.costs, table.budgets, where, objective, order)
     steps = placing(table.costs, empty_ledgers(table.costs, table.budgets, where, ALONE), where)
-    over = ((unit.name, ledger) for unit, ledger in steps if ledger.headroom < 0)
+    over = (
+        (unit.name, ledger)
+        for unit, changed in steps
+        for ledger in changed.values()
+        if ledger.headroom < 0
+    )
     name, ledger = next(over, None) or _no_room_for_transport(plan)
     weights, cache = (sum(getattr(c, line) for c in table.costs) for line in ("weights", "cache"))
     offered = ", ".join(f"{budget.place} {human(budget.limit)}" for budget in table.budgets)
     others = "".join(f"; {line}" for budget in table.budgets for line in budget.others)
     transport = f", transport {human(ledger.transport)}" if ledger.transport else ""
+    transport += f", staging {human(ledger.staging)}" if ledger.staging else ""
     transport += f", allocator {human(ledger.allocator)}" if ledger.allocator else ""
     tried = (
         "" if table.exact or not may_have_room(table) else " in any of the orders that were tried"

@@ -12,15 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..expected_time import HOP_SECONDS
 from ..plan import UNBOUNDED, Budget, Link, Place, Role, UnitCost
 from .exchange import good_order
 from .offer import Offer
 from .orders import Move, Orders
-
-#: Seconds that a hidden state's hop to the next device costs a decode step. Hardly any, but of
-#: two plans that read equally fast the one with fewer hops is the faster. Between hosts the link's
-#: time comes on top.
-_HOP_SECONDS = 20e-6
 
 #: How the costs of two devices combine: ``np.add`` for sums, ``np.maximum`` for bottlenecks.
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -247,15 +243,21 @@ class RangeTable:
         ]
 
     def seconds(self) -> list[np.ndarray]:
-        """What a decode step takes on each device: reading, and the hop to it."""
+        """What a decode step takes on each device: reading, and the hop to it. That is hardly any
+        time, but of two plans that read equally fast the one with fewer hops is the faster. Between
+        hosts the link's time comes on top."""
         unknown = [str(b.place) for b in self.budgets if not b.bandwidth]
         if unknown:
             raise ValueError(
                 f"objective='speed' needs the bandwidth of {', '.join(unknown)}, in bytes a second"
             )
+        return self.seconds_at([budget.bandwidth or 0.0 for budget in self.budgets])
+
+    def seconds_at(self, bandwidths: Sequence[float]) -> list[np.ndarray]:
+        """The same where the devices read so many bytes a second."""
         read = np.array([0, *(self.costs[i].traffic for i in self.free)], dtype=float).cumsum()
         traffic = read[None, :] - read[:, None]
-        return [traffic / budget.bandwidth + _HOP_SECONDS for budget in self.budgets]
+        return [traffic / bandwidth + HOP_SECONDS for bandwidth in bandwidths]
 
     def where(self, ranges: Sequence[UnitRange]) -> list[Place]:
         """The place of every unit, once the free ones are in these ranges."""

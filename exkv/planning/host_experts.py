@@ -1,0 +1,75 @@
+"""A model whose layers are on cards while some of its experts lie in host memory: instead of whole
+layers there, where it has routed experts and is larger than the cards.
+
+``search.experts`` finds the placement by what units cost with all their experts; here it is held
+against what they cost without, segments and workspaces included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from exkv.caching_allocator import ROUND_LARGE
+
+from .ledgers import plan_where
+from .plan import CPU, Budget, Place, UnitCost
+from .scenario import Scenario, Workload
+from .search.experts import place_experts
+from .search.placement import fits_units
+
+#: Searches with ever less room on cards that turned out to be too full.
+_TRIES = 8
+
+
+def with_host_experts(scenario: Scenario) -> Scenario:
+    """The scenario with experts in host memory of each model that needs it, one model after the
+    other as they are placed; as it is where it may not have any, or nothing fits so either."""
+    for position in scenario.placing:
+        if scenario.may_have_host_experts(position) and not scenario.workloads[position].where:
+            scenario = _settle(scenario, position)
+    return scenario
+
+
+def _settle(scenario: Scenario, position: int) -> Scenario:
+    workload, budgets = scenario.workloads[position], scenario.budgets_of(position)
+    costs = workload.costs(workload.peaks(budgets), scenario.home)
+    cards = [budget for budget in budgets if budget.device != CPU]
+    if fits_units(costs, cards, scenario.order):
+        return scenario
+    found = _placed(workload, costs, budgets, scenario)
+    if found is None:
+        return scenario
+    workloads = list(scenario.workloads)
+    workloads[position] = found
+    return replace(scenario, workloads=tuple(workloads))
+
+
+def _placed(
+    workload: Workload, costs: Sequence[UnitCost], budgets: Sequence[Budget], scenario: Scenario
+) -> Workload | None:
+    """The workload with experts in host memory and all units placed; None where nothing fits."""
+    lacking: dict[Place, int] = {}
+    for _ in range(_TRIES):
+        smaller = [_with_less(budget, lacking.get(budget.place, 0)) for budget in budgets]
+        found = place_experts(costs, smaller, scenario.order)
+        if found is None:
+            return None
+        experts = {costs[i].name: frozenset(those) for i, those in found.experts.items()}
+        model = workload.model.with_host_experts(experts)
+        there = replace(workload, model=model, where=found.where, gap=found.gap)
+        now = there.costs(there.peaks(budgets), scenario.home)
+        plan = plan_where(now, budgets, found.where, scenario.objective, scenario.order)
+        if plan.fits:
+            return there
+        for ledger in plan.ledgers:
+            if ledger.used and ledger.headroom < 0:
+                more = ROUND_LARGE if ledger.budget.segmented else 0
+                lacking[ledger.place] = lacking.get(ledger.place, 0) - ledger.headroom + more
+    return None
+
+
+def _with_less(budget: Budget, nbytes: int) -> Budget:
+    """The budget without so many bytes."""
+    cap = None if budget.cap is None else max(budget.cap - nbytes, 0)
+    return replace(budget, reserve=budget.reserve + nbytes, cap=cap)

@@ -1,0 +1,519 @@
+"""Layers on cards with their coldest experts in host memory: the ranges of layers, and the experts,
+with which a decode step is expected to take the least time.
+
+Every card has a range of units, as in ``ranges``, and whole units may be left to the host. A range
+that doesn't fit on its card can be made to: experts in host memory free their bytes, for the time
+that ``expected_time`` says. What that takes at least is found for all ranges at once, and the best
+ranges then as without experts:
+
+- ``_Alike``: all experts have one size and are equally often chosen, so that only counts matter.
+  A unit's time is convex in its count but for the round trip with the first expert, so that of r
+  units that have any all have as many. Exact.
+- ``_Unlike``: a unit's coldest experts go first. The lower convex hull of its time over the bytes
+  that it frees makes a knapsack of which parts may be taken: its optimum is a lower bound, and the
+  last part is rounded up. How far apart the two are is the plan's ``gap``. That may be one expert
+  more than would do, so that what just fits is not always found.
+
+Where the host has too little memory for the fastest placement, its bytes get a price: the gap then
+says by how much a better one could be faster at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..expected_time import Rates, bandwidth, rates_of, step_seconds
+from ..plan import UNBOUNDED, Budget, Place, Role, UnitCost
+from .offer import Offer, canonical
+from .ranges import Costs, RangeTable, UnitRange
+
+#: Experts that go to the host, by the index of their unit.
+Chosen = dict[int, tuple[int, ...]]
+
+#: Of times that are added up in another order.
+_ROUNDING = 1e-9
+#: Seconds that a byte of host memory may be worth where it is scarce, and how often these are
+#: halved.
+_PRICES, _BISECTIONS = (1e-14, 1e-6), 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlacement:
+    """Where units go, and which of their experts lie in host memory meanwhile.
+
+    Attributes:
+        seconds: of a decode step, to be expected.
+        gap: the share of these that another placement could save at most.
+    """
+
+    where: tuple[Place, ...]
+    experts: Chosen
+    seconds: float
+    gap: float
+
+
+def place_experts(
+    costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed"
+) -> ExpertPlacement | None:
+    """The fastest placement; None where nothing fits.
+
+    Args:
+        costs: of all units with all their experts.
+        budgets: cards, and their host's memory, in the order in which they are filled if ``order``
+            is "listed".
+    """
+    if order == "any":
+        budgets = canonical(budgets, costs)
+    table = _Table(costs, Offer(budgets, costs, order))
+    found = table.fastest()
+    if found is None:
+        return None
+    ranges, experts, bound = found
+    where = tuple(table.where(ranges))
+    apart = [with_experts_apart(cost, experts.get(i, ())) for i, cost in enumerate(costs)]
+    seconds = step_seconds(apart, where, budgets)
+    gap = max(1 - bound / seconds, 0.0) if seconds else 0.0
+    gap = gap if gap > _ROUNDING else 0.0
+    return ExpertPlacement(where=where, experts=experts, seconds=seconds, gap=gap)
+
+
+def fits_experts(
+    costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed"
+) -> bool:
+    """Whether :func:`place_experts` finds a placement; quicker, for searches."""
+    held = sum(cost.weights + cost.cache for cost in costs if not cost.shared)
+    if held > sum(budget.limit for budget in budgets):
+        return False
+    if order == "any":
+        budgets = canonical(budgets, costs)
+    return _Table(costs, Offer(budgets, costs, order)).has_room()
+
+
+def with_experts_apart(cost: UnitCost, experts: Sequence[int]) -> UnitCost:
+    """The cost once these experts are in host memory; what it reserves in segments is as it was."""
+    if not experts:
+        return cost
+    nbytes = sum(cost.experts[each] for each in experts)
+    return replace(
+        cost,
+        weights=cost.weights - nbytes,
+        host_experts=tuple(sorted(experts)),
+        host_weights=nbytes,
+        staging=2 * max(cost.experts),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """What it takes that ranges fit on a card; entry [i, j] of units i to j - 1.
+
+    Attributes:
+        seconds: beside what they take with all experts there; infinite where they can't fit.
+        freed: bytes in host memory; of experts where these are to be few.
+        bound, freed_bound: what each of the two is at least.
+    """
+
+    seconds: np.ndarray
+    freed: np.ndarray
+    bound: np.ndarray
+    freed_bound: np.ndarray
+
+
+class _Table(RangeTable):
+    """Ranges that fit with experts in host memory; these lie beside what the host has of units."""
+
+    def __init__(self, costs: Sequence[UnitCost], offer: Offer) -> None:
+        super().__init__(costs, offer)
+        self._units = [costs[index] for index in self.free]
+        self._memory = next(d for d, b in enumerate(self.budgets) if b.place == b.place.memory)
+        self._made: dict[Rates, _Alike | _Unlike] = {}
+
+    def fastest(self) -> tuple[list[UnitRange], Chosen, float] | None:
+        """Ranges, their experts in host memory, and seconds that a step takes at least."""
+        if not any(unit.experts for unit in self._units):
+            return None
+        ways = self._ways(least=False)
+        if (bound := self._bound(ways, 0.0)) is None:
+            return None
+        found = self._found(ways, least=False)
+        if found is not None and self._room_left(*found) >= 0:
+            return *found, bound
+        return self._within_memory(ways, bound)
+
+    def has_room(self) -> bool:
+        """Whether there is a placement."""
+        if not any(unit.experts for unit in self._units):
+            return False
+        found = self._found(self._ways(least=True), least=True)
+        return found is not None and self._room_left(*found) >= 0
+
+    def _within_memory(
+        self, fastest: Sequence[_Ways], bound: float
+    ) -> tuple[list[UnitRange], Chosen, float] | None:
+        """The same where host memory is scarce: the least price of a byte is looked for at which
+        few enough are taken. At each price, what all cost at least, without what the host's bytes
+        do, is a lower bound."""
+        ways = self._ways(least=True)
+        best = self._found(ways, least=True)
+        if best is None or self._room_left(*best) < 0:
+            return None
+        low, high = _PRICES
+        for _ in range(_BISECTIONS):
+            price = (low * high) ** 0.5
+            bound = max(bound, self._bound(fastest, price) or 0.0)
+            found = self._found(ways, least=True, price=price)
+            if found is None or self._room_left(*found) < 0:
+                low = price
+                continue
+            high = price
+            best = min(best, found, key=lambda each: self._seconds(each[0], ways))
+        return *best, bound
+
+    def _found(
+        self, ways: Sequence[_Ways], *, least: bool, price: float | None = None
+    ) -> tuple[list[UnitRange], Chosen] | None:
+        """The ranges that cost least, and their experts in host memory.
+
+        Args:
+            least: whether bytes in host memory count: before all else, or by a price.
+        """
+        if price is None:
+            first = [each.freed if least else None for each in ways]
+            costs = [self._costs(d, w.seconds, first[d]) for d, w in enumerate(ways)]
+        else:
+            costs = [self._costs(d, w.seconds + price * w.freed) for d, w in enumerate(ways)]
+        found = self._best(costs, np.add)
+        return None if found is None else (found[1], self._experts_of(found[1], least=least))
+
+    def _bound(self, ways: Sequence[_Ways], price: float) -> float | None:
+        """Seconds that a step takes at least; None where nothing fits."""
+        costs = [self._costs(d, w.bound + price * w.freed_bound) for d, w in enumerate(ways)]
+        found = self._best(costs, np.add)
+        if found is None:
+            return None
+        return found[0] - price * self._room if self.exact else self._at_least()
+
+    def _seconds(self, ranges: Sequence[UnitRange], ways: Sequence[_Ways]) -> float:
+        """That a step takes in these ranges."""
+        bandwidths = list(map(bandwidth, self.budgets))
+        read = self.seconds_at(bandwidths)
+        return sum(
+            float((read[r.device] + ways[r.device].seconds)[r.start, r.stop]) for r in ranges
+        )
+
+    @property
+    def _room(self) -> int:
+        """Bytes of host memory for units and experts."""
+        return self.offer.room[self._memory][None]
+
+    def _at_least(self) -> float:
+        """Seconds, if the fastest device had everything."""
+        fastest = max(map(bandwidth, self.budgets))
+        return sum(cost.traffic for cost in self._units) / fastest
+
+    def _ways(self, *, least: bool) -> list[_Ways]:
+        """Of every device; in host memory itself all of a unit lies there anyway."""
+        return [
+            self._as_they_are(device)
+            if device == self._memory
+            else self._experts_on(device).ways(self._need(device), least=least)
+            for device in range(len(self.budgets))
+        ]
+
+    def _as_they_are(self, device: int) -> _Ways:
+        extra = np.where(self._need(device) <= 0, 0.0, np.inf)
+        nbytes = self.bytes[device].astype(float)
+        return _Ways(extra, nbytes, extra, nbytes)
+
+    def _costs(
+        self, device: int, extra: np.ndarray, freed: np.ndarray | None = None
+    ) -> dict[Role | None, Costs]:
+        """Of all ranges: seconds, and before these, if they are to be few, bytes of host memory."""
+        seconds = extra + self.seconds_at([bandwidth(self.budgets[device])])[0]
+        first = np.zeros(extra.shape) if freed is None else freed.copy()
+        empty = self.fits[device][None].diagonal()
+        first[np.tril_indices(len(first))] = np.inf
+        seconds[np.tril_indices(len(first))] = np.inf
+        first[seconds == np.inf] = np.inf
+        for table in (first, seconds):
+            np.fill_diagonal(table, np.where(empty, 0.0, np.inf))
+        return {None: Costs(first, seconds)}
+
+    def _need(self, device: int) -> np.ndarray:
+        """Bytes that ranges with all their experts have too many."""
+        return self.bytes[device] - self.offer.room[device][None]
+
+    def _experts_on(self, device: int) -> _Alike | _Unlike:
+        rates = rates_of(self.budgets[device], self.budgets)
+        if rates not in self._made:
+            alike = _Alike.are(self._units)
+            self._made[rates] = _Alike(self._units, rates) if alike else _Unlike(self._units, rates)
+        return self._made[rates]
+
+    def _experts_of(self, ranges: Sequence[UnitRange], *, least: bool) -> Chosen:
+        """Those in host memory, of units in these ranges."""
+        found: Chosen = {}
+        for each in ranges:
+            if each.device != self._memory:
+                need = int(self._need(each.device)[each.start, each.stop])
+                experts = self._experts_on(each.device)
+                chosen = experts.chosen(range(each.start, each.stop), need, least=least)
+                found |= {self.free[unit]: those for unit, those in chosen.items() if those}
+        return found
+
+    def _room_left(self, ranges: Sequence[UnitRange], experts: Chosen) -> int:
+        """Bytes of host memory beside these; negative where it has too few."""
+        here = next(((r.start, r.stop) for r in ranges if r.device == self._memory), (0, 0))
+        units = int(self.bytes[self._memory][here])
+        apart = sum(self.costs[unit].experts[e] for unit, those in experts.items() for e in those)
+        return self._room - units - apart
+
+
+def _beyond(unit: UnitCost, rates: Rates, on_host: np.ndarray) -> np.ndarray:
+    """Seconds that a unit takes longer than with all its experts on the card.
+
+    Args:
+        on_host: bytes of experts in host memory that a step is expected to read, from those of no
+            expert to those of all, one expert more at a time.
+    """
+    expected = float(on_host[-1])
+    seconds = rates.experts(unit.beside, expected, on_host) + rates.round_trip(unit.hidden_step)
+    seconds -= (unit.beside + expected) / rates.card
+    seconds[0] = 0.0
+    return seconds
+
+
+class _Alike:
+    """Units whose experts are all alike, so that only their numbers matter."""
+
+    def __init__(self, units: Sequence[UnitCost], rates: Rates) -> None:
+        self.with_experts = [bool(unit.experts) for unit in units]
+        self.before = np.array([0, *self.with_experts]).cumsum()
+        unit = next(unit for unit in units if unit.experts)
+        self.each, self.size = len(unit.experts), unit.experts[0]
+        on_host = np.arange(self.each + 1) * (self.size * unit.chosen[0])
+        self.seconds = _beyond(unit, rates, on_host)
+        count = np.arange(1, self.before[-1] * self.each + 1)
+        #: Entry [q - 1, k - 1]: of k experts in host memory, at most of q units.
+        self.exactly = np.minimum.accumulate(self._spread(count), axis=0)
+        self.at_least = np.minimum.accumulate(self.exactly[:, ::-1], axis=1)[:, ::-1]
+
+    @staticmethod
+    def are(units: Sequence[UnitCost]) -> bool:
+        kinds = {(u.experts, u.chosen, u.beside, u.hidden_step) for u in units if u.experts}
+        return len(kinds) == 1 and all(
+            len(set(sizes)) == len(set(shares)) == 1 for sizes, shares, _, _ in kinds
+        )
+
+    def _spread(self, count: np.ndarray) -> np.ndarray:
+        """Seconds of so many experts in host memory, evenly of r units, a row for each r from 1."""
+        units = np.arange(1, self.before[-1] + 1)[:, None]
+        each, more = np.divmod(count, units)
+        possible = (each > 0) & (each + (more > 0) <= self.each)
+        each = np.minimum(each, self.each)
+        fewer, others = self.seconds[each], self.seconds[np.minimum(each + 1, self.each)]
+        return np.where(possible, (units - more) * fewer + more * others, np.inf)
+
+    def _least(self, need: np.ndarray) -> np.ndarray:
+        """The number of experts whose bytes make room, for the buffers of the others too."""
+        return np.maximum(-(-(need + 2 * self.size) // self.size), 1)
+
+    def ways(self, need: np.ndarray, *, least: bool) -> _Ways:
+        units = self.before[None, :] - self.before[:, None]
+        count = self._least(need)
+        possible = count <= units * self.each
+        table = self.exactly if least else self.at_least
+        row, column = np.maximum(units, 1) - 1, np.where(possible, count, 1) - 1
+        seconds = np.where(possible, table[row, column], np.inf)
+        fits = need <= 0
+        seconds = np.where(fits, 0.0 if least else np.minimum(seconds, 0.0), seconds)
+        freed = np.where(fits, 0.0, count * self.size)
+        return _Ways(seconds, freed, seconds, freed)
+
+    def chosen(self, units: range, need: int, *, least: bool) -> Chosen:
+        there = [unit for unit in units if self.with_experts[unit]]
+        count, rows = int(self._least(np.array(need))), self.exactly[: len(there)]
+        if need <= 0 and (least or not there or self.at_least[len(there) - 1, count - 1] >= 0):
+            return {}
+        if not least:
+            count += int(rows[-1, count - 1 :].argmin())
+        several = 1 + int(self._spread(np.array([count]))[: len(there), 0].argmin())
+        each, more = divmod(count, several)
+        last = there[len(there) - several :]
+        counts = [each + (position < more) for position in range(several)]
+        return {
+            unit: tuple(range(self.each - taken, self.each))
+            for unit, taken in zip(last, counts, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Coldest:
+    """One unit's experts, the coldest first.
+
+    Attributes:
+        experts: by this order.
+        freed: bytes of the first k, for k from 0 to all.
+        seconds: that the unit takes longer with these in host memory.
+        best: of these, with as many or more.
+    """
+
+    experts: tuple[int, ...]
+    freed: np.ndarray
+    seconds: np.ndarray
+    best: np.ndarray
+
+    @classmethod
+    def of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
+        order = sorted(range(len(unit.experts)), key=lambda each: (unit.chosen[each], -each))
+        sizes = np.array([unit.experts[each] for each in order])
+        shares = np.array([unit.chosen[each] for each in order])
+        seconds = _beyond(unit, rates, np.array([0.0, *(sizes * shares).cumsum()]))
+        best = np.minimum.accumulate(seconds[::-1])[::-1]
+        return cls(tuple(order), np.array([0, *sizes.cumsum()]), seconds, best)
+
+    def hull(self) -> list[int]:
+        """Numbers of experts at the corners of the lower convex hull of seconds over bytes."""
+        corners = [0]
+        for k in range(1, len(self.freed)):
+            while len(corners) > 1 and self._slope(*corners[-2:]) >= self._slope(corners[-1], k):
+                corners.pop()
+            corners.append(k)
+        return corners
+
+    def _slope(self, one: int, two: int) -> float:
+        seconds = self.seconds[two] - self.seconds[one]
+        return float(seconds / (self.freed[two] - self.freed[one]))
+
+    def that_free(self, need: np.ndarray | float) -> np.ndarray:
+        """The least numbers of experts that free so many bytes; all where that is too few."""
+        return np.minimum(np.searchsorted(self.freed, need), len(self.experts))
+
+
+class _Unlike:
+    """Units whose experts differ: parts of their hulls, of all units by what a byte costs.
+
+    Attributes:
+        parts: each one's unit, and numbers of its experts in host memory before and after; those
+            that save time come first.
+        freed, seconds: entry [i, l]: of the first l parts, of units before i.
+        saving: the number of parts that save time.
+        staging, least_staging: of the buffers for a range's experts, at most and at least.
+    """
+
+    def __init__(self, units: Sequence[UnitCost], rates: Rates) -> None:
+        self.coldest = {
+            index: _Coldest.of(unit, rates) for index, unit in enumerate(units) if unit.experts
+        }
+        hulls = {index: each.hull() for index, each in self.coldest.items()}
+        parts = [
+            (index, before, after)
+            for index, corners in hulls.items()
+            for before, after in zip(corners, corners[1:], strict=False)
+        ]
+        parts.sort(key=lambda part: self.coldest[part[0]]._slope(*part[1:]))
+        self.parts = np.array(parts)
+        self.freed = np.zeros((len(units) + 1, len(parts) + 1))
+        self.seconds = np.zeros_like(self.freed)
+        for number, (index, before, after) in enumerate(parts):
+            unit = self.coldest[index]
+            self.freed[index + 1, number + 1] = unit.freed[after] - unit.freed[before]
+            self.seconds[index + 1, number + 1] = unit.seconds[after] - unit.seconds[before]
+        for table in (self.freed, self.seconds):
+            np.cumsum(table, axis=0, out=table)
+            np.cumsum(table, axis=1, out=table)
+        self.saving = sum(self.coldest[i]._slope(one, two) < 0 for i, one, two in parts)
+        largest = np.array([2 * max(unit.experts, default=0) for unit in units])
+        self.staging = _over_ranges(largest, np.maximum, 0)
+        self.least_staging = _over_ranges(
+            np.where(largest, largest, UNBOUNDED), np.minimum, UNBOUNDED
+        )
+
+    def _first(self, need: np.ndarray) -> np.ndarray:
+        """The fewest parts that free so many bytes in each range; one more than there are where
+        none do."""
+        count = len(self.parts)
+        low, high = np.zeros(need.shape, dtype=int), np.full(need.shape, count + 1)
+        starts, stops = np.indices(need.shape)
+        while (low < high).any():
+            middle = np.minimum((low + high) // 2, count)
+            enough = self.freed[stops, middle] - self.freed[starts, middle] >= need
+            high = np.where(enough & (low < high), middle, high)
+            low = np.where(~enough & (low < high), middle + 1, low)
+        return low
+
+    def ways(self, need: np.ndarray, *, least: bool) -> _Ways:
+        seconds, freed = self._rounded_up(need, least=least)
+        bound = seconds if least else self._relaxed(need)
+        fits = need <= 0
+        seconds = np.where(fits, 0.0 if least else np.minimum(seconds, 0.0), seconds)
+        bound = np.where(fits, np.minimum(bound, 0.0), bound)
+        freed, needed = (np.where(fits, 0.0, n) for n in (freed, need + self.least_staging))
+        return _Ways(seconds, freed, np.minimum(bound, seconds), needed)
+
+    def _difference(self, table: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        starts, stops = np.indices(parts.shape)
+        return table[stops, parts] - table[starts, parts]
+
+    def _relaxed(self, need: np.ndarray) -> np.ndarray:
+        """Seconds at least: of the last part no more than needed."""
+        need = need + self.least_staging
+        first = self._first(need)
+        whole = np.clip(first - 1, self.saving, None)
+        last = np.clip(first, self.saving, len(self.parts))
+        whole = np.minimum(whole, last)
+        seconds = self._difference(self.seconds, whole)
+        more = self._difference(self.freed, last) - self._difference(self.freed, whole)
+        lacking = np.clip(need - self._difference(self.freed, whole), 0, None)
+        share = np.divide(lacking, more, out=np.zeros_like(more), where=more > 0)
+        seconds += share * (self._difference(self.seconds, last) - seconds)
+        return np.where(first > len(self.parts), np.inf, seconds)
+
+    def _rounded_up(self, need: np.ndarray, *, least: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds, and bytes in host memory: of the last part experts that suffice."""
+        need = need + self.staging
+        saving = 0 if least else self.saving
+        first = self._first(need)
+        whole = np.clip(first - 1, saving, len(self.parts))
+        seconds, freed = (self._difference(t, whole) for t in (self.seconds, self.freed))
+        partly = (first > whole) & (first <= len(self.parts))
+        of_unit = np.where(partly, self.parts[np.minimum(whole, len(self.parts) - 1), 0], -1)
+        before = self.parts[np.minimum(whole, len(self.parts) - 1), 1]
+        for index, unit in self.coldest.items():
+            here = of_unit == index
+            had = before[here]
+            count = unit.that_free(need[here] - freed[here] + unit.freed[had])
+            table = unit.seconds if least else unit.best
+            seconds[here] += table[count] - unit.seconds[had]
+            freed[here] += unit.freed[count] - unit.freed[had]
+        return np.where(first > len(self.parts), np.inf, seconds), freed
+
+    def chosen(self, units: range, need: int, *, least: bool) -> Chosen:
+        saving = 0 if least else self.saving
+        needed = need + int(self.staging[units.start, units.stop])
+        freed, seconds = (t[units.stop] - t[units.start] for t in (self.freed, self.seconds))
+        first = int(np.searchsorted(freed, needed))
+        whole = min(max(first - 1, saving), len(self.parts))
+        total = float(seconds[whole])
+        counts = {int(index): after for index, _, after in self.parts[:whole] if index in units}
+        if whole < first <= len(self.parts):
+            index, before, _ = self.parts[whole]
+            unit = self.coldest[int(index)]
+            count = int(unit.that_free(needed - freed[whole] + unit.freed[before]))
+            count += 0 if least else int(unit.seconds[count:].argmin())
+            total += float(unit.seconds[count] - unit.seconds[before])
+            counts[int(index)] = count
+        if need <= 0 and (least or first > len(self.parts) or total >= 0):
+            return {}
+        return {unit: self.coldest[unit].experts[:n] for unit, n in counts.items()}
+
+
+def _over_ranges(values: np.ndarray, most: np.ufunc, nothing: int) -> np.ndarray:
+    """Entry [i, j]: the largest, or smallest, of values i to j - 1."""
+    table = np.full((len(values) + 1, len(values) + 1), nothing)
+    for start in range(len(values)):
+        table[start, start + 1 :] = most.accumulate(values[start:])
+    return table

@@ -1,0 +1,161 @@
+"""Layers on cards with their coldest experts in host memory: the search against every placement of
+small rigs."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from exkv.planning import Budget, UnitCost
+from exkv.planning.ledgers import plan_where
+from exkv.planning.plan import CPU
+from exkv.planning.search.experts import place_experts, with_experts_apart
+
+HOP, LINK = 20e-6, 25e9
+
+
+def random_rig(rng: np.random.Generator, *, alike: bool) -> tuple[list[UnitCost], list[Budget]]:
+    """Up to 4 units of which some have experts, 1 to 3 cards, and a host."""
+    count = int(rng.integers(2, 4))
+    size, share = int(rng.integers(2, 9)) * 10**5, float(rng.choice([0.05, 0.3, 0.6]))
+    beside, scale = int(rng.integers(0, 5)) * 10**5, int(rng.choice([20, 1000]))
+    units = []
+    for index in range(int(rng.integers(2, 5))):
+        has = index < 2 or (len(units) < 3 and rng.random() < 0.7)
+        sizes = [size] * count if alike else rng.integers(2, 9, count) * 10**5
+        shares = [share] * count if alike else rng.random(count)
+        experts = tuple(int(n) * scale for n in sizes) if has else ()
+        chosen = tuple(map(float, shares)) if has else ()
+        dense, cache = (int(rng.integers(1, 5)) * 10**5 * scale for _ in range(2))
+        read = sum(n * p for n, p in zip(experts, chosen, strict=True))
+        units.append(
+            UnitCost(
+                name=str(index),
+                weights=dense + beside * scale * has + sum(experts),
+                cache=cache,
+                workspace={"cuda": int(rng.integers(1, 4)) * 10**5 * scale, "cpu": 10**5},
+                traffic=round(dense + cache + beside * scale * has + read),
+                hidden_step=8192,
+                experts=experts,
+                chosen=chosen,
+                beside=beside * scale * has,
+            )
+        )
+    total = sum(unit.weights + unit.cache for unit in units)
+    cards = int(rng.integers(1, 4))
+    budgets = [
+        Budget(
+            device=torch.device("cuda", card),
+            capacity=int(total * rng.uniform(0.4, 1.0) / cards),
+            bandwidth=float(rng.choice([300e9, 1000e9])),
+        )
+        for card in range(cards)
+    ]
+    host = int(total * rng.choice([0.4, 0.7, 1.0, 2.0]))
+    return units, [*budgets, Budget(device=CPU, capacity=host, bandwidth=60e9)]
+
+
+def every_subset(unit: UnitCost, card: Budget) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all sets of a unit's experts in host memory: bytes, seconds of the unit, and whether there
+    are any."""
+    nbytes, seconds = [], []
+    read = sum(n * p for n, p in zip(unit.experts, unit.chosen, strict=True))
+    for apart in itertools.product([False, True], repeat=len(unit.experts)):
+        trio = list(zip(unit.experts, unit.chosen, apart, strict=True))
+        far = sum(n * p for n, p, there in trio if there)
+        near = (unit.beside + read - far) / card.bandwidth
+        trip = 2 * (HOP + unit.hidden_step / LINK) if any(apart) else 0
+        rest = (unit.traffic - unit.beside - read) / card.bandwidth
+        nbytes.append(sum(n for n, _, there in trio if there))
+        seconds.append(rest + max(near, far / 60e9) + trip)
+    return np.array(nbytes), np.array(seconds), np.array(nbytes) > 0
+
+
+def sums(parts: list[np.ndarray]) -> np.ndarray:
+    """Over every choice of an element of each."""
+    total = np.zeros(1)
+    for part in parts:
+        total = (total[:, None] + part[None, :]).ravel()
+    return total
+
+
+def on_card(units: list[UnitCost], card: Budget) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes in host memory and seconds of all sets of experts with which they fit."""
+    if not units:
+        return np.zeros(1), np.zeros(1)
+    subsets = [every_subset(unit, card) for unit in units]
+    nbytes, seconds = (sums([each[part] for each in subsets]) for part in (0, 1))
+    held = sum(unit.weights + unit.cache for unit in units)
+    peak = max(unit.workspace["cuda"] for unit in units)
+    # The buffers are for the largest expert of units that have any apart.
+    staging = np.zeros(1)
+    for unit, (_, _, some) in zip(units, subsets, strict=True):
+        own = 2 * max(unit.experts, default=0) * some
+        staging = np.maximum(staging[:, None], own[None, :]).ravel()
+    fits = held - nbytes + staging + peak <= card.capacity
+    return nbytes[fits], seconds[fits] + HOP
+
+
+def by_force(units: list[UnitCost], budgets: list[Budget], order: str) -> float:
+    """The least seconds of a step, infinite where nothing fits."""
+    best = np.inf
+    rows = itertools.permutations(budgets) if order == "any" else [budgets]
+    for row in rows:
+        for cuts in itertools.combinations_with_replacement(range(len(units) + 1), len(row) - 1):
+            stops = [*cuts, len(units)]
+            parts = [units[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+            best = min(best, seconds_of(list(zip(parts, row, strict=True))))
+    return best
+
+
+def seconds_of(parts: list[tuple[list[UnitCost], Budget]]) -> float:
+    nbytes, seconds, room = [], [], 0
+    for units, budget in parts:
+        if budget.device != CPU:
+            found = on_card(units, budget)
+            nbytes.append(found[0])
+            seconds.append(found[1])
+            continue
+        room = budget.capacity
+        if units:
+            room -= sum(unit.weights + unit.cache for unit in units)
+            room -= max(unit.workspace["cpu"] for unit in units)
+            seconds.append(np.array([sum(unit.traffic for unit in units) / 60e9 + HOP]))
+            nbytes.append(np.zeros(1))
+    fits = sums(nbytes) <= room
+    return float(sums(seconds)[fits].min(initial=np.inf))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_every_placement_of_500_small_rigs_is_no_faster(alike):
+    rng = np.random.default_rng(39 + alike)
+    exact = refused = missed = apart = 0
+    for number in range(500):
+        units, budgets = random_rig(rng, alike=alike)
+        order = ("listed", "any")[number % 2]
+        found, best = place_experts(units, budgets, order), by_force(units, budgets, order)
+        if found is None:
+            refused, missed = refused + 1, missed + (best < np.inf)
+            continue
+        assert found.seconds >= best * (1 - 1e-9), number
+        assert found.seconds * (1 - found.gap) <= best * (1 + 1e-9), number
+        exact += found.gap == 0
+        apart += any(found.experts.values())
+        assert_fits(units, budgets, found.where, found.experts)
+    assert apart > 50 and refused < 300
+    assert missed <= (0 if alike else 3), "unlike experts that would fit to within one"
+    assert exact > (220 if alike else 100)
+
+
+def assert_fits(units, budgets, where, experts):
+    apart = [with_experts_apart(unit, experts.get(i, ())) for i, unit in enumerate(units)]
+    plan = plan_where(apart, budgets, where, "pack", "listed")
+    assert plan.fits
+    held = sum(unit.weights + unit.host_weights for unit in plan.units)
+    assert held == sum(unit.weights for unit in units)
+    on_host = next(ledger for ledger in plan.ledgers if ledger.device == CPU)
+    whole = sum(unit.weights for unit in plan.units if unit.device == CPU)
+    assert on_host.weights == whole + sum(unit.host_weights for unit in plan.units)
