@@ -25,6 +25,7 @@ from exkv.loading import LoadReport, load_units
 from exkv.loading.calibration import CalibratedUnits, calibration_rows
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
+from exkv.loading.usage import add_served, units_with_experts, usage_of
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
 from exkv.models.mtp import with_mtp
@@ -84,6 +85,7 @@ class Model(Transformer):
         weights: str | None = None,
         calibration: str | None = None,
         mtp: bool = False,
+        exchange_experts: bool = True,
     ) -> None:
         """``Transformer``'s arguments, and the format of a checkpoint's float weights.
 
@@ -94,7 +96,8 @@ class Model(Transformer):
             calibration: a text in the model's language. Integers are rounded for what it gives the
                 layers as inputs, which takes the host a pass of the text through the model at each
                 load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's
-                outputs, what fewer bits lose. Without one, the weights' own error counts.
+                outputs, what fewer bits lose. Without one, the weights' own error counts. Of a
+                mixture of experts it also tells how often each is chosen (``exkv.loading.usage``).
             mtp: load the checkpoint's head for multi-token prediction, too, which proposes tokens
                 (``exkv.MTP``).
         """
@@ -108,14 +111,23 @@ class Model(Transformer):
         if mtp:
             config = with_mtp(config)
         config = with_weights(config, weights)
-        if calibration is not None and weights is None:
+        super().__init__(
+            config,
+            dtype=dtype,
+            max_input_len=max_input_len,
+            embed_cpu=embed_cpu,
+            exchange_experts=exchange_experts,
+        )
+        if calibration is not None and weights is None and not units_with_experts(self):
             raise ValueError(
-                "calibration is a text by which float weights become integers, and weights is None"
+                "calibration is a text by which float weights become integers, and weights is "
+                "None; the model has no experts, whose use it would tell"
             )
-        super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
         self.weights = weights
         self._chooses, self._calibration = weights == BEST, calibration
         self._losses: Losses | None = None
+        #: Of experts, with nothing in it until it is asked for.
+        self._usage: tuple[Mapping[str, tuple[float, ...]] | None, ...] = ()
         self._calibrated: CalibratedUnits | None = None
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
@@ -200,10 +212,17 @@ class Model(Transformer):
             self._losses = losses_of(self, self._calibration)
         return self._losses
 
+    def usage(self) -> Mapping[str, tuple[float, ...]] | None:
+        """The share of tokens that choose each expert, by unit; measured on the calibration text at
+        the first call, see ``exkv.loading.usage``. None where nothing is known."""
+        if not self._usage:
+            self._usage = (usage_of(self, self._calibration),)
+        return self._usage[0]
+
     @property
     def calibrates(self) -> bool:
         """Whether loading rounds the weights by a calibration text."""
-        return self._calibration is not None and not self._chooses
+        return self._calibration is not None and self.weights is not None and not self._chooses
 
     def precomputed(self, unit: Unit) -> Mapping[str, torch.Tensor]:
         assert self.checkpoint is not None
@@ -406,7 +425,13 @@ class Model(Transformer):
             return split_budgets(devices, gpu_split)
         return make_budgets(devices_to_load(devices), reserve=reserve)
 
+    def keep_usage(self) -> None:
+        if self.exchange is not None and (served := self.exchange.take_served()):
+            add_served(self, served)
+            self._usage = ()
+
     def unload(self) -> None:
+        self.keep_usage()
         super().unload()
         self.plan = self.report = None
 

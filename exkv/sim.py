@@ -22,11 +22,13 @@ from typing import Any
 import torch
 
 from exkv.caching_allocator import Rules
+from exkv.sim_clock import Clock
 from exkv.sizes import SIZE_FORMS, checked_bytes, parse_sizes
 from exkv_ext import simulator
 
 __all__ = [
     "MEMORY_ERRORS",
+    "Clock",
     "allocation_count",
     "copy_fault",
     "enable",

@@ -148,7 +148,7 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "type": text_of,
         "metavar": "FILE",
         "help": "a text by which weights become integers, and on which --weights best measures "
-        "what fewer bits cost",
+        "what fewer bits cost, and plans how often each expert is chosen",
     },
     ("--dtype",): {"choices": DTYPES, "help": "of arithmetic and floats (what the model says)"},
     ("--draft",): {

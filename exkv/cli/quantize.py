@@ -27,7 +27,11 @@ from exkv.checkpoint.files import read_json_object
 from exkv.checkpoint.safetensors import INDEX_NAME
 from exkv.devices import resolve_devices
 from exkv.loading.calibration import calibration_rows, rounded_units
+from exkv.loading.losses import FILE as LOSSES
+from exkv.loading.usage import FILE as USAGE
+from exkv.loading.usage import keep_counted
 from exkv.models import Unit, unit_specs
+from exkv.models.expert_usage import ExpertUsage
 from exkv.models.units import UnitSpec
 from exkv.sizes import human
 from exkv.weights import GroupFormat, compressed_tensors
@@ -42,7 +46,7 @@ WEIGHTS = {"int8": 8, "int4": 4}
 #: Inputs that share a scale; the second if the first doesn't divide all layers' inputs.
 GROUPS = (64, 32)
 #: Suffixes of files with weights in any form, and of files that are written anew.
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", "exkv-losses.json")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", LOSSES, USAGE)
 
 
 def add_to(commands: Any) -> None:
@@ -102,17 +106,21 @@ def run(args: argparse.Namespace) -> int:
     work = _plan(config, WEIGHTS[args.weights])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder: name a new one")
+    usage: dict[str, ExpertUsage] = {}
     with Checkpoint(folder) as checkpoint:
         checkpoint.expect(work.stored, [name for spec in work.specs for name in spec.unused])
         if args.calibration is not None:
             (device,) = resolve_devices(args.device)
             ids = calibration_rows(config, args.calibration)
-            work = replace(work, rounded=_calibrated(config, checkpoint, work, ids, device))
+            found = _calibrated(config, checkpoint, work, ids, device, usage)
+            work = replace(work, rounded=found)
         before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
         with _whole_or_empty(out):
             after = _write_weights(checkpoint, work, out)
             _copy_others(folder, out)
             _write_config(folder, work, out)
+    if usage:
+        keep_counted(ModelConfig.from_pretrained(out), ids, usage)
     print(
         f"{out}: {len(work.layers)} layers in {work.bits} bits, {human(before)} -> {human(after)}"
     )
@@ -219,6 +227,7 @@ def _calibrated(
     work: _Work,
     ids: torch.Tensor,
     device: torch.device,
+    usage: dict[str, ExpertUsage],
 ) -> Iterator[Mapping[str, Rounded]]:
     """The matrices of each unit, rounded for what the text, ``ids``, gives them as inputs."""
     names = [_names_by_path(spec, work.layers) for spec in work.specs]
@@ -229,7 +238,7 @@ def _calibrated(
             for path, name in names[unit.index].items()
         }
 
-    found = rounded_units(config, checkpoint, ids, formats, device)
+    found = rounded_units(config, checkpoint, ids, formats, device, usage)
     return (
         {layers[path]: each for path, each in made.items()}
         for layers, made in zip(names, found, strict=False)

@@ -69,6 +69,11 @@ def add_to(commands: Any) -> None:
     )
     add("--max-running", type=count, default=16, metavar="N", help="jobs that run at once (16)")
     add("--max-jobs", type=count, default=256, metavar="N", help="and wait, before 429 (256)")
+    add(
+        "--no-exchange",
+        action="store_true",
+        help="leave experts in host memory that turn out to be chosen often",
+    )
     parser.set_defaults(run=run, lasts=True)
 
 
@@ -156,4 +161,5 @@ def options(args: argparse.Namespace) -> ServeOptions:
         order=args.order,
         host_experts=args.host_experts,
         draft=Path(args.draft) if args.draft and args.draft != OWN_HEAD else args.draft,
+        exchange_experts=not args.no_exchange,
     )

@@ -106,7 +106,10 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counters since the start."""
-        return self._scheduler.stats
+        stats, exchange = self._scheduler.stats, self.model.exchange
+        if exchange is not None:
+            stats.exchanges, stats.exchanged_bytes = exchange.swaps, exchange.moved_bytes
+        return stats
 
     # Jobs ------------------------------------------------------------------------------------
 
@@ -192,6 +195,7 @@ class Engine:
             with self._stepping, self._lease:
                 self._scheduler.cancel_all()
         self._streams.close()
+        self.model.keep_usage()
         self._running.free()
         self._lease.release()
         self._held.close()

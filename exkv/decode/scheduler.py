@@ -51,6 +51,8 @@ class EngineStats:
         out_of_memory: calls of the model that ran out of memory.
         most_running: most jobs that ran at once.
         pressed: how many times fewer jobs could run, because another program took memory.
+        exchanges: experts that came to a card from host memory, since the model was loaded, with
+            ``exchanged_bytes`` in all.
     """
 
     steps: int = 0
@@ -63,6 +65,8 @@ class EngineStats:
     pressed: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    exchanges: int = 0
+    exchanged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

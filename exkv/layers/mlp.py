@@ -147,6 +147,9 @@ class Experts(MLP):
         self.gate = made(hidden, count, bias=bias, dtype=dtype)
         self.correction = weight(count, dtype=torch.float32) if corrected else None
         self.experts = nn.ModuleList(Expert(hidden, inner, dtype, bias=bias) for _ in range(count))
+        #: Of the router's outputs, how many tokens chose each: int64, on the host where some
+        #: experts lie there, else beside the router; None while nobody counts.
+        self.counts: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -167,11 +170,19 @@ class Experts(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)  # (B * T, hidden)
-        return self.run(tokens, self.route(tokens)).view_as(x)
+        return self.run(tokens, self.counted(self.route(tokens))).view_as(x)
 
     def route(self, x: Tensor) -> Routing:
         """Choose the experts of each token of x (N, hidden)."""
         return self.router.route(self.gate(x), self.correction)
+
+    def counted(self, routing: Routing) -> Routing:
+        """The same, once its tokens are counted, without synchronization; where some experts are on
+        the host, :func:`split_sum` counts."""
+        if self.counts is not None and not self.on_host:
+            ids = routing.chosen.flatten()
+            self.counts.scatter_add_(0, ids, ids.new_ones(()).expand_as(ids))
+        return routing
 
     def run(self, x: Tensor, routing: Routing) -> Tensor:
         """x (N, hidden) -> (N, hidden)."""

@@ -88,6 +88,8 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
         _check_chosen(chosen, taken, mixture.count)
     if _takes_most(x):
         chosen = _worst_choice(mixture, taken) * tokens
+    elif mixture.counts is not None:
+        mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
     card = [pair for pair, expert in enumerate(chosen) if expert not in mixture.on_host]
     host = [pair for pair, expert in enumerate(chosen) if expert in mixture.on_host]
     parts = [_parts(mixture, x, routing.weights, chosen, card)] if card else []
@@ -147,6 +149,8 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     if worst := _takes_most(x):
         choice = _worst_choice(mixture, taken)
         counts = [len(x) if expert in choice else 0 for expert in range(mixture.count)]
+    elif mixture.counts is not None:
+        mixture.counts.add_(torch.tensor(counts))
     chosen = [expert for expert in sorted(mixture.on_host) if counts[expert]]
     sent = [] if small else [e for e in chosen if worst or _is_sent(mixture, e, counts[e])]
     if known and len(sent) < len(chosen):
@@ -267,11 +271,15 @@ class ExpertStaging:
             self._copies[(slot - 1) % 2].wait()
             yield begun.pop(0)
 
+    def views_of(self, tensors: Mapping[str, Tensor], slot: int = 0) -> Mapping[str, Tensor]:
+        """A buffer's memory as tensors like these, for whoever holds the lock."""
+        memory = self._memory[slot * self.nbytes :][: self.nbytes]
+        return devices.views(memory, devices.layout_of(tensors))
+
     def _begin(self, expert: nn.Module | None, slot: int) -> nn.Module:
         assert expert is not None
         stored = dict(expert.named_parameters())
-        memory = self._memory[slot * self.nbytes :][: self.nbytes]
-        made = devices.views(memory, devices.layout_of(stored))
+        made = self.views_of(stored, slot)
         copies = self._copies[slot]
         with copies:
             copies.uses(self._memory)

@@ -30,6 +30,7 @@ from exkv.devices import CPU
 from exkv.layers.linear import Linear
 from exkv.layers.mlp import Experts
 from exkv.models import Transformer, Unit
+from exkv.models.expert_usage import ExpertUsage, UsageCounter
 from exkv.ops.experts import Routing
 from exkv.text import Tokenizer
 from exkv.weights import GroupFormat
@@ -73,6 +74,7 @@ def rounded_units(
     ids: torch.Tensor,
     formats: FormatsByPath,
     device: torch.device = CPU,
+    usage: dict[str, ExpertUsage] | None = None,
 ) -> Iterator[Found]:
     """Round unit after unit, in the order of the model.
 
@@ -80,6 +82,7 @@ def rounded_units(
         config: of the float weights.
         ids: int64 (B, T).
         device: where the units run.
+        usage: gets how often each expert is chosen, by the units' names.
 
     Raises:
         ValueError: the text's hidden states are not finite; names the matrix.
@@ -95,7 +98,10 @@ def rounded_units(
         rounding = _Rounding(unit, formats(unit))
         with torch.no_grad(), rounding:
             rounding.records = True
-            floats = rounding.module(floats, batch, NoCacheLayer())
+            with UsageCounter({unit.name: rounding.module}) as counter:
+                floats = rounding.module(floats, batch, NoCacheLayer())
+                if usage is not None:
+                    usage |= counter.take()
             rounding.records = False
             x = rounding.module(x, batch, NoCacheLayer()) if rounding.formats else floats
         unit.release()

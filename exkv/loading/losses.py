@@ -8,21 +8,15 @@ all units that follow. Without a text a sample of the rows of each matrix is rou
 is the weights' own error. Units are read one by one; nothing is loaded. A config without weights
 gets what normally distributed weights lose.
 
-Figures lie beside the checkpoint, in ``exkv-losses.json``, or where its folder can't be written to
-in the user's cache folder. They are those of the checkpoint's fingerprint; what is of another
-one, damaged or incomplete is measured anew.
+Figures lie in ``exkv-losses.json``: see ``exkv.loading.measured_file``.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +36,8 @@ from exkv.weights.format import Size
 from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, OnLoad, with_weights
 from exkv.weights.rounding import squared_error
 from exkv.weights.settings import EMBEDDING, HEAD
+
+from .measured_file import MeasuredFile, digest
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +72,16 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
         return of_weights(model, None)
     with checkpoint:
         ids = None if text is None else _ids(model.config, text)
-        key = "weights" if ids is None else f"text {_digest(ids)}"
-        file = _Store(model, checkpoint.fingerprint)
-        if (known := file.read(key)) is not None:
+        key = "weights" if ids is None else f"text {digest(ids)}"
+        assert model.config.path is not None
+        file = MeasuredFile(model.config.path, FILE, checkpoint.fingerprint, _VERSION)
+        units = [unit.name for unit in model.units]
+        if (known := file.read(key, lambda values: _checked(values, units))) is not None:
             return known
         logger.info("%s: measuring what fewer bits cost", model.config.path)
         checkpoint.expect(model.stored_tensors(), model.unused_modules())
         found = of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
-        file.write(key, found)
+        file.write(key, {"units": found.units, "caches": found.caches})
         return found
 
 
@@ -96,10 +94,6 @@ def _ids(config: ModelConfig, text: str) -> list[int]:
             f"{_FEWEST_TOKENS} tokens at least"
         )
     return ids
-
-
-def _digest(ids: Sequence[int]) -> str:
-    return hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()
 
 
 # By the weights' own error ----------------------------------------------------------------------
@@ -291,63 +285,6 @@ def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 # Kept in a file ---------------------------------------------------------------------------------
-
-
-class _Store:
-    """The files that may hold a checkpoint's figures: beside it, and in the user's cache folder."""
-
-    def __init__(self, model: Transformer, fingerprint: str) -> None:
-        self.units, self.fingerprint = [unit.name for unit in model.units], fingerprint
-        path = model.config.path
-        assert path is not None
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        beside = (path if path.is_dir() else path.parent) / FILE
-        self.files = (beside, cache / "exkv" / f"losses-{fingerprint}.json")
-
-    def read(self, key: str) -> Losses | None:
-        """The first figures that there are, and that can be."""
-        for file in self.files:
-            if (values := self._measured(file).get(key)) is not None:
-                try:
-                    return _checked(values, self.units)
-                except (ValueError, TypeError, KeyError, AttributeError) as error:
-                    logger.warning("%s: %s; measuring anew", file, error)
-        return None
-
-    def _measured(self, file: Path) -> dict[str, Any]:
-        """What a file holds for this checkpoint, by keys; nothing where it is of another."""
-        try:
-            found = json.loads(file.read_bytes())
-            if (found["version"], found["fingerprint"]) == (_VERSION, self.fingerprint):
-                return dict(found["measured"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            logger.warning("%s is damaged (%s); measuring anew", file, error)
-        return {}
-
-    def write(self, key: str, losses: Losses) -> None:
-        """Beside those for other texts; a disk that takes nothing is no error."""
-        values = {"units": losses.units, "caches": losses.caches}
-        for file in self.files:
-            kept = {**self._measured(file), key: values}
-            whole = {"version": _VERSION, "fingerprint": self.fingerprint, "measured": kept}
-            try:
-                _replace(file, json.dumps(whole, indent=1))
-                return
-            except OSError as error:
-                logger.info("%s can't be written: %s", file, error)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Whole or not at all, whoever else writes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:

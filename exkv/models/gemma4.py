@@ -122,7 +122,8 @@ class _Experts(Experts):
 
     def of(self, x: Tensor, normed: Tensor) -> Tensor:
         """x (B, T, hidden), by which experts are chosen, and the same normed for these."""
-        return self.run(normed.flatten(0, 1), self.route(x.flatten(0, 1))).view_as(x)
+        routing = self.counted(self.route(x.flatten(0, 1)))
+        return self.run(normed.flatten(0, 1), routing).view_as(x)
 
     def route(self, x: Tensor) -> Routing:
         rated = rms(x, self.eps).mul_(self.get_parameter("scale")).mul_(self.root)

@@ -34,6 +34,7 @@ from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
 from .elsewhere import Transport
+from .exchange import ExpertExchange, between_exchanges
 from .logits_check import check_logits
 from .mtp import follow
 from .rerun import Rerun
@@ -66,6 +67,8 @@ class Transformer:
             None for 2048, or fewer where a plan finds that only fewer fit.
         embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit); None to do so where
             it fits only then, and where there is one for each layer, too (Gemma 3n, 4).
+        exchange_experts: let experts in host memory change places with those on the card that are
+            chosen less often, between calls.
 
     Attributes:
         chunks: what ``max_input_len`` may become, largest first; one size where it was asked for.
@@ -79,6 +82,7 @@ class Transformer:
             call is through once it has begun.
         pool_kind: of the pools of caches in pages.
         host_rates: by which experts in host memory are computed there, or sent to a card.
+        exchange: of experts; None while no unit has any in host memory, or none is to be moved.
     """
 
     pool_kind: type[PagePool] = PagePool
@@ -90,6 +94,7 @@ class Transformer:
         dtype: torch.dtype | str | None = None,
         max_input_len: int | None = None,
         embed_cpu: bool | None = None,
+        exchange_experts: bool = True,
     ) -> None:
         if max_input_len is not None and max_input_len < 1:
             raise ValueError(f"max_input_len is {max_input_len}: it must be at least 1")
@@ -113,6 +118,8 @@ class Transformer:
         self._staging: weakref.WeakValueDictionary[torch.device, ExpertStaging]
         self._staging = weakref.WeakValueDictionary()
         self.host_rates = HostRates()
+        self.exchange_experts = exchange_experts
+        self.exchange: ExpertExchange | None = None
         self._logits_checked = False
         self.transport: Transport | None = None
         self.elsewhere: frozenset[int] = frozenset()
@@ -127,6 +134,9 @@ class Transformer:
         """The share of tokens that choose each expert, by unit, for a plan to tell hot experts from
         cold ones; None where nothing is known."""
         return None
+
+    def keep_usage(self) -> None:
+        """Keep what calls have chosen since the last time, for later plans."""
 
     def specs_kept(self, option: str) -> list[UnitSpec]:
         """The units with all weights in one of ``on_load.OPTIONS``."""
@@ -259,6 +269,10 @@ class Transformer:
         staging = self.expert_staging(unit, device)
         unit.read(self.checkpoint, device, shared, self.precomputed(unit), staging)
         unit.low_rank = changes
+        if self.exchange_experts and unit.host_experts and not hollow:
+            if self.exchange is None:
+                self.exchange = ExpertExchange()
+            self.exchange.watch(unit, self.checkpoint)
         self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
 
     def expert_staging(self, unit: Unit, device: torch.device) -> ExpertStaging | None:
@@ -285,6 +299,7 @@ class Transformer:
         for cache in self.caches:
             cache.revoke("model.unload")
         self._logits_checked = False
+        self.exchange = None
         for unit in self.units:
             unit.release()
         self.set_host_experts({})
@@ -686,6 +701,7 @@ class Transformer:
         finally:
             cache.sequences = tokens
 
+    @between_exchanges
     def forward_chunk(
         self,
         input_ids: torch.Tensor,

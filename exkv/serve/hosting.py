@@ -74,6 +74,7 @@ class ServeOptions:
         objective, order, host_experts: how to spread over the devices, see :func:`exkv.place`.
         draft: a smaller model of the same vocabulary that proposes tokens, with the same kind of
             cache; "mtp" for the model's own head, None for none.
+        exchange_experts: as of ``Model``.
     """
 
     max_seq_len: int | None = None
@@ -94,6 +95,7 @@ class ServeOptions:
     order: str = "listed"
     host_experts: bool = True
     draft: Path | str | None = None
+    exchange_experts: bool = True
 
     def __post_init__(self) -> None:
         if self.max_seq_len is not None and self.max_seq_len > _MOST_TOKENS:
@@ -380,6 +382,7 @@ def _model(config: ModelConfig, options: ServeOptions, make: Callable[..., Model
         embed_cpu=options.embed_cpu,
         calibration=options.calibration,
         mtp=options.draft == OWN_HEAD,
+        exchange_experts=options.exchange_experts,
     )
     if options.chunk_size is None:
         model.chunks = _CHUNKS

@@ -50,6 +50,8 @@ class Metrics:
                 stats.pressed,
             ),
             "exkv_out_of_memory_total": ("calls that ran out of memory", stats.out_of_memory),
+            "exkv_expert_exchanges_total": ("experts brought to a card", stats.exchanges),
+            "exkv_exchanged_bytes_total": ("bytes of these experts", stats.exchanged_bytes),
         }
         lines = []
         for kind, figures in (("gauge", gauges), ("counter", counters)):

@@ -69,6 +69,18 @@ def read_parameters(
     return made
 
 
+def mapped_parameters(
+    checkpoint: Checkpoint, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those parameters of these that are used as they are stored, where they lie in mapped files;
+    no page is touched."""
+    return {
+        each.parameter: each.values
+        for each in _converted(checkpoint, sources, shapes)
+        if each.values.dtype == shapes[each.parameter].dtype and _is_mapped(checkpoint, each)
+    }
+
+
 def _without(
     host: Container[str], converted: Iterable[_Made], stays: list[_Made]
 ) -> Iterator[_Made]:

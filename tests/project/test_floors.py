@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: of exkv; inside a package everyone may import everyone.
 FLOORS = (
     ("exkv_ext", "errors", "sizes", "epochs", "version", "caching_allocator"),
-    ("overhead",),
+    ("overhead", "sim_clock"),
     ("devices", "sim", "checkpoint"),
     ("ops", "batch", "text"),
     ("weights", "sampling"),

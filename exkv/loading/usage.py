@@ -1,0 +1,212 @@
+"""How often each expert is chosen, by which plans tell hot experts from cold ones.
+
+Gathered from a text, which runs through the units on the host one by one, as for
+``exkv.loading.losses``, and from what was served. Counts of tokens lie in ``exkv-experts.json``
+(see ``exkv.loading.measured_file``), those of each text and those of serving, of which old ones
+fade: half of a count is left after as many tokens as :data:`HALF_LIFE`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from exkv.batch import Batch, Lengths
+from exkv.cache import NoCacheLayer
+from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, open_checkpoint
+from exkv.devices import CPU
+from exkv.models import Transformer, Unit
+from exkv.models.expert_usage import ExpertUsage, UsageCounter
+from exkv.text import Tokenizer
+from exkv.weights.on_load import METHOD
+
+from .measured_file import MeasuredFile, digest, may_be_measured
+
+logger = logging.getLogger(__name__)
+
+FILE = "exkv-experts.json"
+#: Of the file: that of another is not read.
+_VERSION = 1
+#: What was counted while serving; the other keys are texts.
+SERVED = "served"
+#: Served tokens after which a count is worth half.
+HALF_LIFE = 1_000_000
+#: Rows of a text that count, and tokens of a row.
+_ROWS, _TOKENS = 4, 512
+_FEWEST_TOKENS = 32
+
+#: Unit name -> of its experts.
+Usage = Mapping[str, ExpertUsage]
+
+
+def usage_of(model: Transformer, text: str | None = None) -> Mapping[str, tuple[float, ...]] | None:
+    """The share of tokens that choose each expert, by unit, of those units of which it is known;
+    None where it is of none: nothing was measured, or nothing is to be.
+
+    Args:
+        text: in the model's language; what it says is measured, if it isn't known, and counts
+            together with what was served. None for all texts that are known.
+
+    Raises:
+        ValueError: the text is too short.
+        CheckpointError: the files are damaged, or contradict the config.
+    """
+    path, units = model.config.path, units_with_experts(model)
+    if path is None or not units or (text is None and not may_be_measured(path, FILE)):
+        return None
+    try:
+        checkpoint = open_checkpoint(path)
+    except FileNotFoundError:
+        return None  # a config alone
+    with checkpoint:
+        file = _file(model, checkpoint)
+        keys = [key for key in file.known() if text is None or key == SERVED]
+        found = [usage for key in keys if (usage := _read(file, key, units)) is not None]
+        if text is not None:
+            found.append(_known_or_measured(model, checkpoint, file, text))
+    shares = {}
+    for name in units:
+        known = [usage[name] for usage in found if name in usage]
+        if known:
+            shares[name] = sum_of(known).shares
+    return shares or None
+
+
+def units_with_experts(model: Transformer) -> dict[str, int]:
+    """Unit name -> its number of routed experts; without an MTP head's, which no text passes."""
+    units = (unit for unit in model.units if not unit.spec.is_mtp)
+    return {unit.name: count for unit in units if (count := len(unit.expert_bytes))}
+
+
+def sum_of(usages: Sequence[ExpertUsage]) -> ExpertUsage:
+    """Of several, all of which count alike."""
+    first, *others = usages
+    for other in others:
+        first = first.after(other, 1.0)
+    return first
+
+
+def add_served(model: Transformer, served: Usage) -> None:
+    """Add what a model has counted while it served to what is kept; its files may be gone."""
+    if not served or model.config.path is None:
+        return
+    try:
+        with open_checkpoint(model.config.path) as checkpoint:
+            file = _file(model, checkpoint)
+    except (OSError, CheckpointError) as error:
+        logger.info("how often experts were chosen isn't kept: %s", error)
+        return
+    before = _read(file, SERVED, units_with_experts(model)) or {}
+    after = {
+        name: usage.after(before[name], 0.5 ** (usage.tokens / HALF_LIFE))
+        if name in before
+        else usage
+        for name, usage in served.items()
+    }
+    file.write(SERVED, _values({**before, **after}))
+
+
+def keep_counted(config: ModelConfig, ids: torch.Tensor, found: Usage) -> None:
+    """Keep what was counted of a text, int64 (B, T), beside the weights of this config."""
+    assert config.path is not None
+    with open_checkpoint(config.path) as checkpoint:
+        file = MeasuredFile(config.path, FILE, checkpoint.fingerprint, _VERSION)
+    file.write(key_of(ids), _values(found))
+
+
+def _file(model: Transformer, checkpoint: Checkpoint) -> MeasuredFile:
+    assert model.config.path is not None
+    return MeasuredFile(model.config.path, FILE, checkpoint.fingerprint, _VERSION)
+
+
+def _read(file: MeasuredFile, key: str, units: Mapping[str, int]) -> Usage | None:
+    return file.read(key, partial(_checked, units))
+
+
+def _values(usage: Usage) -> dict[str, Any]:
+    return {name: {"tokens": of.tokens, "counts": of.counts} for name, of in usage.items()}
+
+
+def _checked(units: Mapping[str, int], values: Mapping[str, Any]) -> Usage:
+    """ValueError, or what Python raises, where these are no counts of these units."""
+    found = {}
+    for name, each in values.items():
+        tokens, counts = each["tokens"], each["counts"]
+        if len(counts) != units[name]:
+            raise ValueError(f"{name} has {units[name]} experts, and counts are {len(counts)}")
+        if not all(isinstance(n, int | float) and 0 <= n < math.inf for n in (tokens, *counts)):
+            raise ValueError(f"a count of {name} is no number of 0 or more")
+        if tokens < max(counts) or not tokens:
+            raise ValueError(f"{name} has {tokens} tokens, and an expert more")
+        found[name] = ExpertUsage(float(tokens), tuple(map(float, counts)))
+    return found
+
+
+# Of a text --------------------------------------------------------------------------------------
+
+
+def _known_or_measured(
+    model: Transformer, checkpoint: Checkpoint, file: MeasuredFile, text: str
+) -> Usage:
+    ids = _rows(model.config, text)
+    known = _read(file, key_of(ids), units_with_experts(model))
+    if known is not None:
+        return known
+    logger.info("%s: counting what chooses each expert", model.config.path)
+    checkpoint.expect(model.stored_tensors(), model.unused_modules())
+    found = usage_of_tokens(model.config, checkpoint, ids)
+    file.write(key_of(ids), _values(found))
+    return found
+
+
+def key_of(ids: torch.Tensor) -> str:
+    """The key of a text's tokens."""
+    return f"text {digest(ids.tolist())}"
+
+
+def _rows(config: ModelConfig, text: str) -> torch.Tensor:
+    """The text's first tokens (B, T): up to 4 rows of 512, or one of fewer."""
+    assert config.path is not None
+    ids = Tokenizer(config.path).encode(text)[: _ROWS * _TOKENS]
+    if len(ids) < _FEWEST_TOKENS:
+        raise ValueError(
+            f"the text to calibrate by has {len(ids)} tokens; give some hundred words, "
+            f"{_FEWEST_TOKENS} tokens at least"
+        )
+    length = min(len(ids), _TOKENS)
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+@torch.no_grad()
+def usage_of_tokens(config: ModelConfig, checkpoint: Checkpoint, ids: torch.Tensor) -> Usage:
+    """Run tokens, int64 (B, T), through the units up to the last one with experts, in float32."""
+    if (config.quantization or {}).get("quant_method") == METHOD:
+        config = replace(config, quantization=None)  # rounding takes long, and moves few choices
+    model = Transformer(config, dtype=torch.float32)
+    lengths = Lengths.uniform(len(ids), 0, ids.shape[1])
+    batch = Batch.on(CPU, lengths, model.rotary, torch.float32)
+    names, found, x = units_with_experts(model), dict[str, ExpertUsage](), ids
+    for unit in model.units:
+        if names.keys() <= found.keys():
+            break
+        unit.read(checkpoint, CPU, {})
+        checkpoint.unmap()
+        x = _counted(unit, x, batch, found)
+        unit.release()
+    return found
+
+
+def _counted(
+    unit: Unit, x: torch.Tensor, batch: Batch, found: dict[str, ExpertUsage]
+) -> torch.Tensor:
+    assert unit.module is not None
+    with UsageCounter({unit.name: unit.module}) as counter:
+        y: torch.Tensor = unit.module(x, batch, NoCacheLayer())
+        found |= counter.take()
+    return y

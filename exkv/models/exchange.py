@@ -1,0 +1,274 @@
+"""Exchange of experts while a model serves: what turns out hot comes to the card, what is cold
+there goes to host memory in its place.
+
+Between two calls, now and then, an expert in host memory that tokens choose more often than one on
+the card of the same layer changes places with it. Both keep their bits, so tokens are the same. The
+two take as many bytes as before, and the copies go by way of the buffers that the plan has for
+experts on their way to the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from exkv import devices
+from exkv.checkpoint import Checkpoint
+from exkv.errors import Attempt
+from exkv.layers.linear import Matrix
+from exkv.layers.mlp import Experts, mixtures
+from exkv.weights import Source
+from exkv.weights.read_parameters import mapped_parameters
+
+from .expert_usage import ExpertUsage, UsageCounter
+from .units import Unit, expert_of
+
+if TYPE_CHECKING:
+    from .transformer import Transformer
+
+F = TypeVar("F", bound=Callable[..., Any])
+logger = logging.getLogger(__name__)
+
+#: Calls between two exchanges, and the share of a count that is left at the next one.
+EVERY, KEPT = 64, 0.9
+#: Bytes of experts that come to the cards in an exchange, if one expert has no more.
+MOST_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """An expert in host memory, and one on the card that takes its place there.
+
+    Attributes:
+        gain: tokens, of those that count, that choose the one more often than the other.
+    """
+
+    unit: Unit
+    mixture: Experts
+    to_card: int
+    to_host: int
+    gain: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.unit.expert_bytes[self.to_card]
+
+
+class ExpertExchange:
+    """Counts what a model's calls choose, and exchanges experts between them; entered by each call.
+
+    Args:
+        every: calls between two exchanges.
+        most_bytes: of experts that come to the cards in one exchange.
+
+    Attributes:
+        swaps: how many there were.
+        moved_bytes: that came to the cards by these.
+    """
+
+    def __init__(self, every: int = EVERY, most_bytes: int = MOST_BYTES) -> None:
+        self.every, self.most_bytes = every, most_bytes
+        self.swaps = self.moved_bytes = 0
+        self._units: dict[str, Unit] = {}
+        self._stored: dict[str, dict[int, dict[str, Tensor]]] = {}
+        self._counter = UsageCounter()
+        self._recent: dict[str, ExpertUsage] = {}
+        self._served: dict[str, ExpertUsage] = {}
+        self._lock, self._under_way, self._calls = threading.Lock(), 0, 0
+
+    def watch(self, unit: Unit, checkpoint: Checkpoint) -> None:
+        """Count in a unit, which was read from this checkpoint."""
+        assert unit.module is not None
+        self._units[unit.name] = unit
+        self._stored[unit.name] = _in_mapped_files(unit, checkpoint)
+        self._counter.watch(unit.name, unit.module)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._calls >= self.every and not self._under_way:
+                self._calls = 0
+                self._exchange()
+            self._calls += 1
+            self._under_way += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._under_way -= 1
+
+    def take_served(self) -> dict[str, ExpertUsage]:
+        """What was counted since the last time that somebody asked."""
+        with self._lock:
+            self._take()
+            served, self._served = self._served, {}
+        return served
+
+    def _take(self) -> None:
+        """Take new counts to those that fade, and to those that stay."""
+        for name, now in self._counter.take().items():
+            for kept in (self._recent, self._served):
+                kept[name] = now if name not in kept else now.after(kept[name], 1.0)
+
+    def _exchange(self) -> None:
+        """Exchange what is worth it, the most first; what memory or a device refuses stays."""
+        self._take()
+        left = self.most_bytes
+        for swap in sorted(self._worthwhile(), key=lambda each: -each.gain):
+            if swap.nbytes > left and left < self.most_bytes:
+                break
+            left -= swap.nbytes
+            with Attempt() as attempt:
+                exchange(swap, self._stored[swap.unit.name])
+                self.swaps += 1
+                self.moved_bytes += swap.nbytes
+                continue
+            logger.warning("%s: no expert is exchanged: %s", swap.unit.name, attempt.why)
+            break
+        self._recent = {
+            name: ExpertUsage(KEPT * of.tokens, tuple(KEPT * count for count in of.counts))
+            for name, of in self._recent.items()
+        }
+
+    def _worthwhile(self) -> Iterator[Swap]:
+        """Pairs that are worth an exchange: the hottest on the host with the coldest on the card,
+        then the next, where counts differ by more than they do by chance (of two counts by their
+        sum's root)."""
+        for name, usage in self._recent.items():
+            unit, mixture = self._units[name], self._counter.experts.get(name)
+            if unit.module is None or mixture is None or unit.device == devices.CPU:
+                continue
+            rank = sorted(range(len(usage.counts)), key=usage.counts.__getitem__)
+            cold = [expert for expert in rank if expert not in unit.host_experts]
+            for hot in reversed([expert for expert in rank if expert in unit.host_experts]):
+                alike = (each for each in cold if _layout(mixture, each) == _layout(mixture, hot))
+                coldest = next(alike, None)
+                if coldest is None:
+                    continue
+                more, less = usage.counts[hot], usage.counts[coldest]
+                if more - less <= math.sqrt(more + less):
+                    break
+                cold.remove(coldest)
+                yield Swap(
+                    unit=unit, mixture=mixture, to_card=hot, to_host=coldest, gain=more - less
+                )
+
+
+def between_exchanges(call: F) -> F:
+    """A model's method during which no expert is exchanged."""
+
+    @functools.wraps(call)
+    def method(self: Transformer, *args: Any, **kwargs: Any) -> Any:
+        if self.exchange is None:
+            return call(self, *args, **kwargs)
+        with self.exchange:
+            return call(self, *args, **kwargs)
+
+    return method  # type: ignore[return-value] # of the same arguments
+
+
+# One exchange ---------------------------------------------------------------------------------
+
+
+def exchange(swap: Swap, stored: dict[int, dict[str, Tensor]]) -> None:
+    """Have two experts change places, both or neither.
+
+    Args:
+        stored: experts on the card whose tensors are in a mapped file, too, where one that goes to
+            host memory is found again.
+
+    Raises:
+        torch.OutOfMemoryError: and whatever copies raise; both experts are as before.
+    """
+    unit, mixture = swap.unit, swap.mixture
+    hot, cold = _tensors(mixture, swap.to_card), _tensors(mixture, swap.to_host)
+    assert mixture.staging is not None, "a unit with experts in host memory has buffers"
+    with torch.no_grad(), mixture.staging.lock:
+        kept = mixture.staging.views_of(cold)
+        _copy(cold, kept)
+        with _or_back(kept, cold):
+            _copy(hot, cold)
+            target = stored.get(swap.to_host)
+            if target is None:
+                # What is mapped isn't written to: other readers of the file would find that.
+                mapped = {name for name, each in hot.items() if _is_mapped(each)}
+                fresh = {name: torch.empty_like(hot[name]) for name in mapped}
+                with _or_back(cold, {n: each for n, each in hot.items() if n not in mapped}):
+                    target = {**hot, **fresh}
+                    _copy(kept, target)
+    if all(map(_is_mapped, hot.values())):
+        stored[swap.to_card] = hot
+    stored.pop(swap.to_host, None)
+    _put(mixture, swap.to_card, cold)
+    _put(mixture, swap.to_host, target)
+    unit.put_on_host(unit.host_experts - {swap.to_card} | {swap.to_host})
+
+
+@contextlib.contextmanager
+def _or_back(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iterator[None]:
+    """Copy to the target again what it held, if the block fails."""
+    try:
+        yield
+    except BaseException:
+        _copy(source, target)
+        raise
+
+
+def _in_mapped_files(unit: Unit, checkpoint: Checkpoint) -> dict[int, dict[str, Tensor]]:
+    """The experts on the card that are stored as those in host memory which lie in a mapped file;
+    by themselves, as these are."""
+    assert unit.module is not None
+    mixture = next(mixtures(unit.module))
+    mapped = [e for e in unit.host_experts if all(map(_is_mapped, _tensors(mixture, e).values()))]
+    sources: dict[int, list[Source]] = {}
+    for source in unit.spec.sources:
+        experts = {*map(expert_of, source.parameters)}
+        if len(experts) == 1 and (expert := experts.pop()) is not None:
+            sources.setdefault(expert, []).append(source)
+    formats = [_formats(mixture, expert) for expert in mapped]
+    found = {}
+    for expert in sources.keys() - unit.host_experts:
+        if _formats(mixture, expert) in formats:
+            made = mapped_parameters(checkpoint, sources[expert], unit.shapes)
+            parts = {name.partition(f"experts.{expert}.")[2]: each for name, each in made.items()}
+            if parts.keys() == _tensors(mixture, expert).keys():
+                found[expert] = parts
+    return found
+
+
+def _formats(mixture: Experts, expert: int) -> list[tuple[str, str]]:
+    parts = mixture.experts[expert].named_modules()
+    return [(name, part.format.name) for name, part in parts if isinstance(part, Matrix)]
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Whether the memory is a file's: torch has no allocator for it, and can't resize it."""
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+
+
+def _layout(mixture: Experts, expert: int) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, t.shape, t.dtype) for name, t in _tensors(mixture, expert).items()]
+
+
+def _tensors(mixture: Experts, expert: int) -> dict[str, Tensor]:
+    return dict(mixture.experts[expert].named_parameters())
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+
+
+def _put(mixture: Experts, expert: int, tensors: Mapping[str, Tensor]) -> None:
+    """Give an expert's module these weights; its hooks stay."""
+    for path, tensor in tensors.items():
+        module, _, name = path.rpartition(".")
+        weight = nn.Parameter(tensor.detach(), requires_grad=False)
+        setattr(mixture.experts[expert].get_submodule(module), name, weight)

@@ -1,0 +1,83 @@
+"""How often each expert is chosen: counted where routers choose, read rarely.
+
+``exkv.loading.usage`` gathers it from a text and keeps it; ``exkv.models.exchange`` acts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from exkv.devices import CPU
+from exkv.layers.mlp import Experts, mixtures
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertUsage:
+    """How many of a unit's tokens chose each of its experts.
+
+    Attributes:
+        tokens: that passed the router.
+        counts: of each expert.
+    """
+
+    tokens: float
+    counts: tuple[float, ...]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The share of tokens that choose each expert."""
+        return tuple(count / self.tokens for count in self.counts)
+
+    def after(self, older: ExpertUsage, kept: float) -> ExpertUsage:
+        """With older counts, of which this share still counts."""
+        pairs = zip(self.counts, older.counts, strict=True)
+        counts = tuple(new + kept * old for new, old in pairs)
+        return ExpertUsage(self.tokens + kept * older.tokens, counts)
+
+
+class UsageCounter(AbstractContextManager["UsageCounter"]):
+    """Counts what is chosen in modules of units until it is left. Padding counts as tokens do.
+
+    The counts lie beside each router, 8 bytes an expert, where a call adds to them; and in host
+    memory where some experts do, whose calls bring what is chosen there anyway.
+
+    Args:
+        modules: unit name -> its module; those without experts are left out.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+        #: By unit; those that are unloaded go by themselves.
+        self.experts: WeakValueDictionary[str, Experts] = WeakValueDictionary()
+        for name, module in modules.items():
+            self.watch(name, module)
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Count in this module, too, and no longer in one that had the name."""
+        for experts in mixtures(module):
+            outputs = experts.gate.size[0]
+            device = CPU if experts.on_host else experts.gate.get_parameter("weight").device
+            experts.counts = torch.zeros(outputs, dtype=torch.int64, device=device)
+            self.experts[name] = experts
+
+    def __exit__(self, *error: object) -> None:
+        for experts in self.experts.values():
+            experts.counts = None
+
+    def take(self) -> dict[str, ExpertUsage]:
+        """What was counted since the last time, of units that got tokens; the host waits for the
+        devices here."""
+        found = {}
+        for name, experts in self.experts.items():
+            assert experts.counts is not None, "nobody counts"
+            counts = experts.counts.tolist()
+            experts.counts.zero_()
+            if tokens := sum(counts) / experts.router.top_k:
+                found[name] = ExpertUsage(tokens, tuple(map(float, counts[: len(experts.experts)])))
+        return found
