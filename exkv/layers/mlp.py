@@ -215,17 +215,17 @@ class Experts(MLP):
         """One expert's weights; None for one that has none."""
         return self.experts[index]
 
-    def matrices(self, experts: Iterable[int]) -> list[tuple[Linear, Linear, Linear]]:
-        """Gate, up and down of each of these experts."""
-        found = cast(list[Expert], [self.experts[expert] for expert in experts])
+    def matrices(self, experts: Iterable[int] | None = None) -> list[tuple[Linear, Linear, Linear]]:
+        """Gate, up and down of each of these experts; None for all."""
+        chosen = range(len(self.experts)) if experts is None else experts
+        found = cast(list[Expert], [self.experts[expert] for expert in chosen])
         return [(expert.w1, expert.w3, expert.w2) for expert in found]
 
     def formats(self) -> list[WeightFormat]:
         """Of all experts' matrices, each once."""
         found = self.__dict__.get("_formats")
         if found is None or found[0] != epochs.current():
-            every = self.matrices(range(len(self.experts)))
-            each = {part.format.name: part.format for expert in every for part in expert}
+            each = {part.format.name: part.format for expert in self.matrices() for part in expert}
             found = self.__dict__["_formats"] = epochs.current(), list(each.values())
         return found[1]
 
