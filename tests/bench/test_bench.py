@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import cluster_kills, engine, harness, hf_caches, kernels, load
-from bench.harness import ROOT, Sample, disturbed, in_turns, markdown, rotated, show, spread
-from bench.shapes import SHAPES, write_checkpoint
 from cluster_hosts import cluster_of
 from simproc import run_sim
 from transformers import LlamaConfig
 
+from bench import cluster_kills, engine, harness, hf_caches, kernels, load
+from bench.harness import ROOT, Sample, disturbed, in_turns, markdown, rotated, show, spread
+from bench.shapes import SHAPES, write_checkpoint
 from exkv import Cache, Model
 
 SPREAD = {"median", "min", "max", "n"}

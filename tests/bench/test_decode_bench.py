@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from bench import decode, harness, llamacpp
 from bench.shapes import SHAPES, write_checkpoint
-
 from exkv import Model, ModelConfig
 
 TINY = decode.Settings(**{**decode.QUICK, "dtype": "bf16", "prompts": ()})

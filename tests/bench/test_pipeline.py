@@ -6,8 +6,8 @@ import heapq
 import random
 
 import pytest
-from bench.pipeline import Card, Round, Work, decode_round, many_sequences, one_sequence
 
+from bench.pipeline import Card, Round, Work, decode_round, many_sequences, one_sequence
 from exkv.planning.plan import Link
 
 CARD = Card(memory=24e9, bandwidth=936e9, flops=71e12, beside=40e9)

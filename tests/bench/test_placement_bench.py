@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+
 from bench import harness, placement
 from bench.placement import CARDS, MODELS, Case
-
 from exkv.planning.solve import plans_for
 
 pytest.importorskip("accelerate", reason="the peer's maps need accelerate")
