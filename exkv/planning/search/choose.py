@@ -7,9 +7,9 @@ goes unit by unit and device by device, with the Pareto front of bytes on this d
 all.
 
 A front stays short because a state is dropped that can't end below a bound, by the linear
-relaxation of what is left (Sinha and Zoltners, 1979: per unit the lower convex hull, its steps
-taken steepest first, whatever device they fall to). The bound starts close to the relaxation of
-the whole and is widened until a solution is below it, which is then the least of all.
+relaxation of what is left, whatever device it falls to (see ``knapsack.py``, which has the search
+in one room). The bound starts close to the relaxation of the whole and is widened until a solution
+is below it, which is then the least of all.
 
 A device's workspace is the largest of its units' own, a third coordinate of the front, of which few
 values occur. Units whose options depend on each other, those that share a tensor and those that are
@@ -27,6 +27,7 @@ import numpy as np
 
 from ..plan import Budget, UnitCost
 from .bounds import has_room
+from .knapsack import Item, Relaxed
 from .offer import Offer
 from .orders import Move
 from .ranges import RangeTable
@@ -168,50 +169,6 @@ class _Front:
         return self.rows(np.concatenate(kept) if kept else rows)
 
 
-class _Relaxed:
-    """The least loss of the units from each on, if bytes could be divided at will."""
-
-    def __init__(self, sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> None:
-        steps: list[tuple[float, int, float]] = []  # loss a byte, bytes, loss: of hulls' edges
-        nbytes, loss = 0, 0.0
-        self._tables = [(np.zeros(1), np.zeros(1))]
-        for size, lost in zip(reversed(sizes), reversed(losses), strict=True):
-            points = _hull(size, lost)
-            nbytes, loss = nbytes + points[0][0], loss + points[0][1]
-            for (b0, l0), (b1, l1) in itertools.pairwise(points):
-                steps.append(((l1 - l0) / (b1 - b0), b1 - b0, l1 - l0))
-            steps.sort()
-            x = np.cumsum([nbytes, *(step[1] for step in steps)], dtype=float)
-            y = np.cumsum([loss, *(step[2] for step in steps)])
-            self._tables.append((x, y))
-        self._tables.reverse()
-
-    def least(self, unit: int, room: np.ndarray | float) -> np.ndarray:
-        """From this unit on, within so many bytes; infinite where they are too few."""
-        x, y = self._tables[unit]
-        return np.where(room < x[0], np.inf, np.interp(room, x, y))
-
-
-def _hull(sizes: np.ndarray, losses: np.ndarray) -> list[tuple[int, float]]:
-    """The lower convex hull of a unit's options: ascending bytes, falling losses."""
-    hull: list[tuple[int, float]] = []
-    for size, loss in sorted(zip(sizes.tolist(), losses.tolist(), strict=True)):
-        if hull and loss >= hull[-1][1]:
-            continue
-        while hull and (size == hull[-1][0] or _above(hull, (size, loss))):
-            hull.pop()
-        hull.append((size, loss))
-    return hull
-
-
-def _above(hull: list[tuple[int, float]], point: tuple[int, float]) -> bool:
-    """Whether the hull's last point lies on or above the line from the one before to this."""
-    if len(hull) < 2:
-        return False
-    (b0, l0), (b1, l1), (b2, l2) = hull[-2], hull[-1], point
-    return (l1 - l0) * (b2 - b0) >= (l2 - l0) * (b1 - b0)
-
-
 class _Search:
     """One search among devices, with those units decided that depend on each other."""
 
@@ -227,7 +184,7 @@ class _Search:
         for position, index in enumerate(self.free):
             linked = (max((n for _, n in self.links(b)[position]), default=0) for b in budgets)
             least[position] = least[position] - self.saved(index) - max(linked)
-        self.relaxed = _Relaxed(least, self.losses)
+        self.relaxed = Relaxed([Item(*each) for each in zip(least, self.losses, strict=True)])
         room = self._room(range(len(budgets)))
         #: No choice loses less.
         self.least = float(self.relaxed.least(0, room)) + sum(cost.loss for cost in self.pinned)
