@@ -90,9 +90,10 @@ class Model(Transformer):
         """``Transformer``'s arguments, and the format of a checkpoint's float weights.
 
         Args:
-            weights: "int8", "int6", "int5" or "int4" for integers (see ``exkv.weights.on_load``);
-                "best" to choose for each unit, when the model is planned or loaded, the least lossy
-                of these that fits; None for floats.
+            weights: "int8", "int6", "int5", "int4" or "int3" for integers (see
+                ``exkv.weights.on_load``); "best" to choose for each unit, by a text for each
+                matrix, when the model is planned or loaded, the least lossy of these that fits;
+                None for floats.
             calibration: a text in the model's language. Integers are rounded for what it gives the
                 layers as inputs, which takes the host a pass of the text through the model at each
                 load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's

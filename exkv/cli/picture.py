@@ -28,6 +28,12 @@ _NAME_WIDTH = 9
 _FREE = "grey30"
 
 
+def page_console() -> Console:
+    """The terminal, or a page of :data:`PAGE_WIDTH`."""
+    console = Console(soft_wrap=False)
+    return console if console.is_terminal else Console(width=PAGE_WIDTH)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part of a bar; the letter stands for it if there are no colours."""

@@ -55,7 +55,7 @@ from exkv.weights.on_load import BEST
 from .flags import add_loading_flags
 from .foreign import plan_foreign
 from .loading import model_of
-from .picture import PAGE_WIDTH, as_svg, draw
+from .picture import PAGE_WIDTH, as_svg, draw, page_console
 
 #: Seconds between two pictures.
 _WATCH_SECONDS = 1.0
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_values(answer, names, seconds), indent=1))
     else:
-        console = _console()
+        console = page_console()
         _print(console, args, answer, names, seconds)
         for note in itertools.chain(_notes(args, models, names), _missing(args, answer, names)):
             console.print(note, style="yellow", highlight=False, markup=False)
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace, models: Sequence[Model], names: Sequence[str]) -> int:
     """Draw what fits as devices are, again and again: other programs take memory, or return it."""
-    console = _console()
+    console = page_console()
     fits = True
     try:
         while True:
@@ -175,11 +175,6 @@ def _watch(args: argparse.Namespace, models: Sequence[Model], names: Sequence[st
             time.sleep(_WATCH_SECONDS)
     except KeyboardInterrupt:
         return 0 if fits else 1
-
-
-def _console() -> Console:
-    console = Console(soft_wrap=False)
-    return console if console.is_terminal else Console(width=PAGE_WIDTH)
 
 
 def _notes(

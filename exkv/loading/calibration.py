@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def rounded_units(
     ids: torch.Tensor,
     formats: FormatsByPath,
     device: torch.device = CPU,
+    known: Callable[[Unit], Found] = lambda _: {},
     usage: dict[str, ExpertUsage] | None = None,
 ) -> Iterator[Found]:
     """Round unit after unit, in the order of the model.
@@ -82,6 +84,7 @@ def rounded_units(
         config: of the float weights.
         ids: int64 (B, T).
         device: where the units run.
+        known: a unit's matrices that were rounded before, by the same text.
         usage: gets how often each expert is chosen, by the units' names.
 
     Raises:
@@ -95,7 +98,7 @@ def rounded_units(
     for unit in model.units[:-1]:
         unit.read(checkpoint, device, {})
         checkpoint.unmap()
-        rounding = _Rounding(unit, formats(unit))
+        rounding = Rounding(unit, formats(unit), known(unit))
         with torch.no_grad(), rounding:
             rounding.records = True
             with UsageCounter({unit.name: rounding.module}) as counter:
@@ -103,6 +106,7 @@ def rounded_units(
                 if usage is not None:
                     usage |= counter.take()
             rounding.records = False
+            rounding.put_known()
             x = rounding.module(x, batch, NoCacheLayer()) if rounding.formats else floats
         unit.release()
         yield rounding.found
@@ -120,7 +124,7 @@ class CalibratedUnits:
 
     def __init__(self, model: Transformer, ids: torch.Tensor) -> None:
         self.model, self.ids = model, ids
-        self.formats = [_integers(unit) for unit in model.units]
+        self.formats = [integers_of(unit) for unit in model.units]
         self._checkpoint: Checkpoint | None = None
         self._under_way: Iterator[tuple[int, Found]] = iter(())
         self._index, self._found = 0, Found()
@@ -151,7 +155,7 @@ class CalibratedUnits:
         return self.formats[unit.index]
 
 
-def _integers(unit: Unit) -> dict[str, GroupFormat]:
+def integers_of(unit: Unit) -> dict[str, GroupFormat]:
     """The formats of a decoder layer's matrices that loading turns into integers."""
     if unit.spec.layer is None:
         return {}
@@ -169,23 +173,31 @@ class _Inputs:
     root: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class _Rounding(contextlib.ExitStack):
+class Rounding(contextlib.ExitStack):
     """While it is entered, a unit's matrices are rounded as soon as their inputs come by.
+
+    Args:
+        known: what is rounded already.
 
     Attributes:
         records: whether inputs are those of floats, to be kept for later.
         found: what is rounded.
     """
 
-    def __init__(self, unit: Unit, formats: Mapping[str, GroupFormat]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        formats: Mapping[str, GroupFormat],
+        known: Mapping[str, Rounded] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         assert unit.module is not None
         self.unit, self.module, self.formats = unit, unit.module, formats
-        self.records, self.found = False, Found()
+        self.records, self.found = False, Found(known)
         self._floats: dict[str, torch.Tensor] = {}
         self._last = _Inputs()
 
-    def __enter__(self) -> _Rounding:
+    def __enter__(self) -> Rounding:
         for path, module in self.module.named_modules():
             hook: Callable[..., None] | None = None
             if path in self.formats:
@@ -209,10 +221,21 @@ class _Rounding(contextlib.ExitStack):
             raise ValueError(f"{self.unit.name}.{path}: {error}") from None
         floats = self._floats.pop(path).flatten(0, -2)
         weight = compensated(root, weight, x.flatten(0, -2), floats)
-        made = rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale)
+        made = self.round(path, root, weight)
         self.found[path] = Rounded(codes=made.codes.cpu(), scale=made.scale.cpu())
-        values = nn.Parameter(made.values(kept.bits), requires_grad=False)
-        linear.register_parameter("weight", values)
+        put_weight(linear, made.values(kept.bits))
+
+    def put_known(self) -> None:
+        """Give matrices that were rounded before their values."""
+        for path, made in self.found.items():
+            linear = self.module.get_submodule(path)
+            device = linear.get_parameter("weight").device
+            put_weight(linear, made.values(self.formats[path].bits).to(device))
+
+    def round(self, path: str, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
+        """A matrix, by the root of its inputs' moments."""
+        kept = self.formats[path]
+        return rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale)
 
     def _root(self, x: torch.Tensor) -> torch.Tensor:
         """Of the inputs' moments."""
@@ -227,6 +250,8 @@ class _Rounding(contextlib.ExitStack):
         if self.records:
             self._floats[path] = x
             return
+        if all(each in self.found for each in self.formats if each.startswith(f"{path}.")):
+            return
         floats, chosen = self._floats.pop(path), mlp.route(x).chosen
         for expert in range(len(mlp.experts)):
             rows = _with_others((chosen == expert).any(-1))
@@ -238,6 +263,10 @@ class _Rounding(contextlib.ExitStack):
             mlp.run(floats[rows], one)
             self.records = False
             mlp.run(x[rows], one)
+
+
+def put_weight(linear: nn.Module, values: torch.Tensor) -> None:
+    linear.register_parameter("weight", nn.Parameter(values, requires_grad=False))
 
 
 def _with_others(own: torch.Tensor) -> torch.Tensor:

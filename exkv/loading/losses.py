@@ -4,19 +4,22 @@ With a text the loss of a unit is the KL divergence of the model's next-token pr
 this unit alone is kept so, in nats a token. Every unit runs on the host, on what the units before
 make of the text, and its output in each way is compared with that of its weights as they are. How
 far such an error moves the logits is seen once a unit: its output in one way also passes through
-all units that follow. Without a text a sample of the rows of each matrix is rounded, and the loss
-is the weights' own error. Units are read one by one; nothing is loaded. A config without weights
-gets what normally distributed weights lose.
+all units that follow. A layer's matrices are compared alike, class by class with the others as
+they are, and share what the whole layer loses in proportion. Without a text a sample of the rows of
+each matrix is rounded, and the loss is the weights' own error. Units are read one by one; nothing
+is loaded. A config without weights gets what normally distributed weights lose.
 
 Figures lie in ``exkv-losses.json``: see ``exkv.loading.measured_file``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -33,7 +36,7 @@ from exkv.text import Tokenizer
 from exkv.weights import formats_of
 from exkv.weights.choice import Losses
 from exkv.weights.format import Size
-from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, OnLoad, with_weights
+from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, OnLoad, class_of, with_weights
 from exkv.weights.rounding import squared_error
 from exkv.weights.settings import EMBEDDING, HEAD
 
@@ -43,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "exkv-losses.json"
 #: Of the file, and of the way in which figures are found: those of another are measured anew.
-_VERSION = 2
+_VERSION = 3
 #: Tokens of a text that are looked at: their hidden states are in memory once for each unit.
 MOST_TOKENS = 512
 _FEWEST_TOKENS = 32
@@ -73,16 +76,15 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
     with checkpoint:
         ids = None if text is None else _ids(model.config, text)
         key = "weights" if ids is None else f"text {digest(ids)}"
-        assert model.config.path is not None
-        file = MeasuredFile(model.config.path, FILE, checkpoint.fingerprint, _VERSION)
-        units = [unit.name for unit in model.units]
-        if (known := file.read(key, lambda values: _checked(values, units))) is not None:
-            return known
-        logger.info("%s: measuring what fewer bits cost", model.config.path)
-        checkpoint.expect(model.stored_tensors(), model.unused_modules())
-        found = of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
-        file.write(key, {"units": found.units, "caches": found.caches})
-        return found
+
+        def measured() -> Losses:
+            logger.info("%s: measuring what fewer bits cost", model.config.path)
+            checkpoint.expect(model.stored_tensors(), model.unused_modules())
+            return (
+                of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
+            )
+
+        return kept(model, checkpoint.fingerprint, key, measured)
 
 
 def _ids(config: ModelConfig, text: str) -> list[int]:
@@ -94,6 +96,18 @@ def _ids(config: ModelConfig, text: str) -> list[int]:
             f"{_FEWEST_TOKENS} tokens at least"
         )
     return ids
+
+
+def kept(model: Transformer, fingerprint: str, key: str, measured: Callable[[], Losses]) -> Losses:
+    """The losses under a key of the checkpoint's file; measured and kept there if it has none."""
+    assert model.config.path is not None
+    file = MeasuredFile(model.config.path, FILE, fingerprint, _VERSION)
+    units = [unit.name for unit in model.units]
+    found = file.read(key, lambda values: _checked(values, units))
+    if found is None:
+        found = measured()
+        file.write(key, asdict(found))
+    return found
 
 
 # By the weights' own error ----------------------------------------------------------------------
@@ -178,8 +192,57 @@ def _of_text(model: Transformer, checkpoint: Checkpoint, ids: Sequence[int]) -> 
     return TextLosses(model.config, checkpoint, ids).measured()
 
 
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Of a unit's output in each option, and for the classes of its matrices alone."""
+
+    unit: dict[str, float]
+    matrices: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def times(self, scale: float) -> Errors:
+        return Errors(
+            {option: scale * error for option, error in self.unit.items()},
+            {n: {o: scale * e for o, e in each.items()} for n, each in self.matrices.items()},
+        )
+
+    def adding_up(self) -> Errors:
+        """With the matrices' errors in proportion, so that in every option their sum is the
+        unit's."""
+        sums = {o: sum(each[o] for each in self.matrices.values()) for o in self.unit}
+        share = {option: error / (sums[option] or 1.0) for option, error in self.unit.items()}
+        return Errors(
+            self.unit,
+            {n: {o: share[o] * e for o, e in each.items()} for n, each in self.matrices.items()},
+        )
+
+
+def _has_its_own(spec: UnitSpec) -> bool:
+    """Whether a layer's matrices are named as its own; two halves of one share names."""
+    names = (name for name in spec.matrices.values() if spec.layer is not None and class_of(name))
+    return all(f".{spec.layer}." in name for name in names)
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, other: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """The module with these parts of another one like it."""
+    before = {path: module.get_submodule(path) for path in paths}
+    try:
+        for path in paths:
+            module.set_submodule(path, other.get_submodule(path))
+        yield
+    finally:
+        for path, part in before.items():
+            module.set_submodule(path, part)
+
+
 class TextLosses:
-    """A text's way through the units."""
+    """A text's way through the units.
+
+    Attributes:
+        followed: the option in which an output passes through all units that follow.
+    """
+
+    followed = _FOLLOWED
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
         self.checkpoint, self.ids = checkpoint, torch.tensor([ids])
@@ -193,35 +256,40 @@ class TextLosses:
         It grows as the square of a small error. So it is measured in one way, ``_FOLLOWED``; the
         others' is that times their output's squared error, by the squared error of that one.
         """
-        errors: dict[str, dict[str, float]] = {}
+        errors: dict[str, Errors] = {}
         of_caches: dict[str, dict[str, float]] = {}
         *units, head = self.model.units
         x, followed = self.ids, dict[str, torch.Tensor]()
         for unit in units:
             module = self.read(unit.index, AS_STORED)
-            y = self._run(module, x)
+            y = self.run(module, x)
             for name, state in followed.items():
-                followed[name] = self._run(module, state)
+                followed[name] = self.run(module, state)
             if unit.spec.layer is not None:
                 of_caches[unit.name] = self._of_caches(unit.spec.layer, module, x, y)
+            errors[unit.name], found = self.of_unit(unit, module, x, y)
+            if found is not None:
+                followed[unit.name] = found
             del module
-            errors[unit.name], followed[unit.name] = self._of_unit(unit, x, y)
             x = y
         module = self.read(head.index, AS_STORED)
-        logits = self._run(module, x)
-        lost = {n: _divergence(logits, self._run(module, s)) for n, s in followed.items()}
-        errors[head.name], found = self._of_unit(head, x, logits)
-        lost[head.name] = _divergence(logits, found)
-        scale = {name: lost[name] / (each[_FOLLOWED] or 1.0) for name, each in errors.items()}
+        logits = self.run(module, x)
+        lost = {n: _divergence(logits, self.run(module, s)) for n, s in followed.items()}
+        errors[head.name], found = self.of_unit(head, module, x, logits)
+        if found is not None:
+            lost[head.name] = _divergence(logits, found)
+        scale = {n: kl / (errors[n].unit[self.followed] or 1.0) for n, kl in lost.items()}
+        scaled = {name: each.times(scale.get(name, 0.0)) for name, each in errors.items()}
         return Losses(
-            units={n: {o: scale[n] * e for o, e in each.items()} for n, each in errors.items()},
+            units={name: each.unit for name, each in scaled.items()},
+            matrices={name: each.matrices for name, each in scaled.items() if each.matrices},
             caches={
                 cache: sum(scale[name] * each[cache] for name, each in of_caches.items())
                 for cache in BY_LOSS
             },
         )
 
-    def _run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = module(x, self._batch(0, self.ids.shape[1]), NoCacheLayer())
         return y
 
@@ -237,17 +305,28 @@ class TextLosses:
         assert unit.module is not None
         return unit.module
 
-    def _of_unit(
-        self, unit: Unit, x: torch.Tensor, y: torch.Tensor
-    ) -> tuple[dict[str, float], torch.Tensor]:
-        """The output's error in each way, and the output that is followed."""
-        errors = {AS_STORED: 0.0}
+    def of_unit(
+        self, unit: Unit, module: nn.Module, x: torch.Tensor, y: torch.Tensor
+    ) -> tuple[Errors, torch.Tensor | None]:
+        """What it loses of its output y, and the output that is followed, if there is any.
+
+        Args:
+            module: the unit with its weights as they are.
+        """
+        errors = Errors(unit={AS_STORED: 0.0})
+        specs = self.model.specs_kept(self.followed)
+        classes = specs[unit.index].classes if all(map(_has_its_own, specs)) else {}
         for option in BITS:
-            found = self._run(self.read(unit.index, option), x)
-            errors[option] = _relative(found, y)
-            if option == _FOLLOWED:
+            made = self.read(unit.index, option)
+            found = self.run(made, x)
+            errors.unit[option] = relative(found, y)
+            if option == self.followed:
                 followed = found
-        return errors, followed
+            for name, paths in classes.items():
+                with _replaced(module, made, paths):
+                    error = relative(self.run(module, x), y)
+                errors.matrices.setdefault(name, {AS_STORED: 0.0})[option] = error
+        return errors.adding_up(), followed
 
     def _of_caches(
         self, layer: int, module: nn.Module, x: torch.Tensor, y: torch.Tensor
@@ -266,10 +345,10 @@ class TextLosses:
         store.allocate(CPU, spec.capacity)
         module(x[:, : self.half], self._batch(0, self.half), store)
         found = module(x[:, self.half :], self._batch(self.half, self.ids.shape[1]), store)
-        return _relative(found, y[:, self.half :])
+        return relative(found, y[:, self.half :])
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The squared error as a share of the squares, of each token; their mean."""
     error = (found - expected).square().sum(-1)
     return float((error / expected.square().sum(-1).clamp(min=1e-30)).mean())
@@ -289,13 +368,19 @@ def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
     """ValueError, or what Python raises, where these are no figures for these units."""
-    found = Losses(units=values["units"], caches=values["caches"])
+    found = Losses(**{each.name: values[each.name] for each in fields(Losses)})
+    matrices = [each for unit in found.matrices.values() for each in unit.values()]
+    stays = [AS_STORED]
     tables = [(found.units.keys(), units), (found.caches.keys(), BY_LOSS)]
-    tables += [(found.units[unit].keys(), OPTIONS) for unit in units]
+    tables += [(each.keys(), OPTIONS) for each in matrices]
+    tables += [(e.keys(), stays if len(e) == 1 else OPTIONS) for e in found.units.values()]
     for names, expected in tables:
         if set(names) != set(expected):
             raise ValueError(f"it is of {', '.join(map(str, names))}")
-    numbers = [n for each in (*found.units.values(), found.caches) for n in each.values()]
+    if not found.matrices.keys() <= set(units):
+        raise ValueError(f"it has matrices of {', '.join(map(str, found.matrices))}")
+    tables_of_numbers = (*found.units.values(), *matrices, found.caches)
+    numbers = [n for each in tables_of_numbers for n in each.values()]
     if not all(isinstance(n, float) and 0 <= n < math.inf for n in numbers):
         raise ValueError("a loss is no number of 0 or more")
     return found

@@ -29,7 +29,7 @@ from exkv.layers.descriptions import LowRank
 from exkv.layers.split_experts import ExpertStaging, HostRates
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.lora import AdapterFolder
-from exkv.weights.on_load import AS_STORED, check_kept, with_weights
+from exkv.weights.on_load import AS_STORED, OPTIONS, check_kept, with_weights
 
 from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
@@ -167,7 +167,9 @@ class Transformer:
                         f"{other} is kept {kept[other]} and {spec.name} {kept[spec.name]}: they "
                         "share a tensor"
                     )
-        return _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
+        if all(option in OPTIONS for option in kept.values()):
+            return _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
+        return _units(unit_specs(with_weights(self.config, kept), self.dtype))
 
     def set_host_experts(self, experts: Mapping[str, Collection[int]]) -> None:
         """Set which routed experts of which units lie in host memory while the rest of the unit is

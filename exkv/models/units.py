@@ -8,7 +8,7 @@ placed or loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from exkv.layers.linear import Matrix
 from exkv.layers.mlp import lay_on_host
 from exkv.layers.split_experts import ExpertStaging, staging_bytes_of
 from exkv.weights import FormatOf, Source, format_source, tensor_source
+from exkv.weights.on_load import class_of
 from exkv.weights.read_parameters import read_parameters
 from exkv.weights.source import with_precomputed
 
@@ -58,6 +59,7 @@ class UnitSpec:
         shapes: the module's parameter names -> shape and dtype, on ``meta``.
         find_sources: returns :attr:`sources`.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
+        matrices: matrix's module -> its name in the checkpoint, by which it has its format.
         unused: modules that a checkpoint may have beside these, which the model doesn't use.
         kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
             layers alike in both are planned as one.
@@ -71,6 +73,7 @@ class UnitSpec:
     shapes: Mapping[str, torch.Tensor]
     find_sources: Callable[[], tuple[Source, ...]]
     tied: dict[str, tuple[int, str]]
+    matrices: Mapping[str, str]
     unused: tuple[str, ...] = ()
     kind: Hashable = None
     is_mtp: bool = False
@@ -80,6 +83,16 @@ class UnitSpec:
         """Where the parameters come from, each from one of them. A load needs them, a plan
         doesn't, so they are made when they are first asked for."""
         return self.find_sources()
+
+    @property
+    def classes(self) -> dict[str, list[str]]:
+        """Modules of a layer's matrices that are integers in groups, by what a mix keeps alike,
+        see ``exkv.weights.on_load.class_of``."""
+        found: dict[str, list[str]] = {}
+        for path, name in self.matrices.items() if self.layer is not None else ():
+            if f"{path}.codes" in self.shapes and (kept_with := class_of(name)):
+                found.setdefault(kept_with, []).append(path)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +144,8 @@ def unit_spec(
         unused: as the checkpoint names them.
     """
     pattern = pattern or Pattern(build)
-    chosen = {each: formats(rename(each), size) for each, size in pattern.sizes.items()}
+    names = {each: rename(each) for each in pattern.sizes}
+    chosen = {each: formats(names[each], size) for each, size in pattern.sizes.items()}
 
     def in_formats() -> nn.Module:
         module = build()
@@ -160,6 +174,7 @@ def unit_spec(
             for each, (index, other) in tied.items()
             for tensor in chosen[each].names
         },
+        matrices=names,
         unused=unused,
         kind=(kind, *combination),
     )
@@ -284,6 +299,15 @@ class Unit:
         """Bytes of the experts that lie in host memory while the rest is on a card."""
         experts = self.expert_bytes if self.host_experts else ()
         return sum(experts[expert] for expert in self.host_experts)
+
+    def class_bytes(self, classes: Mapping[str, Sequence[str]]) -> dict[str, int]:
+        """Bytes of the matrices of each class, by their modules."""
+        of_module: dict[str, int] = {}
+        for name, nbytes in self.nbytes.items():
+            path, _, tensor = name.rpartition(".")
+            if tensor != "bias":
+                of_module[path] = of_module.get(path, 0) + nbytes
+        return {name: sum(of_module[path] for path in paths) for name, paths in classes.items()}
 
     def read(
         self,

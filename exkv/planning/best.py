@@ -3,26 +3,38 @@
 Options and their ledger lines come from here, the search among them is ``search.choose``'s.
 ``least_lossy_with_cache`` chooses the cache too: what a kind of cache loses over all layers counts
 as what weights lose (``exkv.weights.choice`` says what that is).
+
+Where losses are known of a layer's matrices, its options are the Pareto front of bytes and loss
+over all mixes of these (``search.knapsack.front``), thinned: a unit that has more gets one of fewer
+bytes by at most a 1/48 of the difference between its largest and its smallest. What calls of a mix
+take is only known once its ledger is made; until then it is the most that any of its options take.
+Where the mixes that were chosen don't fit by their own ledger, units are chosen whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+import numpy as np
+
 from exkv.cache import BY_LOSS, CACHES
 from exkv.errors import PlacementError
-from exkv.weights.choice import Choice
-from exkv.weights.on_load import AS_STORED, OPTIONS
+from exkv.weights.choice import Choice, Losses
+from exkv.weights.on_load import AS_STORED, OPTIONS, mixed, options_of
 
 from .fitting import fitted
 from .host_experts import with_host_experts
 from .plan import PlacedUnit, Plan, UnitCost
 from .scenario import Scenario, Workload
 from .search.choose import least_lossy_units
+from .search.knapsack import Item, front
 from .solve import plans_for
+
+#: Mixes of a unit's matrices that are looked at.
+_MOST_POINTS = 49
 
 
 def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]]:
@@ -62,36 +74,115 @@ def _in_fewest_bits(scenario: Scenario) -> Scenario:
 def _smallest(workload: Workload) -> Workload:
     if (losses := workload.model.losses()) is None or workload.model.choice is not None:
         return workload
-    fewest = Choice.of(losses, dict.fromkeys(losses.units, OPTIONS[-1]))
-    return replace(workload, model=workload.model.chosen(fewest))
+    return replace(workload, model=workload.model.chosen(_alike(losses, OPTIONS[-1])))
+
+
+def _alike(losses: Losses, option: str) -> Choice:
+    """All units that there are losses of in one option, and the others as they are stored."""
+    kept = {u: option if option in lost else AS_STORED for u, lost in losses.units.items()}
+    return Choice.of(losses, kept)
 
 
 def _settle(scenario: Scenario, position: int) -> Scenario:
     workload = scenario.workloads[position]
-    options = unit_options(workload, scenario)
-    costs = least_lossy_units(options, scenario.budgets_of(position), scenario.order)
-    costs = costs or [min(each, key=lambda cost: cost.weights) for each in options]
+    losses = workload.model.losses()
+    assert losses is not None
+    whole, sizes = unit_options(workload, scenario)
+    budgets = scenario.budgets_of(position)
+    if losses.matrices:
+        options = [
+            _mixes(each, losses.matrices[each[0].name], size) if size else each
+            for each, size in zip(whole, sizes, strict=True)
+        ]
+        if costs := least_lossy_units(options, budgets, scenario.order):
+            settled = _as_chosen(scenario, position, costs)
+            if settled.places(position):
+                return settled
+    costs = least_lossy_units(whole, budgets, scenario.order)
+    costs = costs or [min(each, key=lambda cost: cost.weights) for each in whole]
+    return _as_chosen(scenario, position, costs)
+
+
+def _as_chosen(scenario: Scenario, position: int, costs: Sequence[UnitCost]) -> Scenario:
     choice = Choice(
         kept={cost.name: cost.kept or AS_STORED for cost in costs},
         loss={cost.name: cost.loss for cost in costs},
     )
     workloads = list(scenario.workloads)
-    workloads[position] = replace(workload, model=workload.model.chosen(choice))
+    model = workloads[position].model.chosen(choice)
+    workloads[position] = replace(workloads[position], model=model)
     return replace(scenario, workloads=tuple(workloads))
 
 
-def unit_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]:
-    """Of each unit, its ledger lines in all ways in which its weights can be kept."""
+#: Class of matrices -> option -> bytes of them.
+_Sizes = dict[str, dict[str, int]]
+
+
+def unit_options(
+    workload: Workload, scenario: Scenario
+) -> tuple[list[list[UnitCost]], list[_Sizes]]:
+    """Of each unit, its ledger lines in all ways in which its weights can be kept alike, and the
+    bytes of its matrices by classes, of units that may be mixed."""
     losses = workload.model.losses()
     assert losses is not None
     ways = []
     for option in OPTIONS:
-        variant = workload.model.chosen(Choice.of(losses, dict.fromkeys(losses.units, option)))
-        there = replace(workload, model=variant)
+        there = replace(workload, model=workload.model.chosen(_alike(losses, option)))
         ways.append((there, there.peaks(scenario.budgets)))
-    sizes = frozenset().union(*(there.allocated_sizes(peaks) for there, peaks in ways))
-    costs = [there.costs(peaks, scenario.home, sizes) for there, peaks in ways]
-    return [list(each) for each in zip(*costs, strict=True)]
+    all_sizes = frozenset().union(*(there.allocated_sizes(peaks) for there, peaks in ways))
+    costs = [there.costs(peaks, scenario.home, all_sizes) for there, peaks in ways]
+    sizes: list[_Sizes] = []
+    for units in zip(*(there.model.units for there, _ in ways), strict=True):
+        of_options = [each.class_bytes(units[-1].spec.classes) for each in units]
+        named = zip(OPTIONS, of_options, strict=True)
+        by_option = dict(named) if units[0].name in losses.matrices else {}
+        classes = losses.matrices.get(units[0].name, {})
+        sizes.append({name: {o: each[name] for o, each in by_option.items()} for name in classes})
+    made = [
+        [cost for cost in each if (cost.kept or AS_STORED) in losses.units[cost.name]]
+        for each in zip(*costs, strict=True)
+    ]
+    return [list({cost.kept: cost for cost in each}.values()) for each in made], sizes
+
+
+def _mixes(
+    whole: Sequence[UnitCost], losses: Mapping[str, Mapping[str, float]], sizes: _Sizes
+) -> list[UnitCost]:
+    """A unit's options over all mixes of its matrices.
+
+    Args:
+        whole: its ledger lines with all matrices alike, the first as they are stored.
+        losses: class of matrices -> option -> loss.
+    """
+    alike = {cost.kept: cost for cost in whole}
+    points, options = front([item_of(sizes[name], losses[name]) for name in sizes], _MOST_POINTS)
+    rest = whole[0].weights - sum(each[AS_STORED] for each in sizes.values())
+    made = []
+    for nbytes, loss, chosen in zip(points.sizes, points.losses, options, strict=True):
+        kept = {name: OPTIONS[option] for name, option in zip(sizes, chosen, strict=True)}
+        of = [alike[option] for option in set(kept.values())]
+        weights = rest + int(nbytes)
+        made.append(
+            replace(
+                whole[0],
+                weights=weights,
+                traffic=whole[0].traffic - whole[0].weights + weights if whole[0].traffic else 0,
+                segments=max(cost.segments for cost in of),
+                workspace={k: max(cost.workspace[k] for cost in of) for k in of[0].workspace},
+                reserved={k: max(cost.reserved[k] for cost in of) for k in of[0].reserved},
+                kept=mixed(kept),
+                loss=float(loss),
+            )
+        )
+    return made
+
+
+def item_of(sizes: Mapping[str, int], losses: Mapping[str, float]) -> Item:
+    """A class of matrices in all options."""
+    return Item(
+        np.array([sizes[option] for option in OPTIONS]),
+        np.array([losses[option] for option in OPTIONS]),
+    )
 
 
 def least_lossy_with_cache(scenario: Scenario) -> tuple[str, Scenario] | None:
@@ -133,7 +224,7 @@ def given_up(plan: Plan) -> list[str]:
 
 def _ranges(units: Sequence[PlacedUnit]) -> Iterator[str]:
     """Neighbours that are kept alike."""
-    for kept, group in groupby(units, key=lambda unit: unit.kept):
+    for kept, group in groupby(units, key=lambda unit: _said(unit.kept or AS_STORED)):
         names = [unit.name.rpartition(".")[2] for unit in group]
         layers = [name for name in names if name.isdigit()]
         first, last = (layers or [""])[0], (layers or [""])[-1]
@@ -144,3 +235,12 @@ def _ranges(units: Sequence[PlacedUnit]) -> Iterator[str]:
             "head": names[-1] == "lm_head",
         }
         yield f"{' and '.join(words for words, so in said.items() if so)} {kept}"
+
+
+def _said(kept: str) -> str:
+    """An option, and of a mix the ones between which its matrices are."""
+    options = options_of(kept)
+    if isinstance(options, str):
+        return kept
+    places = [OPTIONS.index(option) for option in options.values()]
+    return f"{OPTIONS[max(places)]} to {OPTIONS[min(places)]}"

@@ -401,6 +401,13 @@ class Scenario:
             costs, budgets, objective=self.objective, order=self.order, link=self.link
         )
 
+    def places(self, position: int) -> bool:
+        """Whether the workload fits around those that are placed before it."""
+        before = self.placing[: self.placing.index(position) + 1]
+        with contextlib.suppress(PlacementError):
+            return bool(self._placed(before, self.costs(self.peaks())))
+        return False
+
     def that_fit(self) -> dict[int, Plan]:
         """Plans of the workloads, by position, before the first that does not fit."""
         costs = self.costs(self.peaks())

@@ -42,11 +42,17 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """What :func:`unpack` unpacks, for 1, 2, 4 or 8 bits: uint8 (n, count) -> int32 (n, words)."""
-    padding = -codes.shape[1] * bits % 32 // bits
-    fields = F.pad(codes, (0, padding)).unflatten(1, (-1, 8 // bits))
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return (fields << shifts).sum(-1, dtype=torch.uint8).view(torch.int32)
+    """What :func:`unpack` unpacks: uint8 (n, count) -> int32 (n, words)."""
+    each = 8 // math.gcd(8, bits)  # fields that end with a byte
+    fields = F.pad(codes, (0, -codes.shape[1] % 32)).unflatten(1, (-1, each)).unbind(-1)
+    parts = [torch.zeros_like(fields[0]) for _ in range(each * bits // 8)]
+    for place, field in enumerate(fields):
+        byte, shift = divmod(place * bits, 8)
+        parts[byte] |= field << shift
+        if shift + bits > 8:
+            parts[byte + 1] |= field >> 8 - shift
+    packed = torch.stack(parts, -1).flatten(1).view(torch.int32)
+    return packed[:, : words_of(codes.shape[1], bits)].contiguous()
 
 
 def _packed_fake(

@@ -3,13 +3,17 @@
 The loss of a unit is the KL divergence of the model's next-token probabilities on a text when this
 unit alone is kept so, in nats a token (without a text: the squared error of its weights, as a share
 of their squares). Divergence grows as the square of a small error, and errors of unlike layers are
-as good as independent, so that losses add up: a plan makes the sum over all units small.
+as good as independent, so that losses add up: a plan makes the sum over all units small. Within a
+layer the same holds for its matrices, of which each class (``on_load.class_of``) has its own loss;
+those of all classes kept alike add up to the unit's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from .on_load import options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +23,20 @@ class Losses:
     Attributes:
         units: unit's name -> one of ``on_load.OPTIONS`` -> loss, 0 for weights as they are stored.
         caches: name of ``exkv.cache.BY_LOSS`` -> what such a cache loses over all layers.
+        matrices: unit's name -> class of its matrices -> option -> loss, for units that may be
+            mixed; their losses add up to those of ``units``.
     """
 
     units: Mapping[str, Mapping[str, float]]
     caches: Mapping[str, float]
+    matrices: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+
+    def of(self, unit: str, kept: str) -> float:
+        """What a unit loses that is kept in one of the options, or in a mix."""
+        options = options_of(kept)
+        if isinstance(options, str):
+            return self.units[unit][options]
+        return sum(self.matrices[unit][name][option] for name, option in options.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +44,7 @@ class Choice:
     """One of the options for every unit.
 
     Attributes:
-        kept: unit's name -> one of ``on_load.OPTIONS``.
+        kept: unit's name -> one of ``on_load.OPTIONS``, or a mix.
         loss: unit's name -> what it loses by that.
     """
 
@@ -39,6 +53,4 @@ class Choice:
 
     @classmethod
     def of(cls, losses: Losses, kept: Mapping[str, str]) -> Choice:
-        return cls(
-            kept=kept, loss={unit: losses.units[unit][option] for unit, option in kept.items()}
-        )
+        return cls(kept=kept, loss={unit: losses.of(unit, option) for unit, option in kept.items()})

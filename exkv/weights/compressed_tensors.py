@@ -26,7 +26,7 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
-from exkv.ops.weight_groups import pack_codes
+from exkv.ops.weight_groups import PLANES, pack_codes
 
 from . import mxfp4, nvfp4
 from .bits import order_of, pack, stored_scale, unpack, words, words_of
@@ -150,28 +150,62 @@ def stored_as_packed(values: Rounded, bits: int) -> dict[str, torch.Tensor]:
     }
 
 
-def settings_of_packed(bits: int, group: int, ignore: list[str]) -> dict[str, Any]:
-    """The quantization_config of a checkpoint whose linear layers are stored so.
+def rounded_of_packed(
+    stored: Mapping[str, torch.Tensor], layer: str, format: GroupFormat
+) -> Rounded:
+    """The integers of :func:`stored_as_packed`, of a layer among these tensors."""
+    inputs = int(stored[f"{layer}.weight_shape"][1])
+    codes = unpack(stored[f"{layer}.weight_packed"], format.bits, inputs)
+    return Rounded(codes=codes, scale=stored[f"{layer}.weight_scale"])
+
+
+def settings_of_packed(
+    formats: Mapping[str, GroupFormat], ignore: list[str]
+) -> dict[str, Any] | None:
+    """The quantization_config of a checkpoint whose linear layers are stored so; None of floats.
 
     There are no zero points in it: transformers 5.18 with compressed-tensors 0.20 reads none that
     are packed.
 
     Args:
+        formats: layer's name -> its bits and group.
         ignore: layers that are floats.
     """
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+    groups: dict[tuple[int, int], list[str]] = {}
+    for layer, format in formats.items():
+        groups.setdefault((format.bits, format.group), []).append(layer)
+    if not groups:
+        return None
+    weights = {"type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": PACKED,
         "quantization_status": "compressed",
         "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**weights, "group_size": group, "dynamic": False},
+            f"group_{place}": {
+                "targets": ["Linear"] if len(groups) == 1 else _patterns(layers),
+                "weights": {**weights, "num_bits": bits, "group_size": group},
             }
+            for place, ((bits, group), layers) in enumerate(sorted(groups.items()))
         },
         "ignore": ignore,
     }
+
+
+def _patterns(layers: list[str]) -> list[str]:
+    """Patterns of exactly these names, one for all that differ in the layer's number and the
+    expert's only. Of a projection all experts are in one group."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        before, number, behind = re.split(r"\.(\d+)\.", layer, maxsplit=1)
+        of_experts = re.sub(r"(?<=experts\\\.)\d+", r"\\d+", re.escape(behind))
+        known = numbers.setdefault((re.escape(before), of_experts), [])
+        if number not in known:
+            known.append(number)
+    return [
+        rf"re:{before}\.({'|'.join(known)})\.{behind}$"
+        for (before, behind), known in numbers.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +390,7 @@ def _integer_format(
     if headers is not None:
         indexed = f"{layer}.weight_g_idx" in headers
     return CompressedFormat(
-        bits=weights.choice("num_bits", (4, 8), 8),
+        bits=weights.choice("num_bits", tuple(sorted(PLANES)), 8),
         group=_group_size(weights) if strategy == "group" else 0,
         scale=stored_scale(layer, "weight_scale", headers, scale),
         shift="symmetric" if weights.flag("symmetric", True) else "zero",

@@ -3,18 +3,21 @@
 A config for it is that of the float checkpoint with a quantization of its own, which no file has to
 state: ``{"quant_method": "on_load", "weights": "int4"}``; see :func:`with_weights`.
 
-Matrices of the layers become integers of 8 to 4 bits in groups of 64, by ``rounding``. The
+Matrices of the layers become integers of 8 to 3 bits in groups of 64, by ``rounding``. The
 projection to logits, which every token reads whole and whose errors nothing evens out, has 8 bits;
 so has a table of tokens that is tied to it. A table of its own, or of the layers' own embeddings,
 stays: one of its rows is read a token. Norms and biases stay, and so do the routers of experts,
 which are small and choose.
 
 ``weights`` may also say it unit by unit, ``{"model.layers.0": "int8", ...}``, embedding and head
-included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``.
+included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``. A unit may be a
+mix, ``"mlp.down_proj int5, self_attn.q_proj int4, ..."``, which names all classes of its matrices:
+those of one projection, of all of a layer's experts together (:func:`class_of`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -35,7 +38,7 @@ from .settings import EMBEDDING, HEAD, OF_LAYERS, ROUTERS, stays_float
 
 METHOD = "on_load"
 #: What ``weights`` may be -> bits of the layers' matrices.
-BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
 #: What a unit's weights are where they are not turned into integers.
 AS_STORED = "as stored"
 #: All that a unit's weights may be kept as, the least lossy first.
@@ -69,8 +72,8 @@ def with_weights(config: ModelConfig, weights: str | Mapping[str, str] | None) -
     """The config with its float weights kept as ``weights`` says.
 
     Args:
-        weights: one of ``BITS``; or one of ``OPTIONS`` for every unit, by the units' names; or None
-            for as they are, and ``BEST`` for as they are until a plan has chosen.
+        weights: one of ``BITS``; or one of ``OPTIONS``, or a mix, for every unit, by the units'
+            names; or None for as they are, and ``BEST`` for as they are until a plan has chosen.
 
     Raises:
         ValueError: there is no such way, or the checkpoint is quantized.
@@ -113,7 +116,22 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
         layers = (f"model.layers.{index}" for index in range(config.num_hidden_layers))
         check_kept(weights, (EMBEDDING, HEAD, *layers))
         ends = {facts.table: weights[EMBEDDING], facts.head: weights[HEAD]}
-        return lambda layer: ends.get(layer) or weights[_unit_of(layer, facts)]
+        known = {unit: options_of(kept) for unit, kept in weights.items()}
+
+        def of_layer(layer: str) -> str:
+            unit = _unit_of(layer, facts)
+            kept = ends.get(layer) or known[unit]
+            if isinstance(kept, str):
+                return kept
+            if not (name := class_of(layer)):
+                return AS_STORED
+            if name not in kept:
+                raise ValueError(
+                    f"weights of {unit} say nothing of {name}; they name {', '.join(kept)}"
+                )
+            return kept[name]
+
+        return of_layer
     if weights not in BITS:
         raise ValueError(
             f"{config.path or 'the config'}: weights of quantization_config is {weights!r}; it "
@@ -132,8 +150,37 @@ def _unit_of(layer: str, facts: Facts) -> str:
     return HEAD if "unembed" in layer else "model.layers.0"
 
 
+def class_of(layer: str) -> str:
+    """What the matrix of a layer, by its name in the checkpoint, is kept together with in a mix, as
+    in ``self_attn.q_proj`` and ``mlp.experts.up_proj``: the name without the unit's, and without
+    numbers of experts. Empty for one that lies beside the layers, and stays in a mix."""
+    _, *behind = re.split(r"\.\d+\.", layer, maxsplit=1)
+    return ".".join(part for part in "".join(behind).split(".") if not part.isdigit())
+
+
+def mixed(kept: Mapping[str, str]) -> str:
+    """The name of a mix: by classes of matrices, one of ``OPTIONS``, alone if they are all one."""
+    options = set(kept.values())
+    if len(options) == 1:
+        return options.pop()
+    return ", ".join(f"{name} {kept[name]}" for name in sorted(kept))
+
+
+def options_of(kept: str) -> str | dict[str, str]:
+    """What :func:`mixed` made the name of; ValueError for what names neither."""
+    if kept in OPTIONS:
+        return kept
+    parts = [part.partition(" ") for part in kept.split(", ")]
+    found = {name: option for name, _, option in parts}
+    if len(found) < len(parts) or not set(OPTIONS).issuperset(found.values()):
+        raise ValueError(
+            f"{quoted(kept)}; known are {', '.join(OPTIONS)}, and of a mix one for each projection"
+        )
+    return found
+
+
 def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
-    """ValueError unless each of the units, and nothing else, has one of the options."""
+    """ValueError unless each of the units, and nothing else, has one of the options, or a mix."""
     names = set(units)
     if odd := sorted(names ^ kept.keys()):
         raise ValueError(
@@ -141,8 +188,10 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
             f"{quoted(odd[0])}"
         )
     for unit, option in kept.items():
-        if option not in OPTIONS:
-            raise ValueError(f"weights of {unit} are {option!r}; known are {', '.join(OPTIONS)}")
+        try:
+            options_of(option)
+        except ValueError as error:
+            raise ValueError(f"weights of {unit} are {error}") from None
 
 
 def _format(bits: int, size: Size, dtype: torch.dtype) -> WeightFormat:

@@ -23,7 +23,7 @@ from exkv.loading.report import LINES
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.best import given_up, least_lossy_with_cache, settled, weights_loss
 from exkv.sizes import human
-from exkv.weights.on_load import OPTIONS, with_weights
+from exkv.weights.on_load import OPTIONS, mixed, options_of, with_weights
 
 IDS = torch.randint(3, 320, (2, 44), generator=torch.Generator().manual_seed(3))
 UNITS = ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "lm_head"]
@@ -83,6 +83,51 @@ def test_what_is_chosen_is_loaded_to_the_byte_and_answers_as_it_does_anywhere(fo
     count, *lines = seen["lines"]
     assert count == 2
     assert [line.partition(":")[0] for line in lines] == ["sim", "sim"]
+
+
+def in_mixes(folder: str) -> dict:
+    """A choice by a text for a small card, its bytes, and its answers beside those of the same
+    choice on the host; and what whole units would have lost."""
+    text = "one two three " * 40
+    model = Model(folder, max_input_len=16, weights="best", calibration=text)
+    cache = Cache(model, 64, 2)
+    model.load_autosplit(cache, devices=["sim:0"])
+    whole = model.report.devices[0].ledger
+    model.unload()
+    sim.set_capacity(0, whole.total - whole.weights * 6 // 10)
+    model.load_autosplit(cache)
+    (row,) = (row for row in model.report.devices if row.ledger.units)
+    seen = {"rows": [[getattr(row.ledger, line), row.measured.get(line, 0)] for line in LINES]}
+    seen["kept"], seen["lines"] = kept(model), given_up(model.plan)
+    losses = model.losses()
+    seen["loss"] = [sum(unit.loss for unit in model.plan.units)]
+    seen["loss"].append(sum(map(losses.of, UNITS, seen["kept"])))
+    found = logits(model, cache)
+    weights = dict(zip(UNITS, seen["kept"], strict=True))
+    alone = Model(with_weights(ModelConfig.from_pretrained(folder), weights), max_input_len=16)
+    other = Cache(alone, 64, 2)
+    alone.load(devices=["cpu"])
+    seen["bits"] = torch.equal(found, logits(alone, other))
+    plan = Plan.from_json(model.plan.to_json())
+    model.unload()
+    model.load(plan=plan)
+    seen["again"] = kept(model) == seen["kept"]
+    model.unload()
+    model._losses = replace(losses, matrices={})
+    model.load_autosplit(cache)
+    seen["whole"] = sum(unit.loss for unit in model.plan.units)
+    return seen
+
+
+def test_by_a_text_matrices_are_mixed_which_loses_less_than_whole_units(folder):
+    seen = run_sim(in_mixes, "64M", args=[str(folder)])
+    mixes = [options_of(each) for each in seen["kept"] if each not in OPTIONS]
+    assert mixes and all(len(mix) == 7 and len({*mix.values()}) > 1 for mix in mixes)
+    assert all(predicted == found for predicted, found in seen["rows"])
+    assert seen["bits"] and seen["again"]
+    assert seen["loss"][0] == pytest.approx(seen["loss"][1])
+    assert seen["loss"][0] < 0.9 * seen["whole"]
+    assert any(" to int" in line for line in seen["lines"])
 
 
 def robbed(folder: str) -> dict:
@@ -153,8 +198,8 @@ def test_a_plan_is_carried_out_by_the_model_that_it_was_made_for(folder):
     values["units"][1] |= {"kept": "int6", "loss": 0.25, "weights": fewer}
     with pytest.raises(ValueError, match="another model"):
         Model(folder, max_input_len=16).load(plan=Plan.from_json(json.dumps(values)))
-    values["units"][1]["kept"] = "int3"
-    with pytest.raises(ValueError, match="weights of model.layers.0 are 'int3'; known are as st"):
+    values["units"][1]["kept"] = "int2"
+    with pytest.raises(ValueError, match="weights of model.layers.0 are 'int2'; known are as st"):
         model.load(plan=Plan.from_json(json.dumps(values)))
     values["units"][0]["kept"] = values["units"][1]["kept"] = "int8"
     with pytest.raises(ValueError, match="lm_head as stored: they share a tensor"):
@@ -180,6 +225,11 @@ def test_losses_are_measured_once_for_weights_and_for_each_text(folder, monkeypa
             values = [unit[option] for option in OPTIONS]
             assert values[0] == 0 and values == sorted(values)
         assert found.caches["fp16"] == 0 < found.caches["8bit"] < found.caches["4bit"]
+    assert list(by_text.matrices) == UNITS[1:-1] and not by_weights.matrices
+    for unit, matrices in by_text.matrices.items():
+        for option in OPTIONS:
+            total = sum(each[option] for each in matrices.values())
+            assert len(matrices) == 7 and total == pytest.approx(by_text.units[unit][option])
     # 4 bits in groups lose about a hundredth of the weights' squares.
     assert 0.004 < by_weights.units[UNITS[1]]["int4"] < 0.02
     assert by_text.units != by_weights.units
@@ -198,18 +248,29 @@ def test_losses_are_measured_once_for_weights_and_for_each_text(folder, monkeypa
 def test_a_units_loss_on_a_text_is_the_divergence_from_transformers_probabilities(tmp_path):
     """With this unit alone in 6 bits, of a model whose embedding and head are not tied."""
     folder = save_tokenizer(save(reference(llama(num_hidden_layers=4)), tmp_path))
-    text = "one two three " * 40
-    found = Model(folder, weights="best", calibration=text).losses().units
+    text = "one two three " * 15
+    losses_of = Model(folder, weights="best", calibration=text).losses()
+    found = losses_of.units
     ids = torch.tensor([Tokenizer(folder).encode(text)[: losses.MOST_TOKENS]])
     exact = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)(ids).logits.detach()
-    for unit in UNITS:
-        kept = dict.fromkeys(UNITS, "as stored") | {unit: "int6"}
+
+    def divergence(unit: str, option: str) -> float:
+        kept = dict.fromkeys(UNITS, "as stored") | {unit: option}
         model = on_cpu(with_weights(ModelConfig.from_pretrained(folder), kept), dtype=torch.float32)
         logits = model.forward(ids, Cache(model, 512, dtype=torch.float32)).double()
         pair = logits.log_softmax(-1), exact.log_softmax(-1)
-        expected = kl_div(*pair, log_target=True, reduction="sum").item() / ids.shape[1]
+        return kl_div(*pair, log_target=True, reduction="sum").item() / ids.shape[1]
+
+    for unit in UNITS:
+        expected = divergence(unit, "int6")
         assert expected > 0
         assert found[unit]["int6"] == pytest.approx(expected, rel=1e-2), unit
+    unit = UNITS[2]
+    for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+        lost = losses_of.matrices[unit][name]
+        alone = mixed({each: "as stored" for each in losses_of.matrices[unit]} | {name: "int6"})
+        assert losses_of.of(unit, alone) == lost["int6"]
+        assert 1 / 3 < lost["int6"] / divergence(unit, alone) < 3, name
 
 
 @pytest.mark.parametrize(

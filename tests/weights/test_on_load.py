@@ -171,9 +171,9 @@ def test_scales_that_are_searched_for_beat_rounding_to_the_nearest():
 
 def test_what_cannot_be_is_refused(folders, tmp_path):
     with pytest.raises(
-        ValueError, match="'int3'; it must be one of int8, int6, int5, int4, best, or None"
+        ValueError, match="'int2'; it must be one of int8, int6, int5, int4, int3, best, or None"
     ):
-        Model(folders["tied"], weights="int3")
+        Model(folders["tied"], weights="int2")
     quantized = with_weights(ModelConfig.from_pretrained(folders["tied"]), "int8")
     with pytest.raises(ValueError, match=r"is quantized already \(on_load\).*leave weights out"):
         Model(quantized, weights="int4")

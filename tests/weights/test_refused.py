@@ -448,8 +448,8 @@ UNSOUND = {
     "compressed nothing": ("compressed 4", {"config_groups": {}}, "config_groups {} is not"),
     "compressed bits": (
         "compressed 4",
-        {"config_groups": {"g": group(num_bits=5, strategy="channel")}},
-        "config_groups.g.weights: num_bits 5 is not supported, it must be one of 4, 8",
+        {"config_groups": {"g": group(num_bits=7, strategy="channel")}},
+        "config_groups.g.weights: num_bits 7 is not supported, it must be one of 2, 3, 4, 5, 6, 8",
     ),
     "compressed groups": (
         "compressed 4",

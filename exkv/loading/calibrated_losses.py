@@ -1,0 +1,134 @@
+"""What each matrix of a layer loses when it is rounded for the inputs of a text: by this
+``exkv quantize --bits`` and ``--fit`` choose.
+
+The way is that of ``exkv.loading.losses``, but what is rounded is rounded as it will be written
+(``exkv.loading.calibration``), for all rows of the text but the last, on which the outputs are
+compared. To round everything in every option would take several times as long as to write a folder.
+So a matrix is rounded whole in one option, ``FOLLOWED``: by this it is seen what it changes of the
+layer's output, and the layer of the probabilities. In the others some rows of it are rounded, which
+feedback rounds independently, and their error decides how much more or less it is: of the outputs,
+by the inputs' moments, which is what is rounded for. Embedding and head stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from exkv.batch import Batch, Lengths
+from exkv.cache import NoCacheLayer
+from exkv.checkpoint import Checkpoint, ModelConfig
+from exkv.devices import CPU
+from exkv.models import Unit
+from exkv.weights import GroupFormat
+from exkv.weights.choice import Losses
+from exkv.weights.feedback import rounded_with_factor
+from exkv.weights.on_load import AS_STORED, BITS
+from exkv.weights.rounding import Rounded
+
+from .calibration import Found, Rounding, integers_of, put_weight
+from .losses import Errors, TextLosses, kept, relative
+from .measured_file import digest
+
+#: The option in which all is rounded: finer than those of which the loss no longer grows as the
+#: error's square, and coarser than what float32 rounds.
+FOLLOWED = "int5"
+#: Rows of a matrix that are rounded in the others.
+_ROWS = 48
+
+
+def calibrated_losses_of(config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor) -> Losses:
+    """What there is to choose from for a folder of integers; measured once, and kept in the file of
+    ``exkv.loading.losses``.
+
+    Args:
+        rows: the text, int64 (B, T), as of ``calibration_rows``.
+    """
+    losses = CalibratedLosses(config, checkpoint, rows)
+    key = f"rounded {digest(rows.tolist())}"
+    return kept(losses.model, checkpoint.fingerprint, key, losses.measured)
+
+
+class CalibratedLosses(TextLosses):
+    """A text's way through the units.
+
+    Args:
+        rows: the text, int64 (B, T).
+    """
+
+    followed = FOLLOWED
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor) -> None:
+        super().__init__(config, checkpoint, rows[-1].tolist())
+        self._hidden = rows[:-1] if len(rows) > 1 else rows
+        lengths = Lengths.uniform(len(self._hidden), 0, rows.shape[1])
+        self._rows = Batch.on(CPU, lengths, self.model.rotary, torch.float32)
+
+    def of_unit(
+        self, unit: Unit, module: nn.Module, x: torch.Tensor, y: torch.Tensor
+    ) -> tuple[Errors, torch.Tensor | None]:
+        made = Unit(unit.index, self.model.specs_kept(FOLLOWED)[unit.index])
+        formats = {} if unit.spec.layer is None else integers_of(made)
+        if not formats:
+            if unit is not self.model.units[-1]:
+                self._hidden = module(self._hidden, self._rows, NoCacheLayer())
+            return Errors(unit={AS_STORED: 0.0}), None
+        floats = {path: module.get_submodule(path).get_parameter("weight") for path in formats}
+        made.module = module
+        sampled = _Sampled(made, formats)
+        with sampled:
+            sampled.records = True
+            passed = module(self._hidden, self._rows, NoCacheLayer())
+            sampled.records = False
+            module(self._hidden, self._rows, NoCacheLayer())
+        self._hidden = passed
+        followed = self.run(module, x)
+        whole, alone = relative(followed, y), dict[str, float]()
+        rounded = _values(sampled.found, formats)
+        _put(module, floats)
+        for name, paths in made.spec.classes.items():
+            _put(module, {path: rounded[path] for path in paths})
+            alone[name] = relative(self.run(module, x), y)
+            _put(module, {path: floats[path] for path in paths})
+        share = whole / (sum(alone.values()) or 1.0)
+        errors = Errors(unit={AS_STORED: 0.0})
+        for name, paths in made.spec.classes.items():
+            lost = {o: sum(sampled.errors[path][o] for path in paths) for o in BITS}
+            scale = share * alone[name] / (lost[FOLLOWED] or 1.0)
+            errors.matrices[name] = {AS_STORED: 0.0, **{o: scale * lost[o] for o in BITS}}
+        for option in BITS:
+            errors.unit[option] = sum(each[option] for each in errors.matrices.values())
+        return errors, followed
+
+
+def _values(found: Found, formats: Mapping[str, GroupFormat]) -> dict[str, torch.Tensor]:
+    return {path: made.values(formats[path].bits) for path, made in found.items()}
+
+
+def _put(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    for path, weight in weights.items():
+        put_weight(module.get_submodule(path), weight)
+
+
+class _Sampled(Rounding):
+    """Rounding that also sees what other options lose of some rows of each matrix.
+
+    Attributes:
+        errors: path -> option -> the squared error of the outputs, of the whole matrix a token.
+    """
+
+    def __init__(self, unit: Unit, formats: Mapping[str, GroupFormat]) -> None:
+        super().__init__(unit, formats)
+        self.errors: dict[str, dict[str, float]] = {}
+
+    def round(self, path: str, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
+        some = weight[:: max(len(weight) // _ROWS, 1)]
+        format = self.formats[path]
+        self.errors[path] = {}
+        for option, bits in BITS.items():
+            made = rounded_with_factor(root, some, bits, format.group, format.scale)
+            lost = ((some - made.values(bits)) @ root).square().sum()
+            self.errors[path][option] = float(lost) * len(weight) / len(some)
+        return super().round(path, root, weight)

@@ -1,0 +1,233 @@
+"""In how many bits ``exkv quantize`` writes each matrix of a layer: all alike, the mix that loses
+least at so many bits a weight, or the one that loses least of those that fit a plan.
+
+Bits are counted over all matrices of layers that may become integers, with their scales, as they
+lie in the file. Embedding, head, routers, norms and biases stay as they are, and don't count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from exkv.checkpoint import ModelConfig
+from exkv.models import Transformer, Unit, unit_specs
+from exkv.models.units import UnitSpec
+from exkv.planning import Scenario
+from exkv.planning.best import item_of, planned
+from exkv.planning.search.knapsack import Relaxed, least_lossy
+from exkv.weights import GroupFormat, compressed_tensors
+from exkv.weights.choice import Choice, Losses
+from exkv.weights.format import Size
+from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, class_of, mixed, options_of
+from exkv.weights.settings import stays_float
+
+#: Inputs that share a scale; the second if the first doesn't divide all matrices' inputs.
+GROUPS = (64, 32)
+#: Bits between two points of a curve.
+_STEP = 0.25
+
+#: Unit's name -> one of ``on_load.OPTIONS``, or a mix.
+Kept = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One that may become integers.
+
+    Attributes:
+        unit: the name of the unit that has it.
+        size: outputs, inputs.
+        group: inputs that share a scale.
+        dtype: in which it is stored, and its scales are.
+    """
+
+    unit: str
+    size: Size
+    group: int
+    dtype: torch.dtype
+
+    def format(self, option: str) -> GroupFormat | None:
+        """None for as it is stored."""
+        if option == AS_STORED:
+            return None
+        return GroupFormat(bits=BITS[option], group=self.group, scale=self.dtype)
+
+    def nbytes(self, option: str) -> int:
+        """Of the file."""
+        count = self.size[0] * self.size[1]
+        if (format := self.format(option)) is None:
+            return count * self.dtype.itemsize
+        return count * format.bits // 8 + count // format.group * format.scale.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """The matrices of a model's layers.
+
+    Attributes:
+        specs: the model's units.
+        matrices: those that may become integers, by their names in the checkpoint.
+        floats: names of all others.
+    """
+
+    config: ModelConfig
+    specs: list[UnitSpec]
+    matrices: Mapping[str, Matrix]
+    floats: list[str]
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtypes: Mapping[str, torch.dtype]) -> Layers:
+        """Of a config of floats.
+
+        Args:
+            dtypes: of the scales, by the matrices' names.
+        """
+        specs = unit_specs(config, config.dtype or torch.float32)
+        found, floats = dict[str, tuple[str, Size]](), {"lm_head"}  # a tied head's name, too
+        for spec in specs:
+            stored = {n: t.shape for source in spec.sources for n, t in source.stored.items()}
+            for name, shape in stored.items():
+                layer = name.removesuffix(".weight")
+                may = spec.layer is not None and not stays_float(layer)
+                if len(shape) == 2 and may and shape[1] % GROUPS[-1] == 0:
+                    found[layer] = spec.name, (shape[0], shape[1])
+                elif len(shape) == 2:
+                    floats.add(layer)
+        fits = (all(size[1] % group == 0 for _, size in found.values()) for group in GROUPS)
+        group = next(itertools.compress(GROUPS, fits))
+        matrices = {
+            layer: Matrix(unit=unit, size=size, group=group, dtype=dtypes.get(layer, torch.float32))
+            for layer, (unit, size) in found.items()
+        }
+        return cls(config=config, specs=specs, matrices=matrices, floats=sorted(floats))
+
+    def alike(self, option: str) -> dict[str, str]:
+        return {spec.name: option for spec in self.specs if spec.layer is not None}
+
+    def formats(self, kept: Kept) -> dict[str, GroupFormat]:
+        """The formats of the matrices that become integers, by their names."""
+        options = {unit: options_of(each) for unit, each in kept.items()}
+        found = {}
+        for layer, matrix in self.matrices.items():
+            option = options[matrix.unit]
+            if not isinstance(option, str):
+                option = option.get(class_of(layer), AS_STORED)
+            if (format := matrix.format(option)) is not None:
+                found[layer] = format
+        return found
+
+    def settings(self, kept: Kept) -> dict[str, Any] | None:
+        """The quantization_config of a folder that is written so; None where nothing is."""
+        formats = self.formats(kept)
+        stay = self.matrices.keys() - formats.keys()
+        return compressed_tensors.settings_of_packed(formats, sorted({*self.floats, *stay}))
+
+    def units(self, kept: Kept, dtype: torch.dtype) -> tuple[Unit, ...]:
+        """Those of the folder; ValueError where exkv could not load it."""
+        config = replace(self.config, path=None, quantization=self.settings(kept))
+        return tuple(Unit(index, spec) for index, spec in enumerate(unit_specs(config, dtype)))
+
+    def class_sizes(self) -> dict[tuple[str, str], dict[str, int]]:
+        """Unit and class of matrices -> option -> bytes."""
+        found: dict[tuple[str, str], dict[str, int]] = {}
+        for layer, matrix in self.matrices.items():
+            sizes = found.setdefault((matrix.unit, class_of(layer)), dict.fromkeys(OPTIONS, 0))
+            for option in OPTIONS:
+                sizes[option] += matrix.nbytes(option)
+        return found
+
+    def bits(self, kept: Kept) -> float:
+        """Of a weight, on average."""
+        formats = self.formats(kept)
+        nbytes = sum(
+            each.nbytes(f"int{formats[layer].bits}" if layer in formats else AS_STORED)
+            for layer, each in self.matrices.items()
+        )
+        return 8 * nbytes / self.count
+
+    @property
+    def count(self) -> int:
+        """Of all weights of the matrices."""
+        return sum(each.size[0] * each.size[1] for each in self.matrices.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixes:
+    """What there is to choose from: the layers, and what their matrices lose."""
+
+    layers: Layers
+    losses: Losses
+
+    def at(self, bits: float) -> dict[str, str]:
+        """The mix of so many bits a weight at most that loses least.
+
+        Raises:
+            ValueError: there are no such bits.
+        """
+        sizes = self.layers.class_sizes()
+        ends = [8 * sum(s[o] for s in sizes.values()) / self.layers.count for o in OPTIONS]
+        if not min(ends) <= bits < ends[0]:
+            raise ValueError(
+                f"--bits {bits:g}: with scales the layers' weights have from {min(ends):g} bits "
+                f"({OPTIONS[-1]}) to under {ends[0]:g}, as they are stored; give one between"
+            )
+        chosen = least_lossy(self._items(), int(bits * self.layers.count / 8))
+        assert chosen is not None, "the least fit"
+        kept: dict[str, dict[str, str]] = {}
+        for (unit, name), option in zip(sizes, chosen, strict=True):
+            kept.setdefault(unit, {})[name] = OPTIONS[option]
+        return self.layers.alike(AS_STORED) | {unit: mixed(each) for unit, each in kept.items()}
+
+    def fitting(self, scenario: Scenario) -> dict[str, str]:
+        """The mix that loses least of those that fit; PlacementError where none does.
+
+        Args:
+            scenario: of one model, a :class:`WrittenModel`.
+        """
+        found, _, _ = planned(scenario)
+        choice = found.workloads[0].model.choice
+        assert choice is not None
+        names = self.layers.alike(AS_STORED)
+        return {unit: kept for unit, kept in choice.kept.items() if unit in names}
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Bits a weight, and the least loss; between mixes what they lose on a line."""
+        sizes, count = self.layers.class_sizes(), self.layers.count
+        relaxed = Relaxed(self._items())
+        ends = [8 * sum(each[o] for each in sizes.values()) / count for o in (OPTIONS[-1], "int8")]
+        points = np.arange(ends[0], ends[1] + _STEP / 2, _STEP)
+        # A byte more: what is all in the fewest bits must not be a rounded product too large.
+        rooms = points * count / 8 + 1
+        losses = relaxed.least(0, rooms)
+        return [(float(b), float(loss)) for b, loss in zip(points, losses, strict=True)]
+
+    def loss(self, kept: Kept) -> float:
+        return sum(self.losses.of(unit, each) for unit, each in kept.items())
+
+    def _items(self) -> list[Any]:
+        return [
+            item_of(sizes, self.losses.matrices[unit][name])
+            for (unit, name), sizes in self.layers.class_sizes().items()
+        ]
+
+
+class WrittenModel(Transformer):
+    """A model as it is read from the folder that is to be written, for plans to choose its mix."""
+
+    def __init__(self, mixes: Mixes) -> None:
+        super().__init__(mixes.layers.config)
+        self.mixes = mixes
+
+    def losses(self) -> Losses:
+        return self.mixes.losses
+
+    def units_kept(self, choice: Choice | None) -> tuple[Unit, ...]:
+        layers = self.mixes.layers
+        kept = choice.kept if choice else layers.alike(AS_STORED)
+        return layers.units(kept, self.dtype)
