@@ -358,6 +358,8 @@ def _experts(mlp: Experts) -> ExpertsBlock:
         raise NotDescribed("experts by SparseMixer")
     if mlp.on_host:
         raise NotDescribed("experts in host memory")
+    if mlp.counts is not None:
+        raise NotDescribed("experts that are counted")
     return ExpertsBlock(
         router=mlp.router.numbers,
         gate=describe(mlp.gate),

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from exkv import epochs
 from exkv.devices import CPU
 from exkv.layers.mlp import Experts, mixtures
 
@@ -65,10 +66,12 @@ class UsageCounter(AbstractContextManager["UsageCounter"]):
             device = CPU if experts.on_host else experts.gate.get_parameter("weight").device
             experts.counts = torch.zeros(outputs, dtype=torch.int64, device=device)
             self.experts[name] = experts
+        epochs.advance()  # bound runs don't count
 
     def __exit__(self, *error: object) -> None:
         for experts in self.experts.values():
             experts.counts = None
+        epochs.advance()
 
     def take(self) -> dict[str, ExpertUsage]:
         """What was counted since the last time, of units that got tokens; the host waits for the

@@ -530,9 +530,11 @@ class Scenario:
                 return
 
     def fewer_bits(self) -> list[str]:
-        """What weights may become on load that has fewer bits than they have now, most first."""
+        """What weights may become on load that has fewer bits than they have now, most first; no
+        fewer than 4, which cost too much without a text to calibrate by."""
         now = [workload.model.on_load for workload in self.workloads]
-        return [name for name in BITS if not any(n and BITS[name] >= BITS[n] for n in now)]
+        known = [name for name, bits in BITS.items() if bits >= 4]
+        return [name for name in known if not any(n and BITS[name] >= BITS[n] for n in now)]
 
     def with_reserve(self, most: int) -> Scenario:
         """With no reserve above this."""

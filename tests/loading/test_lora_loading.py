@@ -77,7 +77,7 @@ def in_every_order(folder, first, other):
 def test_they_are_planned_to_the_byte_and_it_makes_no_difference_when_they_come(folders):
     digests, lines, freed, used, left = run_sim(in_every_order, "1700K,2M,64M", args=folders)
     assert digests[:2] == digests[2:4] == digests[4:] and digests[0] != digests[1]
-    assert all(predicted == measured for predicted, measured in lines) and len(lines) == 15
+    assert all(predicted == measured for predicted, measured in lines) and len(lines) == 18
     assert len(used) == 3 and len(set(freed)) == 1 and freed[0] > 0
     assert not any(left)
 

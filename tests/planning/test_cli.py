@@ -369,9 +369,9 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
 ):
     monkeypatch.chdir(Path(config_70b).parent)
     arguments = ["config.json", "--devices", cards]
-    monkeypatch.setattr("exkv.cli.plan.PAGE_WIDTH", 400)
+    monkeypatch.setattr("exkv.cli.picture.PAGE_WIDTH", 400)
     _, whole, _ = plan(capsys, *arguments)
-    monkeypatch.setattr("exkv.cli.plan.PAGE_WIDTH", width)
+    monkeypatch.setattr("exkv.cli.picture.PAGE_WIDTH", width)
     _, out, _ = plan(capsys, *arguments)
     lines = out.splitlines()
     assert [line for line in lines if len(line.rstrip()) > width] == []
