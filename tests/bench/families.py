@@ -1,6 +1,6 @@
 """Decoding and prompts of other families' models: ``python -m tests.bench families``.
 
-A random Qwen3-Next and a random DeepSeek-V3, of a tenth of a billion to one billion parameters, in
+A random Qwen3-Next, DeepSeek-V3 and Qwen3-MoE, of a tenth of a billion to one billion parameters, in
 bf16 beside transformers, and, where llama-cpp-python is installed (``llamacpp.py``), from one GGUF
 file in Q8_0, which llama.cpp's own converter writes (``tests/packers/llama_cpp.py``). Each sample
 runs its prompt anew, since recurrent states can't be cropped, and then decodes. The share counts
@@ -35,7 +35,9 @@ FLOATS, FILE = "bf16", "Q8_0"
 class Settings:
     """What is measured."""
 
-    families: tuple[str, ...] = setting(("Qwen3Next", "DeepseekV3"), "one after the other")
+    families: tuple[str, ...] = setting(
+        ("Qwen3Next", "DeepseekV3", "Qwen3Moe"), "one after the other"
+    )
     contexts: tuple[int, ...] = setting((16, 2048), "tokens of the prompts")
     steps: int = setting(16, "tokens that are decoded behind each")
     rounds: int = 3
@@ -63,6 +65,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 4096, "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 512, "kv_lora_rank": 512,
         "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    },
+    "Qwen3Moe": {
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 256, "intermediate_size": 512,
     },
 }  # fmt: skip
 
@@ -196,15 +202,17 @@ def kv_bytes(config: Any) -> int:
     """Bytes that a token of the context has, in 16 bits: keys and values, or the latent vector."""
     if hasattr(config, "kv_lora_rank"):
         return config.num_hidden_layers * 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
-    full = sum(kind == "full_attention" for kind in config.layer_types)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    full = kinds.count("full_attention")
     return full * 4 * config.num_key_value_heads * config.head_dim
 
 
 def report(result: dict[str, Any]) -> list[str]:
+    version = result.get("llama_cpp")
     parts = [
         "Share: bytes that a token touches x tokens a second, of what the memory probe reads; "
         "times: decoding and prompts beside the engine of the same weights that isn't exkv; median "
-        f"(min..max). llama.cpp: llama-cpp-python {result.get('llama_cpp')}."
+        f"(min..max).{f' llama.cpp: llama-cpp-python {version}.' if version else ''}"
     ]
     for model in result["models"]:
         of = {(row["engine"], row["context"]): row for row in model["rows"]}
