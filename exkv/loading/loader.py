@@ -114,6 +114,7 @@ def _roll_back(model: Transformer) -> None:
     """Return what a load has taken so far; the checkpoint stays open."""
     for unit in model.units:
         unit.release()
+    model.set_host_experts({})  # they are another plan's
     for cache in model.caches:
         cache.free()
     devices.release_idle_memory()
@@ -220,13 +221,17 @@ class _Load:
         return None
 
     def stage(self, unit: Unit) -> None:
-        """Put the unit on its device, or where that is full on one behind it."""
+        """Put the unit on its device; where that is full with fewer of its experts, or on a device
+        behind it."""
         while why := self._try_stage(unit, self.route.devices[unit.index]):
-            self.route.go_on_after(unit.index, why)
+            if (experts := self.route.with_more_on_host(unit.index)) is not None:
+                unit.put_on_host(experts)
+            else:
+                self.route.go_on_after(unit.index, why)
 
     def _try_stage(self, unit: Unit, device: torch.device) -> str:
         """Stage the unit; where memory runs out, roll it back and return the reason."""
-        with Attempt() as attempt:
+        with Attempt() as attempt, self.measured.attempt():
             self._stage(unit, device)
             return ""
         unit.release()
@@ -242,6 +247,8 @@ class _Load:
         if device == devices.ELSEWHERE:
             unit.device = device
             return
+        if device == devices.CPU:
+            unit.put_on_host(())  # as all else of it
         if self.lazy:
             unit.device = device
         else:

@@ -135,6 +135,16 @@ class ReportBuilder:
         self._kept: dict[torch.device, dict[int, int]] = {}
 
     @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """What the block measures counts unless it fails."""
+        measured, kept = dict(self._bytes), {on: dict(each) for on, each in self._kept.items()}
+        try:
+            yield
+        except BaseException:
+            self._bytes, self._kept = measured, kept
+            raise
+
+    @contextlib.contextmanager
     def allocation(self, device: torch.device, line: str) -> Iterator[None]:
         """Add what the block leaves allocated; nothing if it fails."""
         before = _allocated(device)

@@ -11,7 +11,8 @@ from exkv import devices
 from exkv.errors import PlacementError
 from exkv.planning import Budget, Plan, UnitCost
 from exkv.planning.ledgers import plan_where
-from exkv.planning.plan import Place
+from exkv.planning.plan import CPU, Place
+from exkv.planning.search.experts import with_experts_apart
 from exkv.planning.search.placement import place_units
 from exkv.sizes import human
 
@@ -29,7 +30,7 @@ class Route:
 
     def __init__(self, plan: Plan, costs: Sequence[UnitCost]) -> None:
         self.devices = list(plan.devices)
-        self._plan, self._costs = plan, costs
+        self._plan, self._costs = plan, list(costs)
         #: Of the devices that the rest of the units may be placed on: not of a host that has
         #: experts alone, for which no calls are planned.
         self._budgets = [
@@ -45,6 +46,27 @@ class Route:
         where = [Place(device) for device in self.devices]
         placed = plan_where(self._costs, budgets, where, plan.objective, plan.order, plan.role)
         return replace(placed.promising(plan), link=plan.link)
+
+    def with_more_on_host(self, index: int) -> tuple[int, ...] | None:
+        """The experts of a unit that lie in host memory from now on, since its device is full: half
+        of those that were to be on the device, too, the coldest of them. None where the unit
+        has no others, the host no room for them, or the plan no buffers for their size."""
+        before = self._costs[index]
+        there = sorted(
+            set(range(len(before.experts))).difference(before.host_experts),
+            key=lambda expert: (before.chosen[expert], expert),
+        )
+        buffers = max(cost.staging for cost in self._costs)
+        if not there or 2 * max(before.experts) > buffers:
+            return None
+        more = there[: -(-len(there) // 2)]
+        whole = replace(before, weights=before.weights + before.host_weights)
+        self._costs[index] = with_experts_apart(whole, (*before.host_experts, *more))
+        host = (ledger for ledger in self.carried_out().ledgers if ledger.device == CPU)
+        if any(ledger.headroom < 0 for ledger in host):
+            self._costs[index] = before
+            return None
+        return self._costs[index].host_experts
 
     def go_on_after(self, index: int, why: str) -> None:
         """The device of this unit is full, as the error ``why`` says: plan the unit and those after

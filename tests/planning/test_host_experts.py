@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +165,59 @@ def test_experts_in_host_memory_are_loaded_as_planned_to_the_byte(tmp_path, name
         assert each["carried out"] and each["same again"], each
     apart = [each["apart"] for each in found]
     assert apart == sorted(apart) and apart[0] < apart[-1]
+
+
+@dataclass
+class Other:
+    """Another program, which takes memory of the card once, before a unit is loaded."""
+
+    nbytes: int
+    before: int
+    taken: torch.Tensor | None = None
+
+    def __call__(self, index: int, total: int) -> None:
+        if index == self.before and self.taken is None:
+            self.taken = torch.empty(self.nbytes, dtype=torch.uint8, device="sim:0")
+
+
+def filled_meanwhile(folder: str) -> list[tuple]:
+    """Loads during which another program takes memory of the card: none, before the last layer, and
+    before the head, which then has room, while calls have too little."""
+    expected_time.CARD, expected_time.HOST = 1e6, 6e4
+    model = Model(folder, max_input_len=16)
+    model.usage = lambda: None  # what is served between the loads changes nothing
+    cache = Cache(model, 64, 2)
+    plan = place(model, cache, "sim:0")
+    experts = sum(sum(unit.expert_bytes) for unit in model.units)
+    sim.set_capacity(0, plan.ledgers[0].total - experts // 4)
+    seen = []
+    for other in (Other(0, 0), Other(experts // 12, 4), Other(1 << 14, 5)):
+        cache.reset()
+        model.load_autosplit(cache, devices=["sim:0", "cpu"], callback=other)
+        counts = [len(unit.host_experts) for unit in model.plan.units]
+        row = next(row for row in model.report.devices if row.device.type != "cpu")
+        as_planned = row.measured["weights"] == row.ledger.weights
+        answer = model.forward(IDS, cache).cpu()
+        seen.append(
+            (
+                counts,
+                answer.sum().item(),
+                as_planned,
+                sorted({*map(str, model.device_map.values())}),
+            )
+        )
+        model.unload()
+    return seen
+
+
+def test_a_card_that_is_filled_meanwhile_gives_experts_back(tmp_path):
+    config = TINY["Qwen3MoeForCausalLM"](num_hidden_layers=4, num_experts=32)
+    folder = str(save(reference(config), tmp_path))
+    alone, amid, again = run_sim(filled_meanwhile, "1G", args=[folder])
+    assert amid[0][:-2] == alone[0][:-2] and amid[0][-2] > alone[0][-2]  # of the layer at hand
+    assert sum(again[0]) > sum(alone[0])  # planned again
+    for _, answer, as_planned, where in (alone, amid, again):
+        assert answer == alone[1] and as_planned and where == ["sim:0"]
 
 
 def refused(folder: str) -> list[str]:
