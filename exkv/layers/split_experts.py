@@ -80,7 +80,9 @@ def _worst_choice(mixture: Experts, taken: int) -> list[int]:
 
 
 def _of_few(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
-    """The card's pairs are enqueued first, then the host computes its own."""
+    """The card's pairs are enqueued first, then the host computes its own. There are three hops:
+    what was chosen comes to the host, the numbers of rows go to the card while the host computes,
+    and then its parts."""
     tokens, taken = routing.chosen.shape
     if known := _has_contents(x):
         numbers, weights, inputs = devices.fetched(routing.chosen, routing.weights, x)
@@ -92,20 +94,24 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
         mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
     card = [pair for pair, expert in enumerate(chosen) if expert not in mixture.on_host]
     host = [pair for pair, expert in enumerate(chosen) if expert in mixture.on_host]
-    parts = [_parts(mixture, x, routing.weights, chosen, card)] if card else []
-    if host and known:
-        found = _parts(mixture, inputs, weights, chosen, host)
-        parts.append(devices.sent(found, x.device))
-    elif host:
-        parts.append(x.new_empty(len(host), x.shape[1]))
-    together = parts.pop() if len(parts) == 1 else torch.cat(parts)
-    parts.clear()
     place = {pair: row for row, pair in enumerate([*card, *host])}
     ranked = [
         sorted(range(first, first + taken), key=chosen.__getitem__)
         for first in range(0, tokens * taken, taken)
     ]
-    order = _numbers([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)], x.device)
+    order = torch.tensor([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)])
+    experts, indices = _call_of(chosen, card, taken, worst=_takes_most(x))
+    sizes = [indices.numel(), order.numel()]
+    numbers = devices.sent(torch.cat([indices.flatten(), order.flatten()]), x.device).split(sizes)
+    indices, order = numbers[0].view_as(indices), numbers[1].view_as(order)
+    parts = [_parts(mixture, x, routing.weights, experts, indices)] if card else []
+    if host and known:
+        found = _parts(mixture, inputs, weights, *_call_of(chosen, host, taken))
+        parts.append(devices.sent(found, x.device))
+    elif host:
+        parts.append(x.new_empty(len(host), x.shape[1]))
+    together = parts.pop() if len(parts) == 1 else torch.cat(parts)
+    parts.clear()
     out = together[order[0]]
     for rank in range(1, taken):
         out.add_(together[order[rank]])
@@ -121,22 +127,32 @@ def _check_chosen(chosen: Sequence[int], taken: int, experts: int) -> None:
         )
 
 
+def _call_of(
+    chosen: Sequence[int], pairs: Sequence[int], taken: int, *, worst: bool = False
+) -> tuple[list[int], Tensor]:
+    """The experts of these pairs, and of each its token, its expert's place among these, and the
+    pair itself: int64 (3, n).
+
+    Args:
+        worst: whether one expert has all rows: none has more.
+    """
+    experts = sorted({chosen[pair] for pair in pairs})
+    places = [0 if worst else experts.index(chosen[pair]) for pair in pairs]
+    numbers = [pair // taken for pair in pairs], places, list(pairs)
+    return experts, torch.tensor(numbers, dtype=torch.int64)
+
+
 def _parts(
-    mixture: Experts, x: Tensor, weights: Tensor, chosen: Sequence[int], pairs: Sequence[int]
+    mixture: Experts, x: Tensor, weights: Tensor, experts: Sequence[int], indices: Tensor
 ) -> Tensor:
-    """The weighted output of each of these pairs (n, hidden), on the device of x (N, hidden)."""
-    experts, taken = sorted({chosen[pair] for pair in pairs}), weights.shape[1]
-    places = [experts.index(chosen[pair]) for pair in pairs]
-    if _takes_most(x):  # no expert has more rows than one that has all
-        places = [0] * len(pairs)
-    rows, places, shares = _numbers([[pair // taken for pair in pairs], places, pairs], x.device)
-    alone = Routing(chosen=places.unsqueeze(1), weights=weights.flatten()[shares].unsqueeze(1))
+    """The weighted output of each of these pairs (n, hidden), all on the device of x (N, hidden).
+
+    Args:
+        experts, indices: see :func:`_call_of`.
+    """
+    rows, places, pairs = indices
+    alone = Routing(chosen=places.unsqueeze(1), weights=weights.flatten()[pairs].unsqueeze(1))
     return mixture.sum_of(experts, x[rows], alone)
-
-
-def _numbers(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 on the device."""
-    return devices.sent(torch.tensor(rows, dtype=torch.int64), device)
 
 
 # Many pairs ------------------------------------------------------------------------------------
@@ -197,7 +213,9 @@ def _one(mixture: Experts, expert: int, x: Tensor, small: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRates:
-    """How fast a host computes, beside how fast its memory goes to a card.
+    """How fast a host computes, beside how fast its memory goes to a card. Without arguments, what
+    is assumed where nobody gave or measured any: of a desktop with two channels of DDR5, and of
+    PCIe 4.0 with 16 lanes.
 
     Attributes:
         bandwidth: bytes a second at which the host reads its memory.
@@ -205,9 +223,9 @@ class HostRates:
         link: bytes a second from host memory to a card.
     """
 
-    bandwidth: float = 50e9
+    bandwidth: float = 60e9
     flops: float = 500e9
-    link: float = 24e9
+    link: float = 25e9
 
 
 def rows_to_stream(nbytes: int, weights: int, rates: HostRates) -> int:

@@ -2,31 +2,31 @@
 that tokens are expected to choose.
 
 Units run one after the other, so that their times add up. Where experts of a unit lie in host
-memory, the host computes with them while the card computes with the others and the shared ones;
-hidden states go there and come back. What is computed costs nothing beside what is read, as long as
-there are few rows. Bandwidths are the budgets' own; where they have none, common ones are assumed.
+memory, the host computes with them while the card computes with the others; hidden states go there
+and come back. Which experts a token chooses is chance, and one device waits for the other: what
+counts is the mean over these chances of the longer time. What is computed costs nothing beside what
+is read, as long as there are few rows. Bandwidths are the budgets' own; where they have none,
+common ones are assumed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
+from exkv.layers.split_experts import HostRates
 from exkv.sizes import human
 
 from .plan import Budget, Place, Plan, UnitCost
 
-#: Bytes a second where nobody gave or measured any: of a card with GDDR6X, of a desktop's two
-#: channels of DDR5, and of PCIe 4.0 with 16 lanes.
-CARD, HOST, LINK = 1000e9, 60e9, 25e9
+#: Bytes a second where nobody gave or measured any: of a card with GDDR6X, and of a host.
+CARD, HOST, LINK = 1000e9, HostRates().bandwidth, HostRates().link
 
 #: Seconds until a hidden state has reached another device, beside its bytes over the link.
 HOP_SECONDS = 20e-6
-
-Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,6 @@ class Rates:
     card: float
     host: float
     link: float = LINK
-
-    def round_trip(self, hidden: int) -> float:
-        """Seconds that hidden states of so many bytes take to the host and back."""
-        return 2 * (HOP_SECONDS + hidden / self.link)
-
-    def experts(self, beside: float, expected: float, on_host: Number) -> Number:
-        """Seconds that routed and shared experts take, without the round trip.
-
-        Args:
-            beside: bytes of shared experts.
-            expected: bytes of routed experts that a step reads, wherever they lie.
-            on_host: of these, in host memory.
-        """
-        on_card = (beside + expected - on_host) / self.card
-        return np.maximum(on_card, on_host / self.host)
 
 
 def bandwidth(budget: Budget) -> float:
@@ -65,20 +50,69 @@ def rates_of(budget: Budget, budgets: Sequence[Budget]) -> Rates:
     return Rates(bandwidth(budget), host)
 
 
-def expected_bytes(cost: UnitCost, experts: Sequence[int] | None = None) -> float:
-    """Of these routed experts, all by default, that a decode step reads."""
-    indices = range(len(cost.experts)) if experts is None else experts
-    return sum(cost.experts[each] * cost.chosen[each] for each in indices)
-
-
 def unit_seconds(cost: UnitCost, rates: Rates) -> float:
     """Of a unit on a card, with its experts where the cost says they are."""
-    if not cost.host_experts:
-        return cost.traffic / rates.card
-    expected, on_host = expected_bytes(cost), expected_bytes(cost, cost.host_experts)
-    rest = (cost.traffic - cost.beside - expected) / rates.card
-    experts = rates.experts(cost.beside, expected, on_host)
-    return rest + float(experts) + rates.round_trip(cost.hidden_step)
+    seconds, apart = cost.traffic / rates.card, cost.host_experts
+    if apart:
+        there = (each for each in range(len(cost.experts)) if each not in apart)
+        seconds += float(seconds_beyond(cost, rates, [*apart, *there])[len(apart)])
+    return seconds
+
+
+def seconds_beyond(cost: UnitCost, rates: Rates, order: Sequence[int]) -> np.ndarray:
+    """Seconds that a unit takes longer, at the mean, with the first m experts of an order of all
+    in host memory than with all on the card; float64 (m from 0 to all).
+
+    How many of them a step reads is chance, by :func:`chances`; each of them counts as many bytes
+    as they have at the mean. Both devices know what was chosen after a hop; the card then waits for
+    another one, with the numbers of its rows, and at the end for the host's outputs.
+    """
+    shares = tuple(cost.chosen[each] for each in order)
+    read = np.array([cost.experts[each] for each in order]) * shares
+    on_host, chance = np.array([0.0, *read.cumsum()]), chances(shares)
+    number = np.arange(chance.shape[1])
+    mean = chance @ number
+    each = np.divide(on_host, mean, out=np.zeros_like(mean), where=mean > 0)
+    apart = each[:, None] * number
+    card = HOP_SECONDS + (on_host[-1] - apart) / rates.card
+    longer = (chance * np.maximum(card, apart / rates.host)).sum(1)
+    seconds = longer + 2 * (HOP_SECONDS + cost.hidden_step / rates.link) - on_host[-1] / rates.card
+    seconds[0] = 0.0
+    return seconds
+
+
+@functools.lru_cache(1024)
+def chances(shares: tuple[float, ...]) -> np.ndarray:
+    """Of the first m experts, how many a decode step reads: the probability of k; float64 (m from
+    0 to all, k).
+
+    As many are read of all as is expected, rounded; sets of so many by the product of their odds
+    (conditional Bernoulli sampling). For equal shares that is the hypergeometric distribution.
+
+    Args:
+        shares: the probability of each expert.
+    """
+    likely = np.clip(shares, *_LIKELY)
+    odds, taken = likely / (1 - likely), max(round(sum(shares)), 1)
+    first, others = _products(odds, taken), _products(odds[::-1], taken)[::-1, ::-1]
+    both = first * others
+    return both / both.sum(1, keepdims=True)
+
+
+#: Nothing is impossible, or certain.
+_LIKELY = 1e-4, 1 - 1e-4
+
+
+def _products(odds: np.ndarray, most: int) -> np.ndarray:
+    """The sum of products over all sets of k of the first m odds, each row divided by its largest;
+    float64 (m from 0 to all, k from 0 to ``most``)."""
+    table = np.zeros((len(odds) + 1, most + 1))
+    table[0, 0] = 1.0
+    for before, row, each in zip(table, table[1:], odds, strict=False):
+        row[:] = before
+        row[1:] += each * before[:-1]
+        row /= row.max()
+    return table
 
 
 def step_seconds(

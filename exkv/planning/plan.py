@@ -107,7 +107,6 @@ class UnitCost:
         traffic: what a decode step reads at full length, of routed experts what is to be expected.
         experts: of each routed expert, of ``weights`` or ``host_weights``.
         chosen: the probability that a decode step reads it.
-        beside: of ``traffic``, what the card reads while the host computes: shared experts.
         host_experts: routed experts whose weights lie in host memory while the rest is elsewhere.
         host_weights: of these, which ``weights`` doesn't count.
         staging: of the buffers through which their weights come to a card for long prompts; one
@@ -140,7 +139,6 @@ class UnitCost:
     hidden_step: int = 0
     experts: tuple[int, ...] = ()
     chosen: tuple[float, ...] = ()
-    beside: int = 0
     host_experts: tuple[int, ...] = ()
     host_weights: int = 0
     staging: int = 0

@@ -217,7 +217,6 @@ class Workload:
             traffic=read if unit.index else 0,  # of the table a few rows
             experts=experts,
             chosen=chosen,
-            beside=sum(n for name, n in unit.nbytes.items() if ".shared_expert" in name),
             host_experts=tuple(sorted(unit.host_experts)),
             host_weights=unit.host_weights,
             shared=_shared_bytes(unit),

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..expected_time import Rates, bandwidth, rates_of, step_seconds
+from ..expected_time import Rates, bandwidth, rates_of, seconds_beyond, step_seconds
 from ..plan import UNBOUNDED, Budget, Place, Role, UnitCost
 from .offer import Offer, canonical
 from .ranges import Costs, RangeTable, UnitRange
@@ -272,20 +272,6 @@ class _Table(RangeTable):
         return self._room - units - apart
 
 
-def _beyond(unit: UnitCost, rates: Rates, on_host: np.ndarray) -> np.ndarray:
-    """Seconds that a unit takes longer than with all its experts on the card.
-
-    Args:
-        on_host: bytes of experts in host memory that a step is expected to read, from those of no
-            expert to those of all, one expert more at a time.
-    """
-    expected = float(on_host[-1])
-    seconds = rates.experts(unit.beside, expected, on_host) + rates.round_trip(unit.hidden_step)
-    seconds -= (unit.beside + expected) / rates.card
-    seconds[0] = 0.0
-    return seconds
-
-
 class _Alike:
     """Units whose experts are all alike, so that only their numbers matter."""
 
@@ -294,8 +280,7 @@ class _Alike:
         self.before = np.array([0, *self.with_experts]).cumsum()
         unit = next(unit for unit in units if unit.experts)
         self.each, self.size = len(unit.experts), unit.experts[0]
-        on_host = np.arange(self.each + 1) * (self.size * unit.chosen[0])
-        self.seconds = _beyond(unit, rates, on_host)
+        self.seconds = seconds_beyond(unit, rates, range(self.each))
         count = np.arange(1, self.before[-1] * self.each + 1)
         #: Entry [q - 1, k - 1]: of k experts in host memory, at most of q units.
         self.exactly = np.minimum.accumulate(self._spread(count), axis=0)
@@ -303,9 +288,9 @@ class _Alike:
 
     @staticmethod
     def are(units: Sequence[UnitCost]) -> bool:
-        kinds = {(u.experts, u.chosen, u.beside, u.hidden_step) for u in units if u.experts}
+        kinds = {(u.experts, u.chosen, u.hidden_step) for u in units if u.experts}
         return len(kinds) == 1 and all(
-            len(set(sizes)) == len(set(shares)) == 1 for sizes, shares, _, _ in kinds
+            len(set(sizes)) == len(set(shares)) == 1 for sizes, shares, _ in kinds
         )
 
     def _spread(self, count: np.ndarray) -> np.ndarray:
@@ -370,8 +355,7 @@ class _Coldest:
     def of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
         order = sorted(range(len(unit.experts)), key=lambda each: (unit.chosen[each], -each))
         sizes = np.array([unit.experts[each] for each in order])
-        shares = np.array([unit.chosen[each] for each in order])
-        seconds = _beyond(unit, rates, np.array([0.0, *(sizes * shares).cumsum()]))
+        seconds = seconds_beyond(unit, rates, order)
         best = np.minimum.accumulate(seconds[::-1])[::-1]
         return cls(tuple(order), np.array([0, *sizes.cumsum()]), seconds, best)
 

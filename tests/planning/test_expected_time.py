@@ -1,0 +1,120 @@
+"""How long a decode step is planned to take with experts in host memory: what the simulated
+accelerator's clock says of the run, and what draws by chance do."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from simproc import needs_sim, run_sim
+from tiny import TINY, reference, save
+
+from exkv import Cache, Model, place, sim
+from exkv.loading.usage import sum_of
+from exkv.models.expert_usage import UsageCounter
+from exkv.planning import Budget, Workload, expected_time
+from exkv.planning.expected_time import HOP_SECONDS, LINK, chances, step_seconds
+
+#: One group of experts, as GLM 4.5 has: where a token chooses within one of several, an expert
+#: comes with others, which plans don't know (then up to 1.13 times what is planned).
+FAMILIES = {
+    "Qwen3MoeForCausalLM": {"num_experts": 16},
+    "Glm4MoeForCausalLM": {"n_routed_experts": 16, "n_group": 1},
+}
+#: The share of all experts that is to be in host memory, bytes a second of the cards and of the
+#: host: slow enough that these few bytes count beside hops, and in most such that sometimes the
+#: card is through first and sometimes the host.
+RIGS = (
+    (0.1, (2e9, 1e9), 2e8),
+    (0.2, (1e9, 1e9), 2e8),
+    (0.3, (5e8, 1e9), 2e8),
+    (0.4, (4e8, 4e8), 2e8),
+    (0.6, (1e9, 2e9), 1e8),
+)
+PROMPT, STEPS = 40, 8
+
+
+def run(model: Model, cache: Cache, clock: sim.Clock) -> tuple[float, dict[str, tuple[float, ...]]]:
+    """Seconds of a decode step at the mean over some texts, and the share of steps that chose
+    each expert, by unit."""
+    texts = torch.randint(3, 300, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(39))
+    seconds, counted = 0.0, []
+    modules = {unit.name: unit.module for unit in model.units if unit.expert_bytes}
+    with UsageCounter(modules) as counter:
+        for ids in texts.unsqueeze(1):
+            cache.reset()
+            model.forward(ids[:, :PROMPT], cache, last_id_only=True)
+            counter.take()
+            for step in range(PROMPT, PROMPT + STEPS):
+                clock.restart()
+                with clock:
+                    model.forward(ids[:, step : step + 1], cache)
+                seconds += clock.seconds
+            counted.append(counter.take())
+    shares = {name: sum_of([each[name] for each in counted]).shares for name in modules}
+    return seconds / (len(texts) * STEPS), shares
+
+
+def both(folder: str, cards: int) -> list[dict[str, float]]:
+    """Of each rig, seconds of a decode step: planned, by the shares that were counted, and run."""
+    model = Model(folder, max_input_len=16, exchange_experts=False)
+    cache = Cache(model, PROMPT + STEPS)
+    names = [f"sim:{card}" for card in range(cards)]
+    whole = place(model, cache, names)
+    beside = max(ledger.total - ledger.weights for ledger in whole.ledgers)
+    held = sum(ledger.weights for ledger in whole.ledgers)
+    experts = sum(sum(unit.expert_bytes) for unit in model.units)
+    seen = []
+    for share, bandwidths, host in RIGS:
+        expected_time.CARD, expected_time.HOST = bandwidths[0], host
+        for card in range(cards):
+            sim.set_capacity(card, beside + int(held - share * experts) // cards)
+        model.load_autosplit(cache, devices=[*names, "cpu"])
+        rates = dict(zip(names, bandwidths, strict=False))
+        clock = sim.Clock(rates, host=host, link=LINK, latency=HOP_SECONDS)
+        seconds, shares = run(model, cache, clock)
+        with mock.patch.object(model, "usage", lambda shares=shares: shares):
+            workload = Workload.of(model, [cache])
+            costs = workload.costs(workload.no_peaks(model.budgets()))
+        budgets = [
+            Budget(device=torch.device(name), capacity=0, bandwidth=rate)
+            for name, rate in {**rates, "cpu": host}.items()
+        ]
+        planned = step_seconds(costs, model.plan.places, budgets)
+        apart = sum(len(unit.host_experts) for unit in model.units)
+        seen.append({"planned": planned, "run": seconds, "apart": apart})
+        model.unload()
+    return seen
+
+
+@needs_sim
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_takes_what_was_planned(tmp_path, name, cards):
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_experts_per_tok": 4}
+    config = TINY[name](num_hidden_layers=4, **FAMILIES[name], **sizes)
+    folder = str(save(reference(config), tmp_path))
+    found = run_sim(both, ",".join(["1G"] * cards), args=[folder, cards], timeout=300)
+    assert len(found) == len(RIGS) and all(each["apart"] for each in found)
+    for each in found:
+        assert each["run"] == pytest.approx(each["planned"], rel=0.1)
+
+
+def test_of_experts_alike_as_many_are_read_as_draws_without_putting_back_bring():
+    count, taken, draws = 16, 4, 100_000
+    found = chances((taken / count,) * count)
+    rng = np.random.default_rng(39)
+    for m in (0, 1, 5, 12, 16):
+        drawn = rng.hypergeometric(m, count - m, taken, draws)
+        np.testing.assert_allclose(
+            found[m], np.bincount(drawn, minlength=taken + 1) / draws, atol=6e-3
+        )
+
+
+def test_of_experts_that_are_always_or_never_read_the_number_is_certain():
+    found = chances((0.0, 0.0, 1.0, 0.0, 1.0))
+    assert found.argmax(1).tolist() == [0, 0, 0, 1, 1, 2]
+    assert found.max(1) == pytest.approx(1.0, abs=1e-3)
