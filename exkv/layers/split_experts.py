@@ -101,9 +101,9 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     ]
     order = torch.tensor([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)])
     experts, indices = _call_of(chosen, card, taken, worst=_takes_most(x))
-    sizes = [indices.numel(), order.numel()]
-    numbers = devices.sent(torch.cat([indices.flatten(), order.flatten()]), x.device).split(sizes)
-    indices, order = numbers[0].view_as(indices), numbers[1].view_as(order)
+    together = devices.sent(torch.cat([indices.flatten(), order.flatten()]), x.device)
+    sent = together.split([indices.numel(), order.numel()])
+    indices, order = sent[0].view_as(indices), sent[1].view_as(order)
     parts = [_parts(mixture, x, routing.weights, experts, indices)] if card else []
     if host and known:
         found = _parts(mixture, inputs, weights, *_call_of(chosen, host, taken))

@@ -81,6 +81,22 @@ def seconds_beyond(cost: UnitCost, rates: Rates, order: Sequence[int]) -> np.nda
     return seconds
 
 
+def least_seconds_beyond(cost: UnitCost, rates: Rates, on_host: np.ndarray) -> np.ndarray:
+    """The same at least, of any experts of which a step reads so many bytes at the mean, those of
+    none first: if every step did, since chance only takes longer."""
+    read = sum(size * share for size, share in zip(cost.experts, cost.chosen, strict=True))
+    longer = np.maximum(HOP_SECONDS + (read - on_host) / rates.card, on_host / rates.host)
+    seconds = longer + 2 * (HOP_SECONDS + cost.hidden_step / rates.link) - read / rates.card
+    seconds[0] = 0.0
+    return seconds
+
+
+def even_bytes(cost: UnitCost, rates: Rates) -> float:
+    """Bytes read of experts in host memory with which host and card take equally long."""
+    read = sum(size * share for size, share in zip(cost.experts, cost.chosen, strict=True))
+    return (HOP_SECONDS + read / rates.card) / (1 / rates.card + 1 / rates.host)
+
+
 @functools.lru_cache(1024)
 def chances(shares: tuple[float, ...]) -> np.ndarray:
     """Of the first m experts, how many a decode step reads: the probability of k; float64 (m from

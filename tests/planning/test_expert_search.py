@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from exkv.planning import Budget, UnitCost
+from exkv.planning.expected_time import rates_of
 from exkv.planning.ledgers import plan_where
 from exkv.planning.plan import CPU
-from exkv.planning.search.experts import place_experts, with_experts_apart
+from exkv.planning.search.experts import _Coldest, place_experts, with_experts_apart
 
 HOP, LINK = 20e-6, 25e9
 
@@ -165,6 +166,23 @@ def test_every_placement_of_500_small_rigs_is_no_faster(alike):
     assert apart > 40 and refused < 300
     assert missed <= (0 if alike else 3), "unlike experts that would fit to within one"
     assert exact > (220 if alike else 100)
+
+
+def test_no_set_of_experts_is_below_the_bound():
+    rng, below = np.random.default_rng(39), 0
+    for _ in range(100):
+        units, budgets = random_rig(rng, alike=False)
+        card, rates = budgets[0], rates_of(budgets[0], budgets)
+        for unit in (unit for unit in units if unit.experts):
+            least = _Coldest.least_of(unit, rates)
+            corners = least.hull()
+            freed, seconds = least.freed[corners], least.seconds[corners]
+            for nbytes, took, some in zip(*every_subset(unit, card), strict=True):
+                more = took - unit.traffic / card.bandwidth
+                bound = min(np.interp(nbytes, freed, seconds), *seconds[freed >= nbytes])
+                assert bound <= more + 1e-12
+                below += bool(some and bound > more - 0.1 * took)
+    assert below > 100, "bounds are near"
 
 
 def assert_fits(units, budgets, where, experts):

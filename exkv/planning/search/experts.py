@@ -10,9 +10,10 @@ ranges then as without experts:
   A unit's time is convex in its count but for the round trip with the first expert, so that of r
   units that have any all have as many. Exact.
 - ``_Unlike``: a unit's coldest experts go first. The lower convex hull of its time over the bytes
-  that it frees makes a knapsack of which parts may be taken: its optimum is a lower bound, and the
-  last part is rounded up. How far apart the two are is the plan's ``gap``. That may be one expert
-  more than would do, so that what just fits is not always found.
+  that it frees makes a knapsack of which parts may be taken, the last part rounded up. Its optimum
+  if parts of experts could be taken, too, and if nothing were chance, is a lower bound. How far
+  apart the two are is the plan's ``gap``. That may be one expert more than would do, so that what
+  just fits is not always found.
 
 Where the host has too little memory for the fastest placement, its bytes get a price: the gap then
 says by how much a better one could be faster at most.
@@ -25,7 +26,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..expected_time import Rates, bandwidth, rates_of, seconds_beyond, step_seconds
+from ..expected_time import (
+    Rates,
+    bandwidth,
+    even_bytes,
+    least_seconds_beyond,
+    rates_of,
+    seconds_beyond,
+    step_seconds,
+)
 from ..plan import UNBOUNDED, Budget, Place, Role, UnitCost
 from .offer import Offer, canonical
 from .ranges import Costs, RangeTable, UnitRange
@@ -353,11 +362,27 @@ class _Coldest:
 
     @classmethod
     def of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
-        order = sorted(range(len(unit.experts)), key=lambda each: (unit.chosen[each], -each))
+        order = _coldest_first(unit)
         sizes = np.array([unit.experts[each] for each in order])
         seconds = seconds_beyond(unit, rates, order)
         best = np.minimum.accumulate(seconds[::-1])[::-1]
         return cls(tuple(order), np.array([0, *sizes.cumsum()]), seconds, best)
+
+    @classmethod
+    def least_of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
+        """What no set of experts is below: with an entry for the part of one with which host and
+        card take equally long. With as many bytes read as any set, the coldest free the most."""
+        order = _coldest_first(unit)
+        sizes = np.array([unit.experts[each] for each in order])
+        shares = np.array([unit.chosen[each] for each in order])
+        freed, on_host = (np.array([0.0, *each.cumsum()]) for each in (sizes, sizes * shares))
+        even = even_bytes(unit, rates)
+        if even < on_host[-1] and even not in on_host:
+            place = int(np.searchsorted(on_host, even))
+            freed = np.insert(freed, place, np.interp(even, on_host, freed))
+            on_host = np.insert(on_host, place, even)
+        seconds = least_seconds_beyond(unit, rates, on_host)
+        return cls(tuple(order), freed, seconds, np.minimum.accumulate(seconds[::-1])[::-1])
 
     def hull(self) -> list[int]:
         """Numbers of experts at the corners of the lower convex hull of seconds over bytes."""
@@ -377,6 +402,10 @@ class _Coldest:
         return np.minimum(np.searchsorted(self.freed, need), len(self.experts))
 
 
+def _coldest_first(unit: UnitCost) -> list[int]:
+    return sorted(range(len(unit.experts)), key=lambda each: (unit.chosen[each], -each))
+
+
 class _Unlike:
     """Units whose experts differ: parts of their hulls, of all units by what a byte costs.
 
@@ -386,12 +415,14 @@ class _Unlike:
         freed, seconds: entry [i, l]: of the first l parts, of units before i.
         saving: the number of parts that save time.
         staging, least_staging: of the buffers for a range's experts, at most and at least.
+        least: what no experts are below; None in there.
     """
 
-    def __init__(self, units: Sequence[UnitCost], rates: Rates) -> None:
-        self.coldest = {
-            index: _Coldest.of(unit, rates) for index, unit in enumerate(units) if unit.experts
-        }
+    def __init__(self, units: Sequence[UnitCost], rates: Rates, *, least: bool = False) -> None:
+        self.least = None if least else _Unlike(units, rates, least=True)
+        make = _Coldest.least_of if least else _Coldest.of
+        having = {index: unit for index, unit in enumerate(units) if unit.experts}
+        self.coldest = {index: make(unit, rates) for index, unit in having.items()}
         hulls = {index: each.hull() for index, each in self.coldest.items()}
         parts = [
             (index, before, after)
@@ -431,7 +462,7 @@ class _Unlike:
 
     def ways(self, need: np.ndarray, *, least: bool) -> _Ways:
         seconds, freed = self._rounded_up(need, least=least)
-        bound = seconds if least else self._relaxed(need)
+        bound = seconds if least or self.least is None else self.least._relaxed(need)
         fits = need <= 0
         seconds = np.where(fits, 0.0 if least else np.minimum(seconds, 0.0), seconds)
         bound = np.where(fits, np.minimum(bound, 0.0), bound)
