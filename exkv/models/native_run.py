@@ -69,8 +69,8 @@ def _of_experts(config: ModelConfig, item: int) -> int:
     """Bytes of a token between the parts of a mixture of experts."""
     if not isinstance(settings := config.specific, ExpertsConfig):
         return 0
-    if not settings.num_experts_per_tok:  # a model that only others of its architecture are
-        return 0
+    if not (settings.num_experts_per_tok and settings.num_local_experts):
+        return 0  # others of its architecture have some
     taken, inner = settings.num_experts_per_tok, settings.moe_intermediate_size
     inners = taken * (inner or config.intermediate_size) + (settings.shared_inner or 0)
     answers = (taken + 1) * config.hidden_size

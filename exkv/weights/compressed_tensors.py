@@ -196,16 +196,22 @@ def _patterns(layers: list[str]) -> list[str]:
     """Patterns of exactly these names, one for all that differ in the layer's number and the
     expert's only. Of a projection all experts are in one group."""
     numbers: dict[tuple[str, str], list[str]] = {}
+    alone = []
     for layer in layers:
-        before, number, behind = re.split(r"\.(\d+)\.", layer, maxsplit=1)
+        before, *rest = re.split(r"\.(\d+)\.", layer, maxsplit=1)
+        if not rest:
+            alone.append(rf"re:{re.escape(layer)}$")
+            continue
+        number, behind = rest
         of_experts = re.sub(r"(?<=experts\\\.)\d+", r"\\d+", re.escape(behind))
         known = numbers.setdefault((re.escape(before), of_experts), [])
         if number not in known:
             known.append(number)
-    return [
+    numbered = (
         rf"re:{before}\.({'|'.join(known)})\.{behind}$"
         for (before, behind), known in numbers.items()
-    ]
+    )
+    return [*alone, *numbered]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 A random Qwen3-Next, DeepSeek-V3 and Qwen3-MoE, of a tenth of a billion to one billion parameters,
 in bf16 beside transformers, and, where llama-cpp-python is installed (``llamacpp.py``), from one
 GGUF file in Q8_0, which llama.cpp's own converter writes (``tests/packers/llama_cpp.py``). Each
-sample runs its prompt anew, since recurrent states can't be cropped, and then decodes. The share counts
-the weights that a token touches, of experts as many as it is routed to, and keys and values.
+sample runs its prompt anew, since recurrent states can't be cropped, and then decodes. The share
+counts the weights that a token touches, of experts as many as it is routed to, and keys and values.
 """
 
 from __future__ import annotations
