@@ -15,6 +15,7 @@ again; where there are stages, it kills one of the hosts when half of the time i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -184,8 +185,10 @@ def split_evenly(plan: Plan, stages: int) -> list[float]:
 
 def hosts_of(found: Server) -> list[int]:
     """The running processes that a server has started."""
-    tasks = Path(f"/proc/{found.process.pid}/task").glob("*/children")
-    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    children = []
+    for task in Path(f"/proc/{found.process.pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # of a thread that has ended since
+            children += map(int, task.read_text().split())
     return sorted(pid for pid in children if b"cluster" in _words(pid))
 
 
