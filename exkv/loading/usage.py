@@ -40,14 +40,17 @@ HALF_LIFE = 1_000_000
 #: Rows of a text that count, and tokens of a row.
 _ROWS, _TOKENS = 4, 512
 _FEWEST_TOKENS = 32
+#: Tokens by which plans take experts for equally hot, beside those that were counted.
+PRIOR = 256
 
 #: Unit name -> of its experts.
 Usage = Mapping[str, ExpertUsage]
 
 
 def usage_of(model: Transformer, text: str | None = None) -> Mapping[str, tuple[float, ...]] | None:
-    """The share of tokens that choose each expert, by unit, of those units of which it is known;
-    None where it is of none: nothing was measured, or nothing is to be.
+    """The share of tokens that choose each expert, by unit, of those units of which it is known,
+    where few tokens count little (:data:`PRIOR`); None where it is known of none: nothing was
+    measured, or nothing is to be.
 
     Args:
         text: in the model's language; what it says is measured, if it isn't known, and counts
@@ -74,7 +77,7 @@ def usage_of(model: Transformer, text: str | None = None) -> Mapping[str, tuple[
     for name in units:
         known = [usage[name] for usage in found if name in usage]
         if known:
-            shares[name] = sum_of(known).shares
+            shares[name] = sum_of(known).shares_with_prior(PRIOR)
     return shares or None
 
 

@@ -36,6 +36,12 @@ class ExpertUsage:
         """The share of tokens that choose each expert."""
         return tuple(count / self.tokens for count in self.counts)
 
+    def shares_with_prior(self, tokens: float) -> tuple[float, ...]:
+        """The same as if so many tokens more had chosen all experts equally often: what a few
+        tokens didn't choose isn't never chosen."""
+        equal = sum(self.counts) / (self.tokens * len(self.counts))
+        return tuple((count + tokens * equal) / (self.tokens + tokens) for count in self.counts)
+
     def after(self, older: ExpertUsage, kept: float) -> ExpertUsage:
         """With older counts, of which this share still counts."""
         pairs = zip(self.counts, older.counts, strict=True)

@@ -211,6 +211,6 @@ def where_experts_are(plan: Plan, costs: Sequence[UnitCost]) -> list[str]:
         total = sum(count for _, count in here)
         apart = sum(len(unit.host_experts) for unit, _ in here)
         size = human(sum(unit.host_weights for unit, _ in here))
-        on_host = f", {apart:,} on the host ({size})" if apart else ""
-        lines.append(f"{ledger.place}: experts: {total - apart:,} of {total:,} there{on_host}")
+        on_host = f", {apart:,} in host memory ({size})" if apart else ""
+        lines.append(f"{ledger.place}: {total - apart:,} of {total:,} experts{on_host}")
     return lines

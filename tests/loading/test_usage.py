@@ -34,6 +34,23 @@ def folder(tmp_path, monkeypatch):
     return save_tokenizer(folder)
 
 
+@pytest.fixture(autouse=True)
+def without_prior(monkeypatch):
+    """So that shares are those of the counts alone."""
+    monkeypatch.setattr(usage, "PRIOR", 0)
+
+
+def test_few_tokens_say_little_and_many_say_nearly_all(folder, monkeypatch):
+    monkeypatch.setattr(usage, "PRIOR", 256)
+    model = Model(folder)
+    add_served(model, {LAYER: ExpertUsage(16.0, (16.0, 16.0, 0.0, 0.0))})
+    hot, *_, cold = usage_of(model)[LAYER]
+    assert (hot, cold) == pytest.approx(((16 + 128) / 272, 128 / 272))
+    add_served(model, {LAYER: ExpertUsage(1e5, (1e5, 1e5, 0.0, 0.0))})
+    hot, *_, cold = usage_of(model)[LAYER]
+    assert hot + cold == pytest.approx(1) and 0 < cold < 0.002
+
+
 def shares(model, ids: torch.Tensor) -> list[tuple[float, ...]]:
     """Of each layer with experts, by transformers' routers."""
     config, found = model.config, []

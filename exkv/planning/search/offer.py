@@ -62,8 +62,10 @@ class Offer:
         self.budgets, self.hosts = budgets, by_host(budgets)
         devices = range(len(budgets))
         self.pinned = [[cost for cost in costs if cost.pinned == each.place] for each in budgets]
-        #: Of experts that lie in host memory wherever their units are placed.
+        #: Of experts that lie in host memory wherever their units are placed, and of the buffers of
+        #: any card that has such units.
         self._host_weights = sum(cost.host_weights for cost in costs)
+        self._staging = max((cost.staging for cost in costs), default=0)
         self.limits = [self._limit(device) for device in devices]
         self.floors = [self._floor(device) for device in devices]
         several = len(self.hosts) > 1
@@ -86,7 +88,7 @@ class Offer:
 
     def _limit(self, device: int) -> int:
         budget = self.budgets[device]
-        experts = self._host_weights if self._is_memory(device) else 0
+        experts = self._host_weights if self._is_memory(device) else self._staging
         return budget.limit - experts - sum(cost.held_on(budget) for cost in self.pinned[device])
 
     def _floor(self, device: int) -> int:
