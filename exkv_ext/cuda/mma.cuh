@@ -44,30 +44,57 @@ __device__ __forceinline__ float FloatOf<__nv_bfloat16>(uint32_t pair, bool seco
   return __uint_as_float(second ? pair & 0xffff0000u : pair << 16);
 }
 
-// a - b of two pairs.
-template <typename T>
-__device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
+// a - b and a * b of two pairs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  using Pair =
-      typename std::conditional<std::is_same<T, __half>::value, __half2, __nv_bfloat162>::type;
-  Pair first, second;
+template <typename T>
+using PairType =
+    typename std::conditional<std::is_same<T, __half>::value, __half2, __nv_bfloat162>::type;
+
+template <typename T, typename Apply>
+__device__ __forceinline__ uint32_t ApplyToPairs(uint32_t a, uint32_t b, const Apply& apply) {
+  PairType<T> first, second;
   memcpy(&first, &a, sizeof(a));
   memcpy(&second, &b, sizeof(b));
-  const Pair difference = __hsub2(first, second);
-  memcpy(&a, &difference, sizeof(a));
+  const PairType<T> found = apply(first, second);
+  memcpy(&a, &found, sizeof(a));
   return a;
+}
+template <typename T>
+__device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
+  return ApplyToPairs<T>(a, b, [](auto x, auto y) { return __hsub2(x, y); });
+}
+template <typename T>
+__device__ __forceinline__ uint32_t MultiplyPairs(uint32_t a, uint32_t b) {
+  return ApplyToPairs<T>(a, b, [](auto x, auto y) { return __hmul2(x, y); });
+}
 #else
+template <typename T>
+__device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
   return PackPair<T>(FloatOf<T>(a, false) - FloatOf<T>(b, false),
                      FloatOf<T>(a, true) - FloatOf<T>(b, true));
-#endif
 }
+template <typename T>
+__device__ __forceinline__ uint32_t MultiplyPairs(uint32_t a, uint32_t b) {
+  return PackPair<T>(FloatOf<T>(a, false) * FloatOf<T>(b, false),
+                     FloatOf<T>(a, true) * FloatOf<T>(b, true));
+}
+#endif
 
 // (word & mask) | bits and (word & mask) ^ bits, each one instruction: of C++ with two constants
-// the compiler makes two.
+// the compiler makes two. Permuted is __byte_perm of a selector whose halves of a byte are below 8,
+// which that function makes sure of anew.
 #if defined(EXKV_CUDA_EMULATION)
+inline uint32_t Permuted(uint32_t low, uint32_t high, uint32_t selector) {
+  return __byte_perm(low, high, selector);
+}
 inline uint32_t AndOr(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) | bits; }
 inline uint32_t AndXor(uint32_t word, uint32_t mask, uint32_t bits) { return (word & mask) ^ bits; }
 #else
+__device__ __forceinline__ uint32_t Permuted(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t found;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(low), "r"(high), "r"(selector));
+  return found;
+}
 __device__ __forceinline__ uint32_t AndOr(uint32_t word, uint32_t mask, uint32_t bits) {
   uint32_t found;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(found) : "r"(word), "r"(mask), "r"(bits));

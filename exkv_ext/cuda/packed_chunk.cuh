@@ -217,6 +217,12 @@ __device__ __forceinline__ float Float8Value(uint32_t bits) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(half))) * 256.0f;
 }
 
+// 2^(power - 127).
+__device__ __forceinline__ float PowerValue(uint32_t power) {
+  if (power == 255) return __uint_as_float(0x7fc00000u);
+  return __uint_as_float(power == 0 ? 0x00400000u : power << 23);
+}
+
 __device__ __forceinline__ float StoredScale(const PackedMatrix& m, int64_t index) {
   switch (m.scale_type) {
     case ScaleType::kFloat32:
@@ -228,9 +234,7 @@ __device__ __forceinline__ float StoredScale(const PackedMatrix& m, int64_t inde
     case ScaleType::kPowers:
       break;
   }
-  const uint32_t power = static_cast<const uint8_t*>(m.scale)[index];
-  if (power == 255) return __uint_as_float(0x7fc00000u);
-  return __uint_as_float(power == 0 ? 0x00400000u : power << 23);
+  return PowerValue(static_cast<const uint8_t*>(m.scale)[index]);
 }
 
 struct Float8Chunk {
@@ -248,22 +252,32 @@ struct Float8Chunk {
 };
 
 // Floats of 4 bits, the sign the highest.
+__device__ __forceinline__ float Float4Value(uint32_t code) {
+  // Its exponent's two bits and the one below as those of a float16, 14 too small.
+  const uint32_t half = (code & 8u) << 12 | (code & 7u) << 9;
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(half))) * 16384.0f;
+}
+
 struct Float4Chunk {
   uint32_t codes[4];
   float scale;
 
   __device__ __forceinline__ void LoadFrom(const PackedMatrix& m, int64_t row, int64_t chunk) {
     LoadWords<16>(m.rows + row * m.row_bytes + chunk * (kPackedChunk / 2), codes);
-    scale = StoredScale(m, row * (m.inputs / kPackedChunk) + chunk);
+    scale =
+        PowerValue(static_cast<const uint8_t*>(m.scale)[row * (m.inputs / kPackedChunk) + chunk]);
   }
   __device__ __forceinline__ float Value(int i) const {
-    const uint32_t code = ByteOf(codes, i / 2) >> (i % 2 * 4) & 15u;
-    // Its exponent's two bits and the one below as those of a float16, 14 too small.
-    const uint32_t half = (code & 8u) << 12 | (code & 7u) << 9;
-    const float value = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
-    return Product(value * 16384.0f, scale);
+    return Product(Float4Value(ByteOf(codes, i / 2) >> (i % 2 * 4) & 15u), scale);
   }
 };
+
+// The largest magnitude of a table's block.
+__device__ __forceinline__ float StoredMagnitude(const PackedMatrix& m, int64_t block) {
+  if (m.nested == nullptr) return static_cast<const float*>(m.magnitudes)[block];
+  const float found = m.nested_table[static_cast<const uint8_t*>(m.magnitudes)[block]];
+  return __fadd_rn(Product(found, m.nested[block / 256]), m.offset[0]);
+}
 
 struct TableChunk {
   uint32_t codes[4];
@@ -273,13 +287,7 @@ struct TableChunk {
   __device__ __forceinline__ void LoadFrom(const PackedMatrix& m, int64_t row, int64_t chunk) {
     LoadWords<16>(m.rows + row * m.row_bytes + chunk * (kPackedChunk / 2), codes);
     table = m.table;
-    const int64_t block = (row * m.inputs + chunk * kPackedChunk) / m.block;
-    if (m.nested == nullptr) {
-      magnitude = static_cast<const float*>(m.magnitudes)[block];
-      return;
-    }
-    const float found = m.nested_table[static_cast<const uint8_t*>(m.magnitudes)[block]];
-    magnitude = __fadd_rn(Product(found, m.nested[block / 256]), m.offset[0]);
+    magnitude = StoredMagnitude(m, (row * m.inputs + chunk * kPackedChunk) / m.block);
   }
   __device__ __forceinline__ float Value(int i) const {
     const uint32_t both = ByteOf(codes, i / 2);

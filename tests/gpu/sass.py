@@ -118,17 +118,24 @@ def _plane_loops() -> Iterator[Loop]:
         )
 
 
-#: Block types of linear_packed_tensor.cu -> the format's name, its bytes of a row, products.
-K_TYPES = {
+#: Types of linear_packed_tensor.cu -> the format's name, bytes of a row's piece, products.
+TENSOR_TYPES = {
+    "TensorQ2K": ("Q2_K", 84, 32),
+    "TensorQ3K": ("Q3_K", 110, 16),
     "TensorWithMinimaILi4E": ("Q4_K", 144, 32),
     "TensorWithMinimaILi5E": ("Q5_K", 176, 32),
     "TensorQ6K": ("Q6_K", 105, 8),
+    "TensorIq4Nl": ("IQ4_NL", 72, 8),
+    "TensorIq4Xs": ("IQ4_XS", 136, 16),
+    "TensorFloat8": ("FP8", 128, 8),
+    "TensorFloat4": ("MXFP4", 64, 8),
+    "TensorIndices": ("nf4", 64, 8),
 }
 
 
-def _k_type_loops() -> Iterator[Loop]:
-    """linear_packed_tensor.cu: a block of 256 inputs of 16 outputs, or half of one."""
-    for block, (name, block_bytes, products) in K_TYPES.items():
+def _packed_tensor_loops() -> Iterator[Loop]:
+    """linear_packed_tensor.cu: a piece of 128 or 256 inputs of 16 outputs."""
+    for block, (name, block_bytes, products) in TENSOR_TYPES.items():
         yield Loop(
             format=name,
             source="linear_packed_tensor",
@@ -156,13 +163,11 @@ PACKED = {
 
 
 def _packed_loops() -> Iterator[Loop]:
-    """linear_packed.cu: a lane has a chunk of 32 inputs of two outputs. What has a kernel on tensor
-    cores comes here with float32 x only."""
+    """linear_packed.cu: a lane has a chunk of 32 inputs of two outputs."""
     for chunk, (name, chunk_bytes) in PACKED.items():
-        only_floats = name in (known for known, *_ in K_TYPES.values())
         for rows in (1, 4):
             yield Loop(
-                format=f"float32 x, {name}" if only_floats else name,
+                format=f"float32 x, {name}",
                 source="linear_packed",
                 kernel=rf"LinearPackedKernel.*{chunk}.*Li{rows}E",
                 rows=rows,
@@ -193,7 +198,7 @@ def _section_loops() -> Iterator[Loop]:
 LOOPS = (
     *_tensor_loops(),
     *_plane_loops(),
-    *_k_type_loops(),
+    *_packed_tensor_loops(),
     *_packed_loops(),
     *_section_loops(),
 )

@@ -184,11 +184,17 @@ def test_zeros_infinities_and_tiny_numbers_come_through(name):
         assert (out[3].double() - x[3].double() @ weight.T).abs().max() <= bound
 
 
-def test_codes_of_8_bit_floats_that_are_no_numbers_make_none():
-    tensors, _ = matrix("blocks", 9, 512)
+@needs_cxx
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_of_8_bit_floats_that_are_no_numbers_make_none(dtype):
+    tensors, _ = matrix("blocks", 9, 544)
     tensors[0].view(torch.uint8)[4, 100] = 255
-    out = linear("blocks", torch.ones(3, 512), tensors)
-    assert out[:, 4].isnan().all() and out[:, 5].isfinite().all()
+    tensors[0].view(torch.uint8)[7, 540] = 127
+    x, layout = torch.zeros(3, 544, dtype=dtype), EVERY["blocks"].native((9, 544))
+    for where in (ops, ops_of("emulated")):
+        out = where.linear_packed(x, tensors, EVERY["blocks"].name, list(layout), 9, None)
+        assert out.isnan().all(0).tolist() == [i in (4, 7) for i in range(9)]
+        assert out[:, 5].isfinite().all()
 
 
 def test_long_inputs_are_multiplied_tile_by_tile(monkeypatch):
