@@ -46,11 +46,6 @@ __device__ __forceinline__ int64_t ScaleAt(const Call& p, const Row& row, int fi
   return (row.scales + first + min(place, chunks - 1) * kChunkInputs) >> p.shift;
 }
 
-// The bits of a word from `at` on, or from before its first one.
-__device__ __forceinline__ uint32_t ShiftDown(uint32_t word, int at) {
-  return at >= 0 ? word >> at : word << -at;
-}
-
 __device__ __forceinline__ uint32_t WordAt(const uint8_t* from) {
   return *reinterpret_cast<const uint32_t*>(from);
 }

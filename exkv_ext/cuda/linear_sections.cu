@@ -10,6 +10,7 @@ namespace exkv {
 namespace {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
+constexpr int kBlocks = kOutputs / static_cast<int>(kGroupsBlock);
 constexpr int kUnderWay = 2;  // chunks of a warp, without tensor cores
 constexpr int kThreads = kWarps * kWarp;
 
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) LinearSectionsKernel(Call p) {
 // A lane's share of a chunk: eight inputs of outputs 2 (l / 4) and 2 (l / 4) + 1 of 16, and of row
 // l / 4 of x.
 struct Share {
-  uint32_t words[2][2];  // of each output, as Octet has them; those of planes begin at the lane's
+  TwoOutputs codes;
   uint32_t x[kOctet / 2];
 };
 
@@ -224,14 +225,6 @@ struct Source {
   uint32_t inverse;
 };
 
-// How codes lie: bits of the first word's fields, and of the second one's.
-template <int kBits>
-constexpr int kLow = kBits == 8   ? 8
-                     : kBits >= 4 ? 4
-                                  : 2;
-template <int kBits>
-constexpr int kHigh = kBits - kLow<kBits>;
-
 template <int kBits>
 __device__ __forceinline__ Source FindSource(const Call& p, const Section& s, const Lane& lane) {
   constexpr int kOfOctet = kBits == 8 || kBits == 4 ? kBits : 0;
@@ -247,23 +240,11 @@ __device__ __forceinline__ Source FindSource(const Call& p, const Section& s, co
 
 template <int kBits>
 __device__ __forceinline__ Share LoadShare(const Source& from, const Lane& lane, int chunk) {
-  struct alignas(8) Two {
-    uint32_t at[2];
-  };
-  constexpr int kBytes = static_cast<int>(kGroupsChunk) * kBits;
+  constexpr int64_t kBytes = kGroupsChunk * kBits;
   constexpr int kOrders = static_cast<int>(kGroupsChunk) / 4;
-  Share share = {};
-  const Two low = *reinterpret_cast<const Two*>(from.low + int64_t{chunk} * kBytes);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    share.words[n][0] = kLow<kBits> == 2 ? low.at[n] >> (lane.place % 2 * 8) : low.at[n];
-  }
-  if constexpr (kBits == 8 || kHigh<kBits> > 0) {
-    const Two high = *reinterpret_cast<const Two*>(from.high + int64_t{chunk} * kBytes);
-    const int at = kHigh<kBits> == 2 ? lane.place % 2 * 8 : kHigh<kBits> == 1 ? lane.place * 4 : 0;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) share.words[n][1] = high.at[n] >> at;
-  }
+  Share share;
+  share.codes =
+      LoadOutputs<kBits>(from.low + chunk * kBytes, from.high + chunk * kBytes, lane.place);
   const FourInputs* order = from.order + int64_t{chunk} * kOrders;
   const FourInputs inputs[2] = {order[0], order[1]};
 #pragma unroll
@@ -272,22 +253,6 @@ __device__ __forceinline__ Share LoadShare(const Source& from, const Lane& lane,
     share.x[i] = uint32_t{lane.x[even]} | uint32_t{lane.x[odd]} << 16;
   }
   return share;
-}
-
-// Inputs 2 i and 2 i + 1 of an output, less the middle.
-template <typename T, int kBits>
-__device__ __forceinline__ uint32_t PairOf(const uint32_t (&words)[2], int i) {
-  if constexpr (kBits == 8) return Centered<T, 8>(words[i / 2] >> (i % 2 * 8), 8);
-  if constexpr (kBits == 4) return Centered<T, 4>(words[0] >> (i * 4), 4);
-  constexpr int low = kLow<kBits>, high = kHigh<kBits>;
-  constexpr uint32_t lower = ((1u << low) - 1) * 0x10001u;
-  constexpr uint32_t upper = (((1u << high) - 1) << low) * 0x10001u;
-  uint32_t code = AndOr(words[0] >> (i * low), lower, kBase<T>);
-  if constexpr (high > 0) {
-    const int at = i * high - low;
-    code = AndOr(at >= 0 ? words[1] >> at : words[1] << -at, upper, code);
-  }
-  return SubtractPairs<T>(code, kBase<T> + (1u << kBits) / 2 * 0x10001u);
 }
 
 // Calls with the number of bits as a constant.
@@ -327,9 +292,11 @@ __device__ __forceinline__ void AddChunks(const Call& p, const Source& from, con
     float products[4] = {};
 #pragma unroll
     for (int j = 0; j < kOctet / 2; j += 2) {
-      const auto& words = shares[i].words;
-      const uint32_t a[4] = {PairOf<T, kBits>(words[0], j), PairOf<T, kBits>(words[1], j),
-                             PairOf<T, kBits>(words[0], j + 1), PairOf<T, kBits>(words[1], j + 1)};
+      uint32_t a[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        a[k] = CenteredPair<T, kBits>(shares[i].codes.words[k % 2], j + k / 2);
+      }
       Multiply<T>(products, a, shares[i].x[j], shares[i].x[j + 1]);
     }
 #pragma unroll

@@ -73,6 +73,11 @@ __device__ __forceinline__ const uint16_t* RowOfLane(const TileCall& p, const Ti
   return static_cast<const uint16_t*>(p.x) + row * p.inputs;
 }
 
+// The bits of a word from `at` on, or from before its first one.
+__device__ __forceinline__ uint32_t ShiftDown(uint32_t word, int at) {
+  return at >= 0 ? word >> at : word << -at;
+}
+
 // Two floats whose lowest bits a code of up to seven bits becomes: 1024 in float16, 128 in
 // bfloat16.
 template <typename T>

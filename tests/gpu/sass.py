@@ -89,33 +89,24 @@ SHIFTS = ("symmetric", "offset", "zero")
 
 def _tensor_loops() -> Iterator[Loop]:
     """linear_groups_tensor.cu: four chunks of 16 outputs and 32 inputs."""
-    for bits in (4, 8):
+    own, is_sorted, either = range(3)  # its enum class Order
+    kinds = [
+        *((bits, own, wide, of) for bits in (4, 8) for wide, of in enumerate((32, 128))),
+        *((bits, is_sorted, 0, "any, sorted inputs") for bits in (4, 8)),
+        *((bits, either, 0, "any") for bits in (2, 3, 5, 6)),
+    ]
+    for bits, order, wide, groups in kinds:
         for shift, beside in enumerate(SHIFTS):
-            for wide, groups in enumerate(("groups of 32", "groups of 128")):
-                kernel = rf"GroupsTensorKernel.*Li{bits}ELNS_11GroupsShiftE{shift}ELb{wide}E"
-                yield Loop(
-                    format=f"int{bits}, {beside}, {groups}",
-                    source="linear_groups_tensor",
-                    kernel=kernel,
-                    rows=8,
-                    code_bytes=4 * 16 * 32 * bits / 8,
-                    product="HMMA",
-                    products=8 if shift == 0 else 16,
-                )
-
-
-def _plane_loops() -> Iterator[Loop]:
-    """linear_groups_planes.cu: the same, in any order."""
-    for bits, known in ((4, 4), (8, 8), (2, 0), (3, 0), (5, 0), (6, 0)):
-        yield Loop(
-            format=f"int{bits}, {'sorted inputs' if known else 'any shift'}",
-            source="linear_groups_planes",
-            kernel=rf"GroupsPlanesKernel.*Li{known}E",
-            rows=8,
-            code_bytes=4 * 16 * 32 * bits / 8,
-            product="HMMA",
-            products=16,
-        )
+            yield Loop(
+                format=f"int{bits}, {beside}, groups of {groups}",
+                source="linear_groups_tensor",
+                kernel=rf"GroupsTensorKernel.*Li{bits}EL.*OrderE{order}ELNS_11GroupsShiftE{shift}"
+                rf"ELb{wide}E",
+                rows=8,
+                code_bytes=4 * 16 * 32 * bits / 8,
+                product="HMMA",
+                products=8 if shift == 0 else 16,
+            )
 
 
 #: Types of linear_packed_tensor.cu -> the format's name, bytes of a row's piece, products.
@@ -197,7 +188,6 @@ def _section_loops() -> Iterator[Loop]:
 
 LOOPS = (
     *_tensor_loops(),
-    *_plane_loops(),
     *_packed_tensor_loops(),
     *_packed_loops(),
     *_section_loops(),
