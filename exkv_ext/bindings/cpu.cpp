@@ -460,7 +460,7 @@ Tensor GatedDeltaCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& beta, Tensor state, std::optional<Tensor> new_lens) {
   return GatedDelta(q, k, v, decay, beta, state, new_lens, [](const DeltaParams& p) {
     torch::stable::parallel_for(0, p.rows, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> space(static_cast<size_t>(4 * p.key_dim));
+      std::vector<float> space(static_cast<size_t>(SpaceOf(p)));
       RowsOfIsa().delta(p, space.data(), begin, end);
     });
   });
@@ -470,7 +470,7 @@ Tensor SsdCpu(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& 
               const Tensor& d, Tensor state, std::optional<Tensor> new_lens) {
   return StateSpaceDuality(x, dt, a, b, c, d, state, new_lens, [](const SsdParams& p) {
     torch::stable::parallel_for(0, p.rows, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> space(static_cast<size_t>(2 * p.state_dim));
+      std::vector<float> space(static_cast<size_t>(SpaceOf(p)));
       RowsOfIsa().ssd(p, space.data(), begin, end);
     });
   });

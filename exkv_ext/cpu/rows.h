@@ -1,8 +1,10 @@
 // Norms, gates, rotary positions and what layers with a state compute on the CPU, whose work is a
 // row at a time: one table of kernels for each instruction set. The arithmetic is in norm.inc,
 // gate.inc, rope.inc, delta.inc, ssd.inc and scan.inc, which each instruction set's file compiles
-// once.
+// once; that of a prompt's chunks in delta_chunks.inc and ssd_chunks.inc.
 #pragma once
+
+#include <algorithm>
 
 #include "../params/attention_params.h"
 #include "../params/kv_quant_params.h"
@@ -99,6 +101,40 @@ struct SsdParams {
   void* out;                // (B, T, H, P)
 };
 
+// Recurrences run the tokens of a long enough call in chunks; what is left, one after the other.
+constexpr int64_t kChunkTokens = 64;
+constexpr int64_t kLeastChunk = 16;
+
+inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+template <typename Params>
+int64_t RealTokens(const Params& p, int64_t row) {
+  return p.new_lens == nullptr ? p.length : std::clamp<int64_t>(p.new_lens[row], 0, p.length);
+}
+
+// Of a row's first `real` tokens, those that run in chunks.
+inline int64_t TokensInChunks(int64_t real) {
+  const int64_t rest = real % kChunkTokens;
+  return real < kLeastChunk ? 0 : rest < kLeastChunk ? real - rest : real;
+}
+
+// Floats from one of a chunk's vectors to the next: no power of two, which would put all into the
+// same few sets of a cache.
+inline int64_t ChunkStep(int64_t size) { return RoundUp(size, 16) + 16; }
+
+// Floats that a thread needs. One that aligns what it is given needs some more.
+inline int64_t SpaceOf(const DeltaParams& p) {
+  const int64_t step = ChunkStep(p.key_dim), tokens = ChunkStep(kChunkTokens);
+  if (p.length < kLeastChunk) return 4 * p.key_dim;
+  return 3 * kChunkTokens * step + step * (30 + tokens + 32) + 2 * kChunkTokens * (tokens + 32);
+}
+
+inline int64_t SpaceOf(const SsdParams& p) {
+  const int64_t step = ChunkStep(p.state_dim), tokens = ChunkStep(kChunkTokens);
+  if (p.length < kLeastChunk) return 2 * p.state_dim;
+  return step * (kChunkTokens + tokens + 32) + 2 * kChunkTokens * (tokens + 32);
+}
+
 // A row is some channels of a sequence. All tensors are contiguous but the state.
 constexpr int64_t kScanChannels = 64;
 
@@ -130,10 +166,10 @@ struct RowKernels {
   // What is added is multiplied by a factor first, and rounded.
   void (*add_times)(const GateParams& params, float factor, int64_t begin, int64_t end);
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
-  // `space` is for 4 * key_dim floats.
+  // `space` is for SpaceOf(params) floats.
   void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);
-  // `space` is for 2 * state_dim floats.
   void (*ssd)(const SsdParams& params, float* space, int64_t begin, int64_t end);
+  // `space` is for 2 * state_dim floats.
   void (*scan)(const ScanParams& params, float* space, int64_t begin, int64_t end);
 };
 

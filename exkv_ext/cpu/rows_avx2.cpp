@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "float_types.h"
 #include "rows.h"
@@ -20,10 +21,13 @@
 #include "gate.inc"
 #include "rope.inc"
 // And with those of both:
+#include "chunks.inc"
 #include "delta.inc"
 #include "ssd.inc"
 // Written with theirs:
+#include "delta_chunks.inc"
 #include "scan.inc"
+#include "ssd_chunks.inc"
 #pragma GCC pop_options
 
 namespace exkv {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "float_types.h"
 #include "half.inc"
@@ -14,10 +15,13 @@
 #include "gate.inc"
 #include "rope.inc"
 // And with those of both:
+#include "chunks.inc"
 #include "delta.inc"
 #include "ssd.inc"
 // Written with theirs:
+#include "delta_chunks.inc"
 #include "scan.inc"
+#include "ssd_chunks.inc"
 
 namespace exkv {
 const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, AddTimes, Rope, Delta,
