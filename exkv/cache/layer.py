@@ -28,6 +28,7 @@ from exkv.errors import Attempt
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
+from .chunks import over_chunks
 from .contents import contents
 from .convert import HostCopy, restored
 from .fetching import Prefetch, WriteBack
@@ -181,11 +182,21 @@ class CacheLayer:
         keeps_all = isinstance(self.spec.retention, KeepAll)
         params = params.within(batch.lengths, windows=keeps_all)
         view = self.append(k, v, batch, params)
-        if params.chunk:
-            view = view.as_segments(batch.past_lens)
-        out = self.spec.storage.attend(q, view, params, self.spec.dtype)
+        out = self._over(q, view, batch, params)
         self.release_written()
         return out
+
+    def _over(self, q: Tensor, view: View, batch: Batch, params: AttentionParams) -> Tensor:
+        """Attend q (B, T, H, D) over a view, where there are chunks of positions by chunks."""
+        storage, dtype = self.spec.storage, self.spec.dtype
+        if params.chunk:
+            within = replace(params, chunk=0)
+            each = lambda q, shown: storage.attend(q, shown, within, dtype)  # noqa: E731
+            out = over_chunks(each, q, view, storage.formats, batch, params.chunk)
+            if out is not None:
+                return out
+            view = view.as_segments(batch.past_lens)
+        return storage.attend(q, view, params, dtype)
 
     def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> States:
         """The decoder layer's states: see :meth:`StateLayer.states`."""

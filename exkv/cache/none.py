@@ -11,9 +11,13 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import StateTensor
 from exkv.ops.attention import AttentionParams
-from exkv.ops.attention_parts import chunk_starts, merge_parts, sink_part
+from exkv.ops.attention_parts import merge_parts, sink_part
 
+from .chunks import over_chunks
 from .state import States
+from .views import ContiguousView, View
+
+_FLOATS = ("float", "float")
 
 
 class NoCacheLayer:
@@ -22,19 +26,21 @@ class NoCacheLayer:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
     ) -> Tensor:
-        past, lengths, params = batch.past_lens, batch.lengths, params.within(batch.lengths)
-        how = params.scale, params.window, params.softcap
-        if params.sinks is None and not params.chunk:
-            return torch.ops.exkv.attention(q, k, v, past, lengths.kv_len, lengths.ragged, *how)
-        stored = q, [k], "float", [v], "float"
-        keys = past, torch.zeros_like(past), torch.full_like(past, lengths.kv_len)
-        if params.chunk:
-            since = chunk_starts(past, q.shape[1], params.chunk)
-            part = torch.ops.exkv.attention_part_since(*stored, *keys, since, lengths.kv_len, *how)
-        else:
-            part = torch.ops.exkv.attention_part(*stored, *keys, lengths.kv_len, *how)
-        sinks = [] if params.sinks is None else [sink_part(q, params.sinks)]
-        return merge_parts([part, *sinks], q.dtype)
+        params, lengths = params.within(batch.lengths), batch.lengths
+        view = ContiguousView(
+            stored={"k": k, "v": v},
+            past_lens=batch.past_lens,
+            kv_len=lengths.kv_len,
+            ragged=lengths.ragged,
+            window=params.window,
+        )
+        if not params.chunk:
+            return _attend(q, view, params)
+        out = over_chunks(
+            lambda q, shown: _attend(q, shown, params), q, view, _FLOATS, batch, params.chunk
+        )
+        assert out is not None  # floats of whole rows can be cut anywhere
+        return out
 
     def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> States:
         rows, device = len(batch.lengths.past), batch.past_lens.device
@@ -43,3 +49,15 @@ class NoCacheLayer:
             for each in tensors
         }
         return States(zeros, batch)
+
+
+def _attend(q: Tensor, view: View, params: AttentionParams) -> Tensor:
+    """Attend q (B, T, H, D) over keys in order."""
+    assert isinstance(view, ContiguousView)
+    k, v, past = view.stored["k"], view.stored["v"], view.past_lens
+    how = params.scale, params.window, params.softcap
+    if params.sinks is None:
+        return torch.ops.exkv.attention(q, k, v, past, view.kv_len, view.ragged, *how)
+    keys = past, torch.zeros_like(past), torch.full_like(past, view.kv_len)
+    part = torch.ops.exkv.attention_part(q, [k], "float", [v], "float", *keys, view.kv_len, *how)
+    return merge_parts([part, sink_part(q, params.sinks)], q.dtype)

@@ -8,10 +8,12 @@ import test_composition
 import torch
 from test_composition import IDS, MAKES, RETENTIONS, STORAGES, TOLERANCES, near
 from tiny import TINY, loaded, reference
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from written_out import written_out
 
-from exkv import Cache, KVCache
+from exkv import CACHES, Cache, KVCache
 from exkv.ops.attention import AttentionParams
 from exkv.ops.attention_parts import chunk_starts
 
@@ -85,6 +87,46 @@ def test_within_the_first_chunk_and_for_one_token_no_chunk_is_asked_about(model,
     assert [(each.chunk, each.window) for each in asked[::2]] == [(0, 0), (0, 1)]
     model.forward(IDS[:1, CHUNK + 1 : CHUNK + 4], cache)
     assert asked[-2].chunk == CHUNK
+
+
+class _Asked(TorchDispatchMode):
+    """Collects the names of exkv's ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "exkv":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _logits_of_rows(model, kind: str, new: list[int]) -> Tensor:
+    """Of a prompt over several chunks, and behind it of a token of rows that are in unlike ones."""
+    pages = {"page": 16, "pages": 16} if kind == "paged" else {}
+    cache = CACHES[kind](model, 64, batch_size=3, **pages)
+    prompt = model.forward(IDS[:, : max(new)], cache, new_lens=new)
+    step = model.forward(IDS[torch.arange(3), torch.tensor(new)].unsqueeze(-1), cache)
+    parts = [torch.cat((prompt[row, :count], step[row])) for row, count in enumerate(new)]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp16", "8bit", "4bit", "paged"])
+def test_kernels_that_know_no_chunks_run_each_chunks_queries(tmp_path, monkeypatch, kind):
+    config = TINY["Llama4ForCausalLM"](attention_chunk_size=32, moe_layers=[], head_dim=32)
+    model, new = loaded(config, tmp_path, max_input_len=50), [50, 20, 31]
+    with _Asked() as asked:
+        found = _logits_of_rows(model, kind, new)
+    assert "attention_part_since" not in asked.names
+    if kind in ("fp16", "paged"):
+        exact = reference(config)(IDS).logits
+        expected = torch.cat([exact[row, : count + 1] for row, count in enumerate(new)])
+    else:  # the op by the definition, over the same bits
+        monkeypatch.setattr("exkv.cache.layer.over_chunks", lambda *arguments: None)
+        expected = _logits_of_rows(model, kind, new)
+    assert near(found, expected, 1e-4 if kind in ("fp16", "paged") else 3e-3)
 
 
 @pytest.mark.parametrize("past", [[0, 0], [5, 41], [24, 23]])
