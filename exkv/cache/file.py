@@ -1,7 +1,8 @@
 """Saved caches: a safetensors file with the tokens in its metadata, and their stored keys and
 values.
 
-Only what is used is written: rows with tokens, up to the longest. The tensor ``layers.3.k`` is the
+Only what is used is written: rows with tokens, up to the longest, and keys and values that layers
+share once, as those of the first of these layers. The tensor ``layers.3.k`` is the
 fourth layer's ``k`` of shape (rows, tokens, ...), as the kind of cache stores it. The format is
 https://huggingface.co/docs/safetensors, and its library reads it.
 """
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from .base import KVCache
     from .layer import CacheLayer
 
-_FORMAT = "exkv cache 4"
+_FORMAT = "exkv cache 5"
+#: Those that have shared keys and values for each layer are read, too.
+_KNOWN = ("exkv cache 4", _FORMAT)
 #: Placeholder in the metadata for the file's checksum, which is computed with this in its place.
 NO_CHECKSUM = {"crc32": "00000000"}
 _CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
@@ -52,7 +55,9 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         raise ValueError("a fork shares its prefix: save the cache that it came from")
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
     lens = cache.seq_lens[:rows]
-    parts = _parts(cache, lens)
+    parts = {
+        name: part for name, part in _parts(cache, lens).items() if name == _source(cache, name)
+    }
     about = {
         **NO_CHECKSUM,
         "format": _FORMAT,
@@ -119,6 +124,24 @@ def _parts(cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
         return here
     found = here | cache.elsewhere.parts(cache, lens)
     return dict(sorted(found.items(), key=lambda pair: int(pair[0].split(".")[1])))
+
+
+def _source(cache: KVCache, name: str) -> str:
+    """The part that has the same contents, of the first layer with these keys and values."""
+    _, index, tensor = name.split(".", 2)
+    layer = cache.layers[int(index)]
+    while (reads := layer.spec.reads) is not None:
+        source = cache.layers[reads]
+        if _encoding_of(source) != _encoding_of(layer) or source.spec.dtype != layer.spec.dtype:
+            break
+        layer, index = source, str(reads)
+    return f"layers.{index}.{tensor}"
+
+
+def _read_tensors(cache: KVCache, stored: Any, parts: Mapping[str, Part]) -> dict[str, Tensor]:
+    """The tensors of all parts; those that layers share are read once, if the file has them so."""
+    there, read = set(stored.keys()), functools.cache(stored.get_tensor)
+    return {name: read(name if name in there else _source(cache, name)) for name in parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +341,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
             made_with = _read_made_with(about.get("made_with", "[]"), len(sequences))
             lens = [len(ids) for ids in sequences]
             parts = _parts(cache, lens)
-            tensors = {name: stored.get_tensor(name) for name in parts}
+            tensors = _read_tensors(cache, stored, parts)
         _check_shapes(parts, tensors)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
@@ -349,7 +372,7 @@ def _check_format(about: dict[str, str]) -> None:
     found = str(about.get("format"))[:40]
     if not found.startswith("exkv cache"):
         raise ValueError(f"it is not a cache saved by exkv (format {found!r})")
-    if found != _FORMAT:
+    if found not in _KNOWN:
         raise ValueError(
             f"its format is {found!r}, and this exkv reads {_FORMAT!r}: run the prompt again"
         )

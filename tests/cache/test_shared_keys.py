@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import KINDS
 from on_cpu import on_cpu
+from safetensors import safe_open
 from simproc import run_sim
 from tiny import GEMMA4_SHARED, gemma4, loaded, reference, save, save_tokenizer
 from torch import Tensor
@@ -111,6 +112,30 @@ def test_a_saved_cache_goes_on_alike(model, kind, tmp_path):
     for other in (again, cache.clone()):
         assert torch.equal(*(model.forward(IDS[:, 40:60], each) for each in (other, cache)))
         cache.crop(40)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "paged", "4bit"])
+def test_a_file_has_shared_keys_once_and_older_ones_with_all_are_read(
+    model, kind, tmp_path, monkeypatch
+):
+    cache, alone = KINDS[kind](model, 96, 2), apart(model, KINDS[kind], 96, 2)
+    for each in (cache, alone):
+        model.forward(IDS[:, :40], each)
+    cache.save(tmp_path / "new")
+    monkeypatch.setattr("exkv.cache.file._FORMAT", "exkv cache 4")
+    alone.save(tmp_path / "old")
+    monkeypatch.undo()
+    names = {}
+    for file in ("new", "old"):
+        with safe_open(tmp_path / file, "pt") as stored:
+            names[file] = set(stored.keys())
+    assert names["new"] == {name for name in names["old"] if int(name.split(".")[1]) in OWN}
+    assert names["new"] < names["old"]
+    expected = model.forward(IDS[:, 40:60], cache)
+    for file in ("new", "old"):
+        again = KINDS[kind](model, 96, 2)
+        again.load(tmp_path / file)
+        assert torch.equal(model.forward(IDS[:, 40:60], again), expected)
 
 
 def test_an_engine_answers_as_transformers_does(tmp_path):
