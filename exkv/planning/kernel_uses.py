@@ -27,6 +27,8 @@ _PREFILL_TOTAL = 1 << 30
 _SPLIT_KEYS, _MOST_SPLITS = 128, 64
 #: Rows of a head's state that the CUDA kernels of recurrent layers have in registers, at most.
 _STATE_ROWS = 256
+#: Numbers of a channel's state, likewise, of the selective scan's.
+_SCAN_STATES = 64
 #: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
 #: the up to four rows of a tile; and what rounding up to whole blocks adds.
 _MOST_STATES = 256 * 16 // 4 * 4 + 12
@@ -143,6 +145,10 @@ def _ssd(*, b: torch.Tensor, **rest: Any) -> KernelUse:
     return KernelUse(takes=b.shape[-1] <= _STATE_ROWS)
 
 
+def _selective_scan(*, b: torch.Tensor, **rest: Any) -> KernelUse:
+    return KernelUse(takes=b.shape[-1] <= _SCAN_STATES)
+
+
 def _packed(*, layout: Sequence[int], **rest: Any) -> KernelUse:
     return KernelUse(takes=has_cuda_kernels(layout))
 
@@ -158,6 +164,7 @@ KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
         "dequantize_packed": _packed,
         "gated_delta": _gated_delta,
         "linear_packed": _packed,
+        "selective_scan": _selective_scan,
         "ssd": _ssd,
     }
 }

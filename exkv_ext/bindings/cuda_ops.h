@@ -31,6 +31,7 @@
 #include "reference.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
+#include "scan_binding.h"
 #include "sections_binding.h"
 #include "ssd_binding.h"
 
@@ -275,6 +276,16 @@ Tensor SsdCuda(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor&
                            [&](const SsdParams& p) { LaunchOn(x, "ssd", LaunchSsd, p); });
 }
 
+Tensor SelectiveScanCuda(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b,
+                         const Tensor& c, const Tensor& d, Tensor state,
+                         std::optional<Tensor> new_lens) {
+  if (b.dim() > 0 && b.size(b.dim() - 1) > kMostScanStates) {
+    return CallReference("exkv::selective_scan_reference", x, dt, a, b, c, d, state, new_lens);
+  }
+  return SelectiveScan(x, dt, a, b, c, d, state, new_lens,
+                       [&](const ScanParams& p) { LaunchOn(x, "selective_scan", LaunchScan, p); });
+}
+
 // Registers the kernels in a STABLE_TORCH_LIBRARY_IMPL.
 void RegisterKernels(torch::stable::detail::StableLibrary& m) {
   EXKV_IMPL(m, quantize_kv, QuantizeKvCuda);
@@ -298,6 +309,7 @@ void RegisterKernels(torch::stable::detail::StableLibrary& m) {
   EXKV_IMPL(m, causal_conv, CausalConvCuda);
   EXKV_IMPL(m, gated_delta, GatedDeltaCuda);
   EXKV_IMPL(m, ssd, SsdCuda);
+  EXKV_IMPL(m, selective_scan, SelectiveScanCuda);
   EXKV_IMPL(m, attention, AttentionCuda);
   EXKV_IMPL(m, attention_int8, AttentionInt8Cuda);
   m.impl("attention_part", TORCH_BOX(&AttentionPartOp<AttentionPartCuda>));

@@ -179,6 +179,9 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
       "ssd(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor d, Tensor(a!) state, "
       "Tensor? new_lens) -> Tensor");
   m.def(
+      "selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor d, "
+      "Tensor(a!) state, Tensor? new_lens) -> Tensor");
+  m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
       "float scale, int window=0, float softcap=0.0) -> Tensor");
   m.def(

@@ -31,7 +31,7 @@ TOLERANCE = 2e-2
 #: Their references round weights to the inputs' type, the kernels don't: held against float32.
 WIDE = {"linear_groups", "linears_groups", "linear_packed"}
 #: Undefined at padding: tokens behind the real ones, which the last argument counts.
-PADDED = {"gated_delta", "ssd"}
+PADDED = {"gated_delta", "selective_scan", "ssd"}
 ROUNDS = 20
 #: What a call reads, and the call.
 Reading = tuple[tuple[Tensor, ...], Callable[[], object]]
@@ -57,7 +57,8 @@ def largest_difference(name: str, seed: int, ops: Any) -> float:
         expected, found = tensors_in(expected_in), tensors_in(found_in)
     if name in PADDED and (lens := given[-1]) is not None:
         real = torch.arange(expected.shape[1]) < lens.unsqueeze(-1)
-        expected, found = (x.where(real[..., None, None], 0) for x in (expected, found))
+        real = real.view(*real.shape, *[1] * (expected.dim() - 2))
+        expected, found = (x.where(real, 0) for x in (expected, found))
     if name in WRITERS and isinstance(expected, Tensor):
         expected, found = [expected, *tensors_in(expected_in)], [found, *tensors_in(found_in)]
     pairs = zip(_listed(expected), _listed(found), strict=True)

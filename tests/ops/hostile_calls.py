@@ -504,7 +504,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
                 "chosen_experts", "route_experts", "sigmoid_", "decode_attention",
-                "attention_part_since", "selective_scan"}  # fmt: skip
+                "attention_part_since"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

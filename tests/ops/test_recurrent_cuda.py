@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import test_recurrent
+import test_selective_scan
 import test_ssd
 import torch
 import torch.nn.functional as F
@@ -152,10 +153,24 @@ def test_larger_states_are_the_references_and_plans_know_it(ops, rows):
         assert same == (rows > 256)
 
 
+@pytest.mark.parametrize("size", [64, 65])
+def test_scans_of_more_numbers_a_channel_are_the_references_and_plans_know_it(ops, size):
+    *given, state = test_selective_scan.inputs(3, (9, size))
+    states = [state.clone() for _ in range(2)]
+    out = ops.selective_scan(*given, states[0], None)
+    expected = REFERENCES["selective_scan"](*given, states[1], None)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    call = named_arguments("selective_scan", (*given, state, None))
+    assert kernel_use("selective_scan", "cuda", call).takes == (size <= 64)
+    same = torch.equal(out, expected) and torch.equal(*states)
+    assert same == (size > 64)
+
+
 CALLS = {
     "gated_delta": lambda: test_recurrent.inputs(9, (1, 100, 1, 40)),
     "gated_delta by channel": lambda: test_recurrent.inputs(9, (1, 40, 1, 40), fading=1),
     "ssd": lambda: test_ssd.inputs(9, (1, 40, 1, 100)),
+    "selective_scan": lambda: test_selective_scan.inputs(9, (40, 20)),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native import needs_kernels
+from native import BACKENDS, ops_of
 from transformers.models.jamba.modeling_jamba import (
     mamba_selective_scan,
     mamba_selective_state_update,
@@ -14,12 +14,8 @@ from transformers.models.jamba.modeling_jamba import (
 import exkv  # noqa: F401 # defines the ops
 from exkv.ops import REFERENCES
 
-WAYS = [
-    pytest.param(torch.ops.exkv.selective_scan, id="kernel", marks=needs_kernels),
-    pytest.param(REFERENCES["selective_scan"], id="reference"),
-]
 #: Channels and states: blocks of channels and vectors that are full, and that are not.
-SIZES = [(128, 16), (75, 5)]
+SIZES = [(128, 16), (75, 5), (9, 35)]
 
 
 def inputs(tokens: int, sizes: tuple[int, int], dtype: torch.dtype = torch.float32, rows: int = 2):
@@ -33,6 +29,14 @@ def inputs(tokens: int, sizes: tuple[int, int], dtype: torch.dtype = torch.float
     dt, a = random(rows, tokens, channels).abs(), -2 * random(size, channels).abs()
     x, b, c = (random(rows, tokens, n).to(dtype) for n in (channels, size, size))
     return x, dt, a, b, c, random(channels), random(rows, size, channels)
+
+
+@pytest.fixture(params=["reference", *BACKENDS])
+def op(request):
+    """The reference, and the kernels."""
+    if request.param == "reference":
+        return REFERENCES["selective_scan"]
+    return ops_of(request.param).selective_scan
 
 
 def theirs(x, dt, a, b, c, d, state):
@@ -49,7 +53,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 16, 50])
 def test_outputs_and_states_are_transformers_steps(op, sizes, tokens):
@@ -59,7 +62,6 @@ def test_outputs_and_states_are_transformers_steps(op, sizes, tokens):
     assert_close(state, after)
 
 
-@pytest.mark.parametrize("op", WAYS)
 def test_outputs_from_no_state_are_transformers_scan(op):
     x, dt, a, b, c, d, state = inputs(20, SIZES[0])
     wide = (x.mT, dt.mT, a.T, b.mT, c.mT)
@@ -68,7 +70,6 @@ def test_outputs_from_no_state_are_transformers_scan(op):
     assert_close(state, after.mT)
 
 
-@pytest.mark.parametrize("op", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
     x, dt, a, b, c, d, state = inputs(5, SIZES[0], dtype)
@@ -79,7 +80,6 @@ def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
     assert_close(state, after)
 
 
-@pytest.mark.parametrize("op", WAYS)
 def test_padding_leaves_a_rows_state_as_it_is(op):
     x, dt, a, b, c, d, state = inputs(20, SIZES[1], rows=3)
     lens = torch.tensor([20, 11, 0], dtype=torch.int32)
@@ -93,10 +93,9 @@ def test_padding_leaves_a_rows_state_as_it_is(op):
         assert_close(padded[row], after[0])
 
 
-@needs_kernels
-def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token():
+def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token(kernels):
     x, dt, a, b, c, d, state = inputs(9, SIZES[1], torch.bfloat16, rows=4)
-    own, run = state[2:3].clone(), torch.ops.exkv.selective_scan
+    own, run = state[2:3].clone(), kernels.selective_scan
     together = run(x, dt, a, b, c, d, state, None)
 
     def step(at: int) -> torch.Tensor:
@@ -107,10 +106,9 @@ def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token():
     assert torch.equal(own, state[2:3])
 
 
-@needs_kernels
-def test_tensors_that_contradict_each_other_are_named():
+def test_tensors_that_contradict_each_other_are_named(kernels):
     x, dt, a, b, c, d, state = inputs(2, SIZES[0])
-    run = torch.ops.exkv.selective_scan
+    run = kernels.selective_scan
     with pytest.raises(RuntimeError, match="state must be float32 with x's rows"):
         run(x, dt, a, b, c, d, state[..., :-1], None)
     with pytest.raises(RuntimeError, match="x must be .B, T, C. and b .B, T, N."):
