@@ -627,6 +627,19 @@ TINY = {
         **ROUTED,
         **WINDOWS,
     ),
+    "MiniMaxForCausalLM": small(
+        "MiniMax",
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=4,
+        block_size=16,
+        full_attn_alpha_factor=1.5,
+        full_attn_beta_factor=0.8,
+        linear_attn_alpha_factor=1.25,
+        linear_attn_beta_factor=0.9,
+        mlp_alpha_factor=1.1,
+        mlp_beta_factor=0.7,
+    ),
     "MiniMaxM2ForCausalLM": small(
         "MiniMaxM2",
         head_dim=16,
@@ -838,6 +851,15 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     frequencies too, which loading a checkpoint does not.)"""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # tables that a checkpoint has in its dtype
+            rate = module.get_slope_rate()
+            factors = dict(
+                zip(("query", "key", "diagonal"), module.decay_factors(rate), strict=True)
+            )
+            tables = {"slope_rate": rate, **{f"{kind}_decay": x for kind, x in factors.items()}}
+            for name, table in tables.items():
+                getattr(module, name).data = table.to(dtype)
     return model
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-#: What tensors may lie in a layer and change nothing: rotary frequencies, which follow from the
-#: config; GPT-NeoX's masks; scales of activations, keys and values, which stay floats here; what
-#: packers of weights note down, which their config says too; and the copies of the model's table
-#: and head beside an MTP head.
+#: What tensors may lie in a layer and change nothing: rotary frequencies and lightning attention's
+#: decays, which follow from the config; GPT-NeoX's masks; scales of activations, keys and values,
+#: which stay floats here; what packers of weights note down, which their config says too; and the
+#: copies of the model's table and head beside an MTP head.
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.\w+|attention\.(masked_)?bias|weight_shape|weight_format"
+    r"|slope_rate|(query|key|diagonal)_decay"
     r"|(input|output|activation|[qkv])_(scale|global_scale|zero_point)"
     r"|packing|unpack_view_dtype|view_as_float|quant_(scale|zero)|compute_dtype|offload_meta"
     r"|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)"
