@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from exkv import epochs
 from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig
 from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
-from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
+from exkv.ops.experts import (
+    Routing,
+    are_chosen_on_device,
+    sum_of_experts,
+    takes_whole_calls,
+)
+from exkv.ops.weight_groups import is_decode_sized
 from exkv.weights.format import WeightFormat, mixed_experts
 
 from .descriptions import (
@@ -29,7 +35,7 @@ from .descriptions import (
 from .linear import ExactLinear, Linear, PlainModule, parameters_of, weight
 from .low_rank import side_by_side
 from .routing import Router
-from .split_experts import ExpertStaging, split_sum
+from .split_experts import ExpertStaging, Meanwhile, split_sum
 
 
 class MLP(PlainModule):
@@ -184,20 +190,37 @@ class Experts(MLP):
             self.counts.scatter_add_(0, ids, ids.new_ones(()).expand_as(ids))
         return routing
 
-    def run(self, x: Tensor, routing: Routing) -> Tensor:
-        """x (N, hidden) -> (N, hidden)."""
-        return self.sum(x, routing)
+    def beside(self, x: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same, plus what all tokens take, computed while the host computes with its experts.
 
-    def sum(self, x: Tensor, routing: Routing) -> Tensor:
+        Args:
+            shared: from x to a tensor like it.
+        """
+        tokens = x.flatten(0, 1)
+        if not (self.on_host and is_decode_sized(tokens)):
+            return shared(x).add_(Experts.forward(self, x))
+        meanwhile = Meanwhile(lambda: shared(x))
+        routed = self.run(tokens, self.route(tokens), meanwhile).view_as(x)
+        return meanwhile.result().add_(routed)
+
+    def run(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
+        """x (N, hidden) -> (N, hidden).
+
+        Args:
+            meanwhile: what is to be computed beside.
+        """
+        return self.sum(x, routing, meanwhile)
+
+    def sum(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
         """The weighted sum of the chosen experts' outputs, wherever their weights lie."""
         if self.on_host:
-            return split_sum(self, x, routing)
+            return split_sum(self, x, routing, meanwhile)
         return self.sum_of(range(self.count), x, routing)
 
     def sum_of(self, experts: Sequence[int], x: Tensor, routing: Routing) -> Tensor:
         """The same of some experts on the device of x: a routing names their places among
         these."""
-        if self.has_op:
+        if self.has_op and (routing.counts is None or takes_whole_calls(x)):
             formats = self.formats() if len(experts) < self.count else None
             return run_experts(x, routing, self.matrices(experts), self.act, formats)
 
@@ -255,12 +278,16 @@ class SharedExperts(Experts):
         return super().chooses_on_device and None not in map(try_describe, beside)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.beside(x, self.shared)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """What all tokens take of x (B, T, hidden)."""
         shared = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             gate = self.shared_expert_gate(x)
             torch.ops.exkv.sigmoid_(gate)
             shared.mul_(gate)
-        return shared.add_(super().forward(x))
+        return shared
 
 
 class ClampedExperts(Experts):

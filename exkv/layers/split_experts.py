@@ -5,19 +5,22 @@ travel: those of the tokens there, and the experts' outputs back. Parts are summ
 which they are summed where all experts are on one device, and come from the same ops on the same
 rows, so that on devices that compute alike the bits are the same.
 
-A call of few (token, choice) pairs takes them as rows with one expert each: all of the card's in
-one call, all of the host's in another (:func:`_of_few`). A larger one goes from expert to expert
-(:func:`_of_many`). There an expert with :func:`rows_to_stream` rows or more is sent to the card
-instead, into one of two buffers, while the expert before it computes (:class:`ExpertStaging`).
+A call of few tokens goes by (token, choice) pairs, sorted by expert: blocks of these are calls of
+kernels for few rows, in each of which an expert has all of its rows (:func:`_of_few`). The card's
+are enqueued first, and what else it has to do meanwhile (:class:`Meanwhile`); then the host
+computes its own. A larger call goes from expert to expert (:func:`_of_many`). There an expert with
+:func:`rows_to_stream` rows or more is sent to the card instead, into one of two buffers, while the
+expert before it computes (:class:`ExpertStaging`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, pairwise
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -33,14 +36,35 @@ from .linear import Matrix
 if TYPE_CHECKING:
     from .mlp import Experts
 
-#: Pairs that are rows of one call, at most: those that kernels for few rows take.
-MOST_PAIRS = MOST_ROWS
+
+class Meanwhile:
+    """What a card computes from the same inputs as routed experts, and beside these: once, when the
+    host is about to compute, or else when the result is asked for."""
+
+    def __init__(self, call: Callable[[], Tensor]) -> None:
+        self._call = call
+        self._made: Tensor | None = None
+
+    def start(self) -> None:
+        if self._made is None:
+            self._made = self._call()
+
+    def result(self) -> Tensor:
+        self.start()
+        assert self._made is not None
+        return self._made
 
 
-def split_sum(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
-    """The weighted sum of the chosen experts' outputs; x (N, hidden) on the card -> (N, hidden)."""
-    if routing.chosen.numel() <= MOST_PAIRS:
-        return _of_few(mixture, x, routing)
+def split_sum(
+    mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+) -> Tensor:
+    """The weighted sum of the chosen experts' outputs; x (N, hidden) on the card -> (N, hidden).
+
+    Args:
+        meanwhile: what the card computes while the host does; of few tokens.
+    """
+    if is_decode_sized(x):
+        return _of_few(mixture, x, routing, meanwhile)
     return _of_many(mixture, x, routing)
 
 
@@ -76,41 +100,53 @@ def _worst_choice(mixture: Experts, taken: int) -> list[int]:
     return sorted([*card, *sorted(mixture.on_host)][:taken])
 
 
-# Few pairs -------------------------------------------------------------------------------------
+# Few tokens ------------------------------------------------------------------------------------
 
 
-def _of_few(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
-    """The card's pairs are enqueued first, then the host computes its own. There are three hops:
-    what was chosen comes to the host, the numbers of rows go to the card while the host computes,
-    and then its parts."""
-    tokens, taken = routing.chosen.shape
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Pairs that are rows of one call, with one expert each.
+
+    Attributes:
+        pairs: their numbers: choice k of token n is n * K + k.
+        experts: that the call names, in ascending order.
+        rows: int64 (3, n), of each pair its token, its expert's place among these, and its number.
+        counts: how many of these rows each expert has.
+    """
+
+    pairs: Sequence[int]
+    experts: Sequence[int]
+    rows: Tensor
+    counts: Sequence[int]
+
+
+def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile | None) -> Tensor:
+    """There are three hops: what was chosen comes to the host, the numbers of rows go to the card,
+    and then what the host computed."""
+    (tokens, taken), worst = routing.chosen.shape, _takes_most(x)
     if known := _has_contents(x):
         numbers, weights, inputs = devices.fetched(routing.chosen, routing.weights, x)
         chosen = numbers.flatten().tolist()
         _check_chosen(chosen, taken, mixture.count)
-    if _takes_most(x):
+    if worst:
         chosen = _worst_choice(mixture, taken) * tokens
     elif mixture.counts is not None:
         mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
-    card = [pair for pair, expert in enumerate(chosen) if expert not in mixture.on_host]
-    host = [pair for pair, expert in enumerate(chosen) if expert in mixture.on_host]
-    place = {pair: row for row, pair in enumerate([*card, *host])}
-    ranked = [
-        sorted(range(first, first + taken), key=chosen.__getitem__)
-        for first in range(0, tokens * taken, taken)
-    ]
-    order = torch.tensor([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)])
-    experts, indices = _call_of(chosen, card, taken, worst=_takes_most(x))
-    together = devices.sent(torch.cat([indices.flatten(), order.flatten()]), x.device)
-    sent = together.split([indices.numel(), order.numel()])
-    indices, order = sent[0].view_as(indices), sent[1].view_as(order)
-    parts = [_parts(mixture, x, routing.weights, experts, indices)] if card else []
+    pairs: tuple[list[int], list[int]] = [], []
+    for pair, expert in enumerate(chosen):
+        pairs[expert in mixture.on_host].append(pair)
+    card, host = (_blocks(chosen, taken, those, worst) for those in pairs)
+    order = _order([*card, *host], chosen, taken)
+    rows, order = _sent([block.rows for block in card], order, x.device)
+    parts = [_parts(mixture, x, routing.weights, *each) for each in zip(card, rows, strict=True)]
+    if meanwhile is not None:
+        meanwhile.start()
     if host and known:
-        found = _parts(mixture, inputs, weights, *_call_of(chosen, host, taken))
-        parts.append(devices.sent(found, x.device))
+        found = [_parts(mixture, inputs, weights, block, block.rows) for block in host]
+        parts.append(devices.sent(torch.cat(found), x.device))
     elif host:
-        parts.append(x.new_empty(len(host), x.shape[1]))
-    together = parts.pop() if len(parts) == 1 else torch.cat(parts)
+        parts.append(x.new_empty(sum(len(block.pairs) for block in host), x.shape[1]))
+    together = torch.cat(parts) if worst or len(parts) > 1 else parts[0]
     parts.clear()
     out = together[order[0]]
     for rank in range(1, taken):
@@ -127,40 +163,77 @@ def _check_chosen(chosen: Sequence[int], taken: int, experts: int) -> None:
         )
 
 
-def _call_of(
-    chosen: Sequence[int], pairs: Sequence[int], taken: int, *, worst: bool = False
-) -> tuple[list[int], Tensor]:
-    """The experts of these pairs, and of each its token, its expert's place among these, and the
-    pair itself: int64 (3, n).
+def _blocks(chosen: Sequence[int], taken: int, pairs: Sequence[int], worst: bool) -> list[_Block]:
+    """Pairs in blocks of up to ``MOST_ROWS``, those of an expert in one of them.
 
     Args:
-        worst: whether one expert has all rows: none has more.
+        chosen: the expert of each pair.
+        worst: as if one expert had all rows of a block, and all blocks but the first were full.
     """
+    if worst:
+        first = len(pairs) % MOST_ROWS or MOST_ROWS
+        ends = [0, *range(first, len(pairs) + 1, MOST_ROWS)]
+        return [_block(chosen, taken, pairs[a:b], worst) for a, b in pairwise(ends)]
+    blocks: list[list[int]] = []
+    for _, group in groupby(sorted(pairs, key=chosen.__getitem__), key=chosen.__getitem__):
+        those = list(group)
+        if not blocks or len(blocks[-1]) + len(those) > MOST_ROWS:
+            blocks.append([])
+        blocks[-1] += those
+    return [_block(chosen, taken, block, worst) for block in blocks]
+
+
+def _block(chosen: Sequence[int], taken: int, pairs: Sequence[int], worst: bool) -> _Block:
     experts = sorted({chosen[pair] for pair in pairs})
     places = [0 if worst else experts.index(chosen[pair]) for pair in pairs]
-    numbers = [pair // taken for pair in pairs], places, list(pairs)
-    return experts, torch.tensor(numbers, dtype=torch.int64)
+    rows = torch.tensor([[pair // taken for pair in pairs], places, pairs], dtype=torch.int64)
+    return _Block(pairs, experts, rows, [places.count(place) for place in range(len(experts))])
 
 
-def _parts(
-    mixture: Experts, x: Tensor, weights: Tensor, experts: Sequence[int], indices: Tensor
-) -> Tensor:
-    """The weighted output of each of these pairs (n, hidden), all on the device of x (N, hidden).
+def _order(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tensor:
+    """Of each token, where the outputs of its experts are among those of all blocks, in ascending
+    order of these: int64 (taken, tokens)."""
+    pairs = (pair for block in blocks for pair in block.pairs)
+    place = {pair: row for row, pair in enumerate(pairs)}
+    ranked = [
+        sorted(range(first, first + taken), key=chosen.__getitem__)
+        for first in range(0, len(chosen), taken)
+    ]
+    return torch.tensor([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)])
+
+
+def _sent(
+    rows: Sequence[Tensor], order: Tensor, device: torch.device
+) -> tuple[list[Tensor], Tensor]:
+    """All of these numbers on a card, in one copy."""
+    tensors = [*rows, order]
+    together = devices.sent(torch.cat([each.flatten() for each in tensors]), device)
+    parts = together.split([each.numel() for each in tensors])
+    *there, order = (part.view_as(like) for part, like in zip(parts, tensors, strict=True))
+    return there, order
+
+
+def _parts(mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Tensor) -> Tensor:
+    """The weighted output of each pair of a block (n, hidden), all on the device of x (N, hidden).
 
     Args:
-        experts, indices: see :func:`_call_of`.
+        rows: the block's, on this device.
     """
-    rows, places, pairs = indices
-    alone = Routing(chosen=places.unsqueeze(1), weights=weights.flatten()[pairs].unsqueeze(1))
-    return mixture.sum_of(experts, x[rows], alone)
+    tokens, places, pairs = rows
+    alone = Routing(
+        chosen=places.unsqueeze(1),
+        weights=weights.flatten()[pairs].unsqueeze(1),
+        counts=block.counts,
+    )
+    return mixture.sum_of(block.experts, x[tokens], alone)
 
 
-# Many pairs ------------------------------------------------------------------------------------
+# Many tokens -----------------------------------------------------------------------------------
 
 
 def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     """Experts in ascending order, each on the device where it lies or is sent to."""
-    known, taken, small = _has_contents(x), routing.chosen.shape[1], is_decode_sized(x)
+    known, taken = _has_contents(x), routing.chosen.shape[1]
     order, counts = by_expert(x, routing, mixture.count)
     if worst := _takes_most(x):
         choice = _worst_choice(mixture, taken)
@@ -168,13 +241,13 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     elif mixture.counts is not None:
         mixture.counts.add_(torch.tensor(counts))
     chosen = [expert for expert in sorted(mixture.on_host) if counts[expert]]
-    sent = [] if small else [e for e in chosen if worst or _is_sent(mixture, e, counts[e])]
+    sent = [e for e in chosen if worst or _is_sent(mixture, e, counts[e])]
     if known and len(sent) < len(chosen):
         inputs, pairs = devices.fetched(x, order)
         rows_of = pairs.div(taken, rounding_mode="floor").split(counts)
 
     def on_card(expert: int, rows: Tensor) -> Tensor:
-        return _one(mixture, expert, x[rows], small)
+        return mixture.output(mixture.expert(expert), x[rows])
 
     def by_sending(expert: int, rows: Tensor) -> Tensor:
         return mixture.output(next(arriving), x[rows])
@@ -182,7 +255,7 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     def on_host(expert: int, rows: Tensor) -> Tensor:
         if not known:
             return x.new_empty(len(rows), x.shape[1])
-        found = _one(mixture, expert, inputs[rows_of[expert]], small)
+        found = mixture.output(mixture.expert(expert), inputs[rows_of[expert]])
         return devices.sent(found, x.device)
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -193,19 +266,6 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
                 run = by_sending if expert in sent else here
                 add_output(out, routing.weights, pairs_of, partial(run, expert))
     return out
-
-
-def _one(mixture: Experts, expert: int, x: Tensor, small: bool) -> Tensor:
-    """One expert's output for x (n, hidden), by the kernels that a call takes with all of them.
-
-    Args:
-        small: whether the call is one of few tokens.
-    """
-    if not (small and mixture.has_op):
-        return mixture.output(mixture.expert(expert), x)
-    alone = torch.zeros((len(x), 1), dtype=torch.int64, device=x.device)
-    ones = torch.ones((len(x), 1), device=x.device)
-    return mixture.sum_of([expert], x, Routing(chosen=alone, weights=ones))
 
 
 # Experts that are sent -------------------------------------------------------------------------

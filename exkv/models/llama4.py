@@ -19,6 +19,7 @@ from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import MLP, Attention, GatedMLP, ScaledQueryAttention, SharedExperts
+from exkv.layers.split_experts import Meanwhile
 from exkv.ops.experts import Routing
 
 from . import qwen2_moe, smollm3
@@ -110,13 +111,13 @@ def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> Attent
 class WeightedInputExperts(SharedExperts):
     """Experts whose weights multiply their inputs, not their outputs."""
 
-    def run(self, x: Tensor, routing: Routing) -> Tensor:
+    def run(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
         ones, total = torch.ones_like(routing.weights[:, :1]), torch.zeros_like(x)
         for choice in range(routing.chosen.shape[1]):
             one = slice(choice, choice + 1)
             inputs = x * routing.weights[:, one].to(x.dtype)
             alone = Routing(chosen=routing.chosen[:, one].contiguous(), weights=ones)
-            total += self.sum(inputs, alone)
+            total += self.sum(inputs, alone, meanwhile)
         return total
 
 

@@ -19,6 +19,7 @@ from exkv.checkpoint.value_checks import check_size, set_floats
 from exkv.layers import MLP, Attention, Linear, Mamba2, PlainMLP, PlainModule
 from exkv.layers.attention import Attend
 from exkv.layers.mlp import Experts
+from exkv.layers.split_experts import Meanwhile
 from exkv.ops.activations import ACTIVATIONS
 from exkv.ops.experts import Routing
 
@@ -81,13 +82,13 @@ class PlainExperts(Experts):
             self.fc2_latent_proj = Linear(latent, hidden, bias=config.mlp_bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared_expert(x).add_(super().forward(x))
+        return self.beside(x, self.shared_expert)
 
-    def run(self, x: Tensor, routing: Routing) -> Tensor:
+    def run(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
         before, behind = self.fc1_latent_proj, self.fc2_latent_proj
         if before is None or behind is None:
-            return self.sum(x, routing)
-        return behind(self.sum(before(x), routing))
+            return self.sum(x, routing, meanwhile)
+        return behind(self.sum(before(x), routing, meanwhile))
 
     def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
         assert isinstance(expert, PlainExpert)

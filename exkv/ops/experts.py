@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import ACTIVATIONS
-from .registry import define_op, has_kernel
+from .registry import computes_on, define_op, has_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +22,13 @@ class Routing:
     Attributes:
         chosen: int64 (N, K), distinct experts of each token.
         weights: float32 (N, K), weights of their outputs.
+        counts: how many tokens chose each expert, if the host knows: nobody waits for the device
+            then to ask.
     """
 
     chosen: Tensor
     weights: Tensor
+    counts: Sequence[int] | None = None
 
 
 def _uneven(tally: Tensor, tokens: int, taken: int) -> list[int]:
@@ -100,6 +103,12 @@ def are_chosen_on_device(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and not any(weight.shape[1] % 8 for weight in weights)
         and has_kernel("expert_products", x.device.type)
     )
+
+
+def takes_whole_calls(x: Tensor) -> bool:
+    """Whether the experts of x (N, hidden) are one call of kernels, which ask for nothing on the
+    host; else expert after expert runs, and the host must know how many tokens each has."""
+    return len(x) <= MOST_CHOOSING or has_kernel("chosen_experts", computes_on(x))
 
 
 def by_choices(
@@ -196,6 +205,8 @@ def by_expert(x: Tensor, routing: Routing, experts: int) -> tuple[Tensor, list[i
     and the number of each expert's."""
     _check_routing(x, routing)
     chosen, (tokens, taken) = routing.chosen, routing.chosen.shape
+    if routing.counts is not None:
+        return chosen.flatten().argsort(stable=True), list(routing.counts)
     tally = (chosen.unsqueeze(-1) == torch.arange(experts, device=x.device)).sum((0, 1))
     counts = torch.ops.exkv.read_tally(tally, tokens, taken)
     return chosen.flatten().argsort(stable=True), counts

@@ -26,11 +26,11 @@ from exkv.devices import rounded
 from exkv.layers import RotaryTables
 from exkv.layers.descriptions import LowRank
 from exkv.layers.mlp import lay_on_host
-from exkv.layers.split_experts import MOST_PAIRS
 from exkv.models import Unit
 from exkv.models.adapters import adapted
 from exkv.models.bound_run import MOST_TOKENS
 from exkv.models.native_run import most_bytes
+from exkv.ops.weight_groups import MOST_ROWS
 
 from . import dry_run
 from .dry_run import DryRun, ShapeTensor
@@ -300,7 +300,7 @@ def _in_host_memory(unit: Unit, lengths: Lengths) -> frozenset[int]:
     """Experts that lie in host memory, or as many others, where that makes a difference: a call of
     more tokens takes what it takes with all of them on the device."""
     tokens = len(lengths.new) * lengths.chunk
-    if not unit.host_experts or tokens > MOST_PAIRS:
+    if not unit.host_experts or tokens > MOST_ROWS:
         return frozenset()
     count = len(unit.expert_bytes)
     return frozenset(range(count - len(unit.host_experts), count))
