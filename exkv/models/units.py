@@ -33,6 +33,8 @@ from exkv.weights.source import with_precomputed
 
 #: In the name of a parameter of a routed expert: the expert's index.
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
+#: In the name of one that all tokens take beside these.
+_SHARED = re.compile(r"(?:^|\.)shared_expert(?:_gate)?\.")
 
 
 def expert_of(parameter: str) -> int | None:
@@ -287,6 +289,11 @@ class Unit:
             if expert is not None:
                 totals[expert] = totals.get(expert, 0) + nbytes
         return tuple(totals[expert] for expert in range(len(totals)))
+
+    @cached_property
+    def shared_expert_bytes(self) -> int:
+        """Bytes of what all tokens take beside routed experts, which computes while a host does."""
+        return sum(size for name, size in self.nbytes.items() if _SHARED.search(name))
 
     @cached_property
     def layout(self) -> int:

@@ -2,11 +2,11 @@
 that tokens are expected to choose.
 
 Units run one after the other, so that their times add up. Where experts of a unit lie in host
-memory, the host computes with them while the card computes with the others; hidden states go there
-and come back. Which experts a token chooses is chance, and one device waits for the other: what
-counts is the mean over these chances of the longer time. What is computed costs nothing beside what
-is read, as long as there are few rows. Bandwidths are the budgets' own; where they have none,
-common ones are assumed.
+memory, the host computes with them while the card computes with the others, and with what all
+tokens take; hidden states go there and come back. Which experts a token chooses is chance, and one
+device waits for the other: what counts is the mean over these chances of the longer time. What is
+computed costs nothing beside what is read, as long as there are few rows. Bandwidths are the
+budgets' own; where they have none, common ones are assumed.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def seconds_beyond(cost: UnitCost, rates: Rates, order: Sequence[int]) -> np.nda
     mean = chance @ number
     each = np.divide(on_host, mean, out=np.zeros_like(mean), where=mean > 0)
     apart = each[:, None] * number
-    card = HOP_SECONDS + (on_host[-1] - apart) / rates.card
+    read_there = on_host[-1] + cost.shared_experts
+    card = HOP_SECONDS + (read_there - apart) / rates.card
     longer = (chance * np.maximum(card, apart / rates.host)).sum(1)
-    seconds = longer + 2 * (HOP_SECONDS + cost.hidden_step / rates.link) - on_host[-1] / rates.card
+    seconds = longer + 2 * (HOP_SECONDS + cost.hidden_step / rates.link) - read_there / rates.card
     seconds[0] = 0.0
     return seconds
 
@@ -84,7 +85,7 @@ def seconds_beyond(cost: UnitCost, rates: Rates, order: Sequence[int]) -> np.nda
 def least_seconds_beyond(cost: UnitCost, rates: Rates, on_host: np.ndarray) -> np.ndarray:
     """The same at least, of any experts of which a step reads so many bytes at the mean, those of
     none first: if every step did, since chance only takes longer."""
-    read = sum(size * share for size, share in zip(cost.experts, cost.chosen, strict=True))
+    read = _beside_host(cost)
     longer = np.maximum(HOP_SECONDS + (read - on_host) / rates.card, on_host / rates.host)
     seconds = longer + 2 * (HOP_SECONDS + cost.hidden_step / rates.link) - read / rates.card
     seconds[0] = 0.0
@@ -93,8 +94,13 @@ def least_seconds_beyond(cost: UnitCost, rates: Rates, on_host: np.ndarray) -> n
 
 def even_bytes(cost: UnitCost, rates: Rates) -> float:
     """Bytes read of experts in host memory with which host and card take equally long."""
-    read = sum(size * share for size, share in zip(cost.experts, cost.chosen, strict=True))
-    return (HOP_SECONDS + read / rates.card) / (1 / rates.card + 1 / rates.host)
+    return (HOP_SECONDS + _beside_host(cost) / rates.card) / (1 / rates.card + 1 / rates.host)
+
+
+def _beside_host(cost: UnitCost) -> float:
+    """Bytes that a step reads at the mean of all experts, shared ones too."""
+    routed = sum(size * share for size, share in zip(cost.experts, cost.chosen, strict=True))
+    return routed + cost.shared_experts
 
 
 @functools.lru_cache(1024)

@@ -107,6 +107,7 @@ class UnitCost:
         traffic: what a decode step reads at full length, of routed experts what is to be expected.
         experts: of each routed expert, of ``weights`` or ``host_weights``.
         chosen: the probability that a decode step reads it.
+        shared_experts: of what all tokens take, read while a host reads its routed experts.
         host_experts: routed experts whose weights lie in host memory while the rest is elsewhere.
         host_weights: of these, which ``weights`` doesn't count.
         staging: of the buffers through which their weights come to a card for long prompts; one
@@ -139,6 +140,7 @@ class UnitCost:
     hidden_step: int = 0
     experts: tuple[int, ...] = ()
     chosen: tuple[float, ...] = ()
+    shared_experts: int = 0
     host_experts: tuple[int, ...] = ()
     host_weights: int = 0
     staging: int = 0

@@ -217,6 +217,7 @@ class Workload:
             traffic=read if unit.index else 0,  # of the table a few rows
             experts=experts,
             chosen=chosen,
+            shared_experts=unit.shared_expert_bytes if experts else 0,
             host_experts=tuple(sorted(unit.host_experts)),
             host_weights=unit.host_weights,
             shared=_shared_bytes(unit),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from adapters import linears_of, write_adapter
+from host_experts import load
 from packers.gguf import in_types, write_gguf
 from safetensors.torch import load_file
 from simproc import run_sim
@@ -35,7 +35,6 @@ from exkv.checkpoint import ExpertsConfig
 from exkv.checkpoint.families import FAMILIES
 from exkv.layers.mlp import mixtures
 from exkv.layers.split_experts import HostRates, rows_to_stream
-from exkv.loading import loader
 from exkv.models.units import staging_bytes
 
 #: Where the card has all experts, every other, one, or none.
@@ -45,30 +44,6 @@ IDS = torch.randint(3, 320, (3, 44), generator=torch.Generator().manual_seed(5))
 NEW, CHUNK = (44, 31, 7), 24
 #: By which every expert of a prompt is sent to the card, or none.
 SENT, STAYS = HostRates(flops=1.0), HostRates(flops=1e30)
-
-
-def hosted(model: Model, placement: str) -> dict[str, tuple[int, ...]]:
-    """Experts of each unit in host memory."""
-    found = {}
-    for unit in model.units:
-        count = len(unit.expert_bytes)
-        of = {"all": (), "half": range(unit.index % 2, count, 2), "one": range(1, count)}
-        found[unit.name] = tuple(of.get(placement, range(count))) if count else ()
-    return found
-
-
-def load(model: Model, cache: Cache, placement: str, way=None, **options) -> None:
-    """Load it with these experts in host memory."""
-    experts, planned = hosted(model, placement), loader.planned
-    model.set_host_experts(experts)
-
-    def with_experts(scenario):
-        scenario, (plan,), costs = planned(scenario)
-        units = tuple(replace(u, host_experts=experts[u.name]) for u in plan.units)
-        return scenario, (replace(plan, units=units),), costs
-
-    with mock.patch.object(loader, "planned", with_experts):
-        way(**options) if way else model.load_autosplit(cache)
 
 
 def answers(model: Model, cache: Cache) -> list[torch.Tensor]:

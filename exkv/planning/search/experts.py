@@ -297,9 +297,9 @@ class _Alike:
 
     @staticmethod
     def are(units: Sequence[UnitCost]) -> bool:
-        kinds = {(u.experts, u.chosen, u.hidden_step) for u in units if u.experts}
+        kinds = {(u.experts, u.chosen, u.shared_experts, u.hidden_step) for u in units if u.experts}
         return len(kinds) == 1 and all(
-            len(set(sizes)) == len(set(shares)) == 1 for sizes, shares, _ in kinds
+            len(set(sizes)) == len(set(shares)) == 1 for sizes, shares, *_ in kinds
         )
 
     def _spread(self, count: np.ndarray) -> np.ndarray:
