@@ -26,7 +26,6 @@ from exkv.checkpoint import Checkpoint
 from exkv.errors import Attempt
 from exkv.layers.linear import Matrix
 from exkv.layers.mlp import Experts, mixtures
-from exkv.weights import Source
 from exkv.weights.read_parameters import mapped_parameters
 
 from .expert_usage import ExpertUsage, UsageCounter
@@ -227,20 +226,15 @@ def _in_mapped_files(unit: Unit, checkpoint: Checkpoint) -> dict[int, dict[str, 
     assert unit.module is not None
     mixture = next(mixtures(unit.module))
     mapped = [e for e in unit.host_experts if all(map(_is_mapped, _tensors(mixture, e).values()))]
-    sources: dict[int, list[Source]] = {}
-    for source in unit.spec.sources:
-        experts = {*map(expert_of, source.parameters)}
-        if len(experts) == 1 and (expert := experts.pop()) is not None:
-            sources.setdefault(expert, []).append(source)
     formats = [_formats(mixture, expert) for expert in mapped]
-    found = {}
-    for expert in sources.keys() - unit.host_experts:
-        if _formats(mixture, expert) in formats:
-            made = mapped_parameters(checkpoint, sources[expert], unit.shapes)
-            parts = {name.partition(f"experts.{expert}.")[2]: each for name, each in made.items()}
-            if parts.keys() == _tensors(mixture, expert).keys():
-                found[expert] = parts
-    return found
+    experts = range(len(unit.expert_bytes)) if mapped else ()
+    here = {e for e in experts if e not in unit.host_experts and _formats(mixture, e) in formats}
+    sources = [s for s in unit.spec.sources if not here.isdisjoint(map(expert_of, s.parameters))]
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in mapped_parameters(checkpoint, sources, unit.shapes).items():
+        if (expert := expert_of(name)) in here:
+            found.setdefault(expert, {})[name.partition(f"experts.{expert}.")[2]] = tensor
+    return {e: parts for e, parts in found.items() if parts.keys() == _tensors(mixture, e).keys()}
 
 
 def _formats(mixture: Experts, expert: int) -> list[tuple[str, str]]:

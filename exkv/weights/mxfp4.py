@@ -100,7 +100,7 @@ class MXFP4Format(TiledFormat):
         def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             _check_scales(stored[f"{name}_scales"])
             return {
-                f"{part.name}.{tensor}": part.of(stored[whole]).contiguous().flatten(1)
+                f"{part.name}.{tensor}": part.of(stored[whole]).flatten(1)
                 for part in slices
                 for whole, tensor in names.items()
             }

@@ -1,11 +1,12 @@
 """A unit's parameters, from a checkpoint's files to a device.
 
-To the host: what is stored as it is used stays where it lies, in the mapped file; the rest goes
-into one stretch of large pages for a unit. Two threads read the one in and fill the other, and no
-page is touched twice. To an accelerator: through two pinned buffers, one of which is filled while
-the other is copied; what is stored in another dtype is converted on the device. Only what a format
-makes anew of stored tensors goes by way of mapped files. For tensors with no memory behind them, on
-simulated devices that run dry, no file is read.
+To the host: what is stored as it is used stays where it lies, in the mapped file, be it part of a
+larger tensor, as one expert is of all; the rest goes into one stretch of large pages for a unit.
+Two threads read the one in and fill the other, and no page is touched twice. To an accelerator:
+through two pinned buffers, one of which is filled while the other is copied; what is stored in
+another dtype is converted on the device. Only what a format makes anew of stored tensors goes by
+way of mapped files. For tensors with no memory behind them, on simulated devices that run dry, no
+file is read.
 
 Every piece is checked for NaN and infinity right after it was read, while it is in the processor's
 cache (``finite.py``).
@@ -98,7 +99,8 @@ class _Made:
 
     Attributes:
         values: on the host, in the stored dtype where a format left them as they are stored.
-        stored: the stored tensor whose bytes these are, or None.
+        stored: the stored tensor that these are, or part of which they are, byte for byte; or None.
+        start: the first of its bytes that they have.
         source: what makes it.
         file: of the source's tensors, for messages.
         dtype: on the device.
@@ -107,6 +109,7 @@ class _Made:
     parameter: str
     values: torch.Tensor
     stored: str | None
+    start: int
     source: Source
     file: Path
     dtype: torch.dtype
@@ -124,13 +127,13 @@ class _Made:
         return ((first, min(step, nbytes - first)) for first in range(0, nbytes, step))
 
     def check_piece(self, piece: torch.Tensor, first: int) -> None:
-        """CheckpointError for a number that is not finite in bytes from the ``first`` on."""
+        """CheckpointError for a number that is not finite in bytes from its ``first`` on."""
         found = first_in_stored(piece, self.values.dtype, self.expected, self.dtype)
         if found is not None:
             packed = bool(self.expected.halves)
             unit = self.expected.block if packed else self.values.dtype.itemsize
             what = "a scale of block" if packed else "number"
-            raise self._damaged(f"{self.stored}: {what} {first // unit + found}")
+            raise self._damaged(f"{self.stored}: {what} {(self.start + first) // unit + found}")
 
     def check(self) -> None:
         """CheckpointError for a number among all values that is not finite."""
@@ -154,15 +157,35 @@ def _converted(
         stored = {name: checkpoint.tensor(name) for name in source.stored}
         file = checkpoint.info(next(iter(stored))).file
         for parameter, values in _convert(file, source, stored).items():
-            same = (name for name, tensor in stored.items() if tensor is values)
+            name, start = _place(values, source, stored, checkpoint)
             yield _Made(
                 parameter=parameter,
                 values=values,
-                stored=next(same, None),
+                stored=name,
+                start=start,
                 source=source,
                 file=file,
                 dtype=shapes[parameter].dtype,
             )
+
+
+def _place(
+    values: torch.Tensor,
+    source: Source,
+    stored: Mapping[str, torch.Tensor],
+    checkpoint: Checkpoint,
+) -> tuple[str | None, int]:
+    """The stored tensor that the values are, or in whose mapping they lie as they are, in whole
+    blocks; and the first of its bytes that they have."""
+    for name, tensor in stored.items():
+        if tensor is values:
+            return name, 0
+        start = values.data_ptr() - tensor.data_ptr()
+        inside = start >= 0 and start + values.nbytes <= tensor.nbytes
+        alike = values.dtype == tensor.dtype and values.is_contiguous() and tensor.is_contiguous()
+        if inside and alike and checkpoint.mapping(name) is not None:
+            return (name, start) if not start % source.stored[name].block else (None, 0)
+    return None, 0
 
 
 def _convert(
@@ -225,9 +248,9 @@ def _read_piece(
     assert made.stored is not None
     piece = _bytes(target)[first : first + count]
     if target is made.values:
-        checkpoint.fetch(made.stored, first, count)
+        checkpoint.fetch(made.stored, made.start + first, count)
     else:
-        checkpoint.read_into(made.stored, piece, first)
+        checkpoint.read_into(made.stored, piece, made.start + first)
     made.check_piece(piece, first)
 
 
@@ -250,7 +273,7 @@ def _read_to_accelerator(
         for first, count in each.pieces():
             with staging.buffer(count) as buffer:
                 if not sim.is_dry(target):
-                    checkpoint.read_into(each.stored, buffer, first)
+                    checkpoint.read_into(each.stored, buffer, each.start + first)
                     each.check_piece(buffer, first)
                 begin = first // dtype.itemsize
                 part = target[begin : begin + count // dtype.itemsize]

@@ -114,11 +114,12 @@ def sliced_source(
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
         for each in slices:
-            part = each.of(stored[name]).contiguous()
+            part = each.of(stored[name])  # copied once, to where it is to be
             if each.format is None:
                 made[each.name] = part
                 continue
-            tensors = each.format.convert({"weight": part})
+            kept = each.format.names == ("weight",)
+            tensors = each.format.convert({"weight": part if kept else part.contiguous()})
             made |= {f"{each.name}.{tensor}": value for tensor, value in tensors.items()}
         return made
 
