@@ -23,6 +23,7 @@ from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
 from exkv.loading.calibration import CalibratedUnits, calibration_rows
+from exkv.loading.heat import with_usage
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
 from exkv.loading.usage import add_served, units_with_experts, usage_of
@@ -207,10 +208,11 @@ class Model(Transformer):
         )
 
     def losses(self) -> Losses | None:
-        """The loss of each unit in each weight format, for ``weights="best"``; measured at the
-        first call, see ``exkv.loading.losses``."""
+        """The loss of each unit in each weight format, for ``weights="best"``, of experts by how
+        often they are chosen; measured at the first call, see ``exkv.loading.losses``."""
         if self._chooses and self._losses is None:
-            self._losses = losses_of(self, self._calibration)
+            found = losses_of(self, self._calibration)
+            self._losses = with_usage(found, self, self.usage())
         return self._losses
 
     def usage(self) -> Mapping[str, tuple[float, ...]] | None:

@@ -37,17 +37,19 @@ from exkv.devices import resolve_devices
 from exkv.errors import PlacementError
 from exkv.loading.calibrated_losses import calibrated_losses_of
 from exkv.loading.calibration import Found, calibration_rows, rounded_units
+from exkv.loading.heat import with_usage
 from exkv.loading.losses import FILE as LOSSES
 from exkv.loading.mixes import Layers, Mixes, WrittenModel
 from exkv.loading.usage import FILE as USAGE
-from exkv.loading.usage import keep_counted
-from exkv.models import Unit
+from exkv.loading.usage import keep_counted, usage_of_rows
+from exkv.models import Transformer, Unit
 from exkv.models.expert_usage import ExpertUsage
 from exkv.models.units import UnitSpec
 from exkv.planning import CacheShape, Scenario, Workload, make_budgets
 from exkv.sizes import human
 from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.bits import SCALE_DTYPES
+from exkv.weights.expert_groups import name_among, parsed
 from exkv.weights.on_load import BITS, OPTIONS, class_of, options_of
 from exkv.weights.rounding import Rounded, rounded
 
@@ -99,6 +101,7 @@ def add_to(commands: Any) -> None:
         "takes longer",
     )
     add("--device", default="cpu", help="where the text runs, such as cuda:0 (the default: cpu)")
+    add("--cpu", metavar="SIZE", help="of host memory for what cards have no room for, for --fit")
     add("--max-seq-len", type=count, metavar="TOKENS", help="for --fit (the model's positions)")
     add("--cache", choices=list(CACHES), help="kind of cache, for --fit (fp16)")
     add("--reserve", type=sizes, metavar="SIZES", help="to leave free on each card, for --fit: 1G")
@@ -152,7 +155,10 @@ def run(args: argparse.Namespace) -> int:
         mixes = None
         if args.weights is None:
             assert rows is not None  # checked
-            mixes = Mixes(layers=layers, losses=calibrated_losses_of(config, checkpoint, rows))
+            losses, model = calibrated_losses_of(config, checkpoint, rows), Transformer(config)
+            usage = usage_of_rows(model, checkpoint, rows)
+            losses = with_usage(losses, model, usage)
+            mixes = Mixes(layers=layers, losses=losses, usage=usage)
         kept = begun or _kept(args, layers, mixes)
         work = _Work(
             checkpoint=checkpoint,
@@ -194,7 +200,8 @@ def _check(args: argparse.Namespace) -> None:
             f"{given} chooses by what fewer bits cost on a text: give --calibration FILE, a text "
             "like those that the model is for"
         )
-    of_plan = {"--max-seq-len": args.max_seq_len, "--cache": args.cache, "--reserve": args.reserve}
+    names = ("cpu", "max_seq_len", "cache", "reserve")
+    of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     if args.fit is None and (alone := [name for name, value in of_plan.items() if value]):
         raise ValueError(f"{alone[0]} is for --fit CARDS, which is not given")
 
@@ -244,7 +251,7 @@ def _kept(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapp
     length = args.max_seq_len or layers.config.max_position_embeddings
     scenario = Scenario(
         workloads=(Workload.of(model, [CacheShape.planned(model, kind, length, 1)]),),
-        budgets=tuple(make_budgets(args.fit, reserve=args.reserve)),
+        budgets=tuple(make_budgets(args.fit, reserve=args.reserve, cpu=args.cpu or False)),
     )
     try:
         return mixes.fitting(scenario)
@@ -254,7 +261,7 @@ def _kept(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapp
 
 def _asked(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     """What decides what is written."""
-    names = ("weights", "bits", "fit", "max_seq_len", "cache", "reserve")
+    names = ("weights", "bits", "fit", "cpu", "max_seq_len", "cache", "reserve")
     text = args.calibration
     if text is not None:
         text = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -421,10 +428,12 @@ def _report(mixes: Mixes, kept: Mapping[str, str], out: Path) -> None:
     }
     _replace(out / REPORT, json.dumps(values, indent=1))
     console = page_console()
-    table = Table("matrices", *OPTIONS, title="layers in each way")
-    classes = sorted({name for each in chosen.values() for name in each})
-    for name in classes:
-        counted = Counter(each[name] for each in chosen.values() if name in each)
+    table = Table("matrices", *OPTIONS, title="layers, or groups of experts, in each way")
+    ways: dict[str, list[str]] = {}
+    for name, option in (pair for each in chosen.values() for pair in each.items()):
+        ways.setdefault(parsed(name)[0], []).append(option)
+    for name in sorted(ways):
+        counted = Counter(ways[name])
         table.add_row(name, *(str(counted[option] or "") for option in OPTIONS))
     console.print(table)
     table = Table("bits a weight", "predicted loss, nats a token", title="what other bits lose")
@@ -438,10 +447,13 @@ def _report(mixes: Mixes, kept: Mapping[str, str], out: Path) -> None:
 
 
 def _options(layers: Layers, kept: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Unit's name -> class of matrices -> option."""
+    """Unit's name -> class of matrices, or group of experts -> option."""
     found: dict[str, dict[str, str]] = {}
+    options = {unit: options_of(each) for unit, each in kept.items()}
+    name_of = {unit: name_among(each) for unit, each in options.items()}
     for layer, matrix in layers.matrices.items():
-        options, name = options_of(kept[matrix.unit]), class_of(layer)
-        option = options if isinstance(options, str) else options[name]
-        found.setdefault(matrix.unit, {})[name] = option
+        of, plain = options[matrix.unit], class_of(layer)
+        name = None if isinstance(of, str) else name_of[matrix.unit](plain, layer)
+        option = of if isinstance(of, str) else of[name or plain]
+        found.setdefault(matrix.unit, {})[name or plain] = option
     return found

@@ -216,7 +216,7 @@ class Errors:
         )
 
 
-def _has_its_own(spec: UnitSpec) -> bool:
+def has_its_own(spec: UnitSpec) -> bool:
     """Whether a layer's matrices are named as its own; two halves of one share names."""
     names = (name for name in spec.matrices.values() if spec.layer is not None and class_of(name))
     return all(f".{spec.layer}." in name for name in names)
@@ -315,7 +315,7 @@ class TextLosses:
         """
         errors = Errors(unit={AS_STORED: 0.0})
         specs = self.model.specs_kept(self.followed)
-        classes = specs[unit.index].classes if all(map(_has_its_own, specs)) else {}
+        classes = specs[unit.index].classes if all(map(has_its_own, specs)) else {}
         for option in BITS:
             made = self.read(unit.index, option)
             found = self.run(made, x)

@@ -23,6 +23,7 @@ from exkv.planning.best import item_of, planned
 from exkv.planning.search.knapsack import Relaxed, least_lossy
 from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.choice import Choice, Losses
+from exkv.weights.expert_groups import name_among
 from exkv.weights.format import Size
 from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, class_of, mixed, options_of
 from exkv.weights.settings import stays_float
@@ -113,11 +114,13 @@ class Layers:
     def formats(self, kept: Kept) -> dict[str, GroupFormat]:
         """The formats of the matrices that become integers, by their names."""
         options = {unit: options_of(each) for unit, each in kept.items()}
+        name_of = {unit: name_among(each) for unit, each in options.items()}
         found = {}
         for layer, matrix in self.matrices.items():
             option = options[matrix.unit]
             if not isinstance(option, str):
-                option = option.get(class_of(layer), AS_STORED)
+                name = name_of[matrix.unit](class_of(layer), layer)
+                option = AS_STORED if name is None else option[name]
             if (format := matrix.format(option)) is not None:
                 found[layer] = format
         return found
@@ -133,11 +136,14 @@ class Layers:
         config = replace(self.config, path=None, quantization=self.settings(kept))
         return tuple(Unit(index, spec) for index, spec in enumerate(unit_specs(config, dtype)))
 
-    def class_sizes(self) -> dict[tuple[str, str], dict[str, int]]:
-        """Unit and class of matrices -> option -> bytes."""
+    def class_sizes(self, losses: Losses) -> dict[tuple[str, str], dict[str, int]]:
+        """Unit and class of matrices that there are losses of -> option -> bytes."""
         found: dict[tuple[str, str], dict[str, int]] = {}
+        name_of = {unit: name_among(names) for unit, names in losses.matrices.items()}
         for layer, matrix in self.matrices.items():
-            sizes = found.setdefault((matrix.unit, class_of(layer)), dict.fromkeys(OPTIONS, 0))
+            name = name_of[matrix.unit](class_of(layer), layer)
+            assert name is not None, "all matrices have losses"
+            sizes = found.setdefault((matrix.unit, name), dict.fromkeys(OPTIONS, 0))
             for option in OPTIONS:
                 sizes[option] += matrix.nbytes(option)
         return found
@@ -159,10 +165,12 @@ class Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixes:
-    """What there is to choose from: the layers, and what their matrices lose."""
+    """What there is to choose from: the layers, what their matrices lose, and as of
+    :meth:`Transformer.usage` how often experts are chosen."""
 
     layers: Layers
     losses: Losses
+    usage: Mapping[str, tuple[float, ...]] | None = None
 
     def at(self, bits: float) -> dict[str, str]:
         """The mix of so many bits a weight at most that loses least.
@@ -170,7 +178,7 @@ class Mixes:
         Raises:
             ValueError: there are no such bits.
         """
-        sizes = self.layers.class_sizes()
+        sizes = self.layers.class_sizes(self.losses)
         ends = [8 * sum(s[o] for s in sizes.values()) / self.layers.count for o in OPTIONS]
         if not min(ends) <= bits < ends[0]:
             raise ValueError(
@@ -198,7 +206,7 @@ class Mixes:
 
     def curve(self) -> list[tuple[float, float]]:
         """Bits a weight, and the least loss; between mixes what they lose on a line."""
-        sizes, count = self.layers.class_sizes(), self.layers.count
+        sizes, count = self.layers.class_sizes(self.losses), self.layers.count
         relaxed = Relaxed(self._items())
         ends = [8 * sum(each[o] for each in sizes.values()) / count for o in (OPTIONS[-1], "int8")]
         points = np.arange(ends[0], ends[1] + _STEP / 2, _STEP)
@@ -213,7 +221,7 @@ class Mixes:
     def _items(self) -> list[Any]:
         return [
             item_of(sizes, self.losses.matrices[unit][name])
-            for (unit, name), sizes in self.layers.class_sizes().items()
+            for (unit, name), sizes in self.layers.class_sizes(self.losses).items()
         ]
 
 
@@ -226,6 +234,9 @@ class WrittenModel(Transformer):
 
     def losses(self) -> Losses:
         return self.mixes.losses
+
+    def usage(self) -> Mapping[str, tuple[float, ...]] | None:
+        return self.mixes.usage
 
     def units_kept(self, choice: Choice | None) -> tuple[Unit, ...]:
         layers = self.mixes.layers

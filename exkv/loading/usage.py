@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,7 +72,22 @@ def usage_of(model: Transformer, text: str | None = None) -> Mapping[str, tuple[
         keys = [key for key in file.known() if text is None or key == SERVED]
         found = [usage for key in keys if (usage := _read(file, key, units)) is not None]
         if text is not None:
-            found.append(_known_or_measured(model, checkpoint, file, text))
+            ids = _rows(model.config, text)
+            found.append(_known_or_measured(model, checkpoint, file, ids))
+    return _shares(found, units)
+
+
+def usage_of_rows(
+    model: Transformer, checkpoint: Checkpoint, ids: torch.Tensor
+) -> Mapping[str, tuple[float, ...]] | None:
+    """The same by tokens alone, int64 (B, T), of a model with a folder."""
+    if not (units := units_with_experts(model)):
+        return None
+    found = _known_or_measured(model, checkpoint, _file(model, checkpoint), ids)
+    return _shares([found], units)
+
+
+def _shares(found: Sequence[Usage], units: Iterable[str]) -> dict[str, tuple[float, ...]] | None:
     shares = {}
     for name in units:
         known = [usage[name] for usage in found if name in usage]
@@ -155,9 +170,8 @@ def _checked(units: Mapping[str, int], values: Mapping[str, Any]) -> Usage:
 
 
 def _known_or_measured(
-    model: Transformer, checkpoint: Checkpoint, file: MeasuredFile, text: str
+    model: Transformer, checkpoint: Checkpoint, file: MeasuredFile, ids: torch.Tensor
 ) -> Usage:
-    ids = _rows(model.config, text)
     known = _read(file, key_of(ids), units_with_experts(model))
     if known is not None:
         return known

@@ -26,10 +26,11 @@ from exkv.checkpoint import Checkpoint
 from exkv.errors import Attempt
 from exkv.layers.linear import Matrix
 from exkv.layers.mlp import Experts, mixtures
+from exkv.weights.expert_groups import expert_of
 from exkv.weights.read_parameters import mapped_parameters
 
 from .expert_usage import ExpertUsage, UsageCounter
-from .units import Unit, expert_of
+from .units import Unit
 
 if TYPE_CHECKING:
     from .transformer import Transformer

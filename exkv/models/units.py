@@ -7,7 +7,6 @@ placed or loaded.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache, partial
@@ -27,20 +26,13 @@ from exkv.layers.linear import Matrix
 from exkv.layers.mlp import lay_on_host
 from exkv.layers.split_experts import ExpertStaging, staging_bytes_of
 from exkv.weights import FormatOf, Source, format_source, tensor_source
+from exkv.weights.expert_groups import expert_of, name_among
 from exkv.weights.on_load import class_of
 from exkv.weights.read_parameters import read_parameters
 from exkv.weights.source import with_precomputed
 
-#: In the name of a parameter of a routed expert: the expert's index.
-_EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
-#: In the name of one that all tokens take beside these.
+#: In the name of a parameter of what all tokens take beside the routed experts.
 _SHARED = re.compile(r"(?:^|\.)shared_expert(?:_gate)?\.")
-
-
-def expert_of(parameter: str) -> int | None:
-    """The routed expert that a unit's parameter belongs to, by its name; None for all others."""
-    found = _EXPERT.search(parameter)
-    return int(found[1]) if found else None
 
 
 @lru_cache
@@ -90,10 +82,15 @@ class UnitSpec:
     def classes(self) -> dict[str, list[str]]:
         """Modules of a layer's matrices that are integers in groups, by what a mix keeps alike,
         see ``exkv.weights.on_load.class_of``."""
-        found: dict[str, list[str]] = {}
-        for path, name in self.matrices.items() if self.layer is not None else ():
-            if f"{path}.codes" in self.shapes and (kept_with := class_of(name)):
-                found.setdefault(kept_with, []).append(path)
+        return self.classes_named(filter(None, map(class_of, self.matrices.values())))
+
+    def classes_named(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The same by these names of a mix, which may be of some experts alone."""
+        found, name_of = dict[str, list[str]](), name_among(names)
+        for path, layer in self.matrices.items() if self.layer is not None else ():
+            name = name_of(class_of(layer), layer) if f"{path}.codes" in self.shapes else None
+            if name is not None:
+                found.setdefault(name, []).append(path)
         return found
 
 

@@ -141,8 +141,11 @@ def _attempt(error: PlacementError) -> Plan:
 
 
 def weights_chosen(answer: Answer) -> list[str]:
-    """What weights were made, a line a device."""
-    return [line for plan in answer.plans for line in given_up(plan)]
+    """What weights were made, a line a device, and how near that is to what loses least."""
+    lines = [line for plan in answer.plans for line in given_up(plan)]
+    choices = (workload.model.choice for workload in answer.scenario.workloads)
+    gap = max((choice.gap for choice in choices if choice), default=0.0)
+    return [*lines, f"other bits could lose {100 * gap:.2g} % less at most"] if gap else lines
 
 
 def expectations(answer: Answer) -> list[Expected]:

@@ -23,18 +23,24 @@ import numpy as np
 from exkv.cache import BY_LOSS, CACHES
 from exkv.errors import PlacementError
 from exkv.weights.choice import Choice, Losses
+from exkv.weights.expert_groups import is_routed, parsed
 from exkv.weights.on_load import AS_STORED, OPTIONS, mixed, options_of
 
 from .fitting import fitted
 from .host_experts import with_host_experts
 from .plan import PlacedUnit, Plan, UnitCost
 from .scenario import Scenario, Workload
-from .search.choose import least_lossy_units
+from .search.bits_apart import BitsApart
+from .search.choose import least_lossy_units, loss_of
 from .search.knapsack import Item, front
 from .solve import plans_for
 
 #: Mixes of a unit's matrices that are looked at.
 _MOST_POINTS = 49
+#: How often choices with experts in host memory are tried by their own ledgers.
+_TRIES = 6
+#: Of losses that are added up in another order.
+_ROUNDING = 1e-9
 
 
 def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]]:
@@ -89,24 +95,64 @@ def _settle(scenario: Scenario, position: int) -> Scenario:
     assert losses is not None
     whole, sizes = unit_options(workload, scenario)
     budgets = scenario.budgets_of(position)
+    ways = [whole]
     if losses.matrices:
-        options = [
+        mixes = [
             _mixes(each, losses.matrices[each[0].name], size) if size else each
             for each, size in zip(whole, sizes, strict=True)
         ]
-        if costs := least_lossy_units(options, budgets, scenario.order):
+        ways = [mixes, whole]
+    for options in ways:
+        costs = least_lossy_units(options, budgets, scenario.order)
+        if scenario.may_have_host_experts(position):
+            if found := _with_experts_apart(scenario, position, options, costs):
+                return found
+        elif costs:
             settled = _as_chosen(scenario, position, costs)
-            if settled.places(position):
+            if options is whole or settled.places(position):
                 return settled
-    costs = least_lossy_units(whole, budgets, scenario.order)
-    costs = costs or [min(each, key=lambda cost: cost.weights) for each in whole]
+    costs = [min(each, key=lambda cost: cost.weights) for each in whole]
     return _as_chosen(scenario, position, costs)
 
 
-def _as_chosen(scenario: Scenario, position: int, costs: Sequence[UnitCost]) -> Scenario:
+def _with_experts_apart(
+    scenario: Scenario,
+    position: int,
+    options: Sequence[Sequence[UnitCost]],
+    costs: Sequence[UnitCost] | None,
+) -> Scenario | None:
+    """The choice that loses least once experts may lie in host memory, or None where none fits.
+
+    By costs that are merely near, as those of calls are, it is searched among all; by the
+    choice's own ledger it is tried whether it fits.
+
+    Args:
+        costs: the choice that loses least with whole units on each device; None where none fits.
+    """
+    search = BitsApart(options, scenario.budgets_of(position), scenario.order)
+    search.search(float("inf") if costs is None else loss_of(costs))
+    for _ in range(_TRIES):
+        best = min((each for each in (search.costs, costs) if each), key=loss_of, default=None)
+        if best is None:
+            break
+        lost = loss_of(best)
+        settled = _as_chosen(scenario, position, best, 1 - search.least / lost if lost else 0.0)
+        if with_host_experts(settled).places(position):
+            return settled
+        if best is costs:
+            costs = None
+        else:
+            search.shrink()
+    return None
+
+
+def _as_chosen(
+    scenario: Scenario, position: int, costs: Sequence[UnitCost], gap: float = 0.0
+) -> Scenario:
     choice = Choice(
         kept={cost.name: cost.kept or AS_STORED for cost in costs},
         loss={cost.name: cost.loss for cost in costs},
+        gap=gap if gap > _ROUNDING else 0.0,
     )
     workloads = list(scenario.workloads)
     model = workloads[position].model.chosen(choice)
@@ -133,11 +179,10 @@ def unit_options(
     costs = [there.costs(peaks, scenario.home, all_sizes) for there, peaks in ways]
     sizes: list[_Sizes] = []
     for units in zip(*(there.model.units for there, _ in ways), strict=True):
-        of_options = [each.class_bytes(units[-1].spec.classes) for each in units]
-        named = zip(OPTIONS, of_options, strict=True)
-        by_option = dict(named) if units[0].name in losses.matrices else {}
-        classes = losses.matrices.get(units[0].name, {})
-        sizes.append({name: {o: each[name] for o, each in by_option.items()} for name in classes})
+        names = losses.matrices.get(units[0].name, {})
+        classes = units[-1].spec.classes_named(names)
+        by_option = {o: u.class_bytes(classes) for o, u in zip(OPTIONS, units, strict=True)}
+        sizes.append({name: {o: each[name] for o, each in by_option.items()} for name in names})
     made = [
         [cost for cost in each if (cost.kept or AS_STORED) in losses.units[cost.name]]
         for each in zip(*costs, strict=True)
@@ -162,11 +207,15 @@ def _mixes(
         kept = {name: OPTIONS[option] for name, option in zip(sizes, chosen, strict=True)}
         of = [alike[option] for option in set(kept.values())]
         weights = rest + int(nbytes)
+        experts = _expert_bytes(whole[0].experts, sizes, kept)
+        unread = _unread(experts, whole[0].chosen) - _unread(whole[0].experts, whole[0].chosen)
+        traffic = whole[0].traffic - whole[0].weights + weights - round(unread)
         made.append(
             replace(
                 whole[0],
                 weights=weights,
-                traffic=whole[0].traffic - whole[0].weights + weights if whole[0].traffic else 0,
+                traffic=traffic if whole[0].traffic else 0,
+                experts=experts,
                 segments=max(cost.segments for cost in of),
                 workspace={k: max(cost.workspace[k] for cost in of) for k in of[0].workspace},
                 reserved={k: max(cost.reserved[k] for cost in of) for k in of[0].reserved},
@@ -175,6 +224,24 @@ def _mixes(
             )
         )
     return made
+
+
+def _expert_bytes(stored: Sequence[int], sizes: _Sizes, kept: Mapping[str, str]) -> tuple[int, ...]:
+    """Of each expert in a mix, where the matrices of all are alike."""
+    found, named = list(stored), {name: parsed(name) for name in kept if is_routed(name)}
+    for name, (plain, experts) in named.items():
+        if experts is None:
+            apart = {e for other, of in named.values() if other == plain for e in of or ()}
+            experts = tuple(each for each in range(len(stored)) if each not in apart)
+        less = sizes[name][AS_STORED] - sizes[name][kept[name]]
+        for expert in experts:
+            found[expert] -= less // len(experts)
+    return tuple(found)
+
+
+def _unread(experts: Sequence[int], chosen: Sequence[float]) -> float:
+    """Bytes of experts that a decode step isn't expected to read."""
+    return sum(size * (1 - share) for size, share in zip(experts, chosen, strict=True))
 
 
 def item_of(sizes: Mapping[str, int], losses: Mapping[str, float]) -> Item:

@@ -286,6 +286,10 @@ class Workload:
             return self
         return replace(self, model=self.model.with_host_experts({}), where=(), gap=0.0)
 
+    def without_choice(self) -> Workload:
+        """With nothing chosen of the weights."""
+        return replace(self, model=replace(self.model, choice=None))
+
     def in_chunks_of(self, tokens: int) -> Workload:
         return replace(self, promise=replace(self.promise, max_input_len=tokens))
 
@@ -520,14 +524,23 @@ class Scenario:
         more = replace(cards[-1], device=torch.device(kind, number), in_use=0, in_use_by_others=0)
         others = [budget for budget in self.budgets if budget not in cards]
         again = self.each(Workload.unplaced)
+        chosen = any(workload.model.choice for workload in self.workloads)
         yield (
-            f"one more card of {human(more.capacity)}",
+            f"one more card of {human(more.capacity)}{', and the same bits' if chosen else ''}",
             replace(again, budgets=(*cards, more, *others)),
         )
-        for weights in self.fewer_bits():
-            if (fewer := again.with_weights(weights)) is not None:
+        again = again.each(Workload.without_choice)
+        for weights in again.fewer_bits():
+            fewer = again.with_weights(weights)
+            if fewer is not None and fewer.weights < self.weights:
                 yield f'weights="{weights}"', fewer
                 return
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all models' weights."""
+        units = (unit for workload in self.workloads for unit in workload.model.units)
+        return sum(sum(unit.nbytes.values()) for unit in units)
 
     def fewer_bits(self) -> list[str]:
         """What weights may become on load that has fewer bits than they have now, most first; no

@@ -46,10 +46,12 @@ class Choice:
     Attributes:
         kept: unit's name -> one of ``on_load.OPTIONS``, or a mix.
         loss: unit's name -> what it loses by that.
+        gap: the share of the losses' sum that another choice of the options could save at most.
     """
 
     kept: Mapping[str, str]
     loss: Mapping[str, float]
+    gap: float = 0.0
 
     @classmethod
     def of(cls, losses: Losses, kept: Mapping[str, str]) -> Choice:

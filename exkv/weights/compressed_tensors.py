@@ -18,7 +18,7 @@ Source: the package compressed-tensors, ``compressors/`` and ``utils/match.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from exkv.ops.weight_groups import PLANES, pack_codes
 
 from . import mxfp4, nvfp4
 from .bits import order_of, pack, stored_scale, unpack, words, words_of
+from .expert_groups import expert_of
 from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
@@ -176,6 +177,7 @@ def settings_of_packed(
         groups.setdefault((format.bits, format.group), []).append(layer)
     if not groups:
         return None
+    names, alone = {*formats, *ignore}, len(groups) == 1
     weights = {"type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
@@ -183,7 +185,7 @@ def settings_of_packed(
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{place}": {
-                "targets": ["Linear"] if len(groups) == 1 else _patterns(layers),
+                "targets": ["Linear"] if alone else _patterns(layers, names - {*layers}),
                 "weights": {**weights, "num_bits": bits, "group_size": group},
             }
             for place, ((bits, group), layers) in enumerate(sorted(groups.items()))
@@ -192,26 +194,44 @@ def settings_of_packed(
     }
 
 
-def _patterns(layers: list[str]) -> list[str]:
+def _patterns(layers: list[str], others: Iterable[str]) -> list[str]:
     """Patterns of exactly these names, one for all that differ in the layer's number and the
-    expert's only. Of a projection all experts are in one group."""
-    numbers: dict[tuple[str, str], list[str]] = {}
-    alone = []
+    expert's only.
+
+    Args:
+        others: names that are of no such layer: the experts among them are told apart by number.
+    """
+    elsewhere = {_numbered(layer)[:3] for layer in others}
+    experts: dict[tuple[str, str, str], list[str]] = {}
     for layer in layers:
-        before, *rest = re.split(r"\.(\d+)\.", layer, maxsplit=1)
-        if not rest:
-            alone.append(rf"re:{re.escape(layer)}$")
-            continue
-        number, behind = rest
-        of_experts = re.sub(r"(?<=experts\\\.)\d+", r"\\d+", re.escape(behind))
-        known = numbers.setdefault((re.escape(before), of_experts), [])
-        if number not in known:
-            known.append(number)
-    numbered = (
-        rf"re:{before}\.({'|'.join(known)})\.{behind}$"
+        *name, expert = _numbered(layer)
+        experts.setdefault((name[0], name[1], name[2]), []).append(expert)
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for (before, number, behind), several in experts.items():
+        which = f"({'|'.join(several)})" if (before, number, behind) in elsewhere else r"\d+"
+        behind = re.escape(behind).replace(re.escape(_ANY), which)
+        numbers.setdefault((re.escape(before), behind), []).append(number)
+    return [
+        rf"re:{before}\.({'|'.join(known)})\.{behind}$" if behind else f"re:{before}$"
         for (before, behind), known in numbers.items()
-    )
-    return [*alone, *numbered]
+    ]
+
+
+#: In the place of an expert's number.
+_ANY = "*"
+
+
+def _numbered(layer: str) -> tuple[str, str, str, str]:
+    """A layer's name before its decoder layer's number, that number, what is behind it, and the
+    number of the expert in there; empty where there is none."""
+    before, *rest = re.split(r"\.(\d+)\.", layer, maxsplit=1)
+    if not rest:
+        return layer, "", "", ""
+    number, behind = rest
+    expert = expert_of(behind)
+    if expert is None:
+        return before, number, behind, ""
+    return before, number, behind.replace(f"experts.{expert}.", f"experts.{_ANY}."), str(expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ which are small and choose.
 ``weights`` may also say it unit by unit, ``{"model.layers.0": "int8", ...}``, embedding and head
 included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``. A unit may be a
 mix, ``"mlp.down_proj int5, self_attn.q_proj int4, ..."``, which names all classes of its matrices:
-those of one projection, of all of a layer's experts together (:func:`class_of`).
+those of one projection, of all of a layer's experts together (:func:`class_of`) or by groups of
+them (``expert_groups``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from exkv.checkpoint.facts import Facts, facts_of
 from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import CHUNK
 
+from .expert_groups import name_among
 from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
@@ -117,6 +119,7 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
         check_kept(weights, (EMBEDDING, HEAD, *layers))
         ends = {facts.table: weights[EMBEDDING], facts.head: weights[HEAD]}
         known = {unit: options_of(kept) for unit, kept in weights.items()}
+        name_of = {unit: name_among(kept) for unit, kept in known.items()}
 
         def of_layer(layer: str) -> str:
             unit = _unit_of(layer, facts)
@@ -125,11 +128,11 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
                 return kept
             if not (name := class_of(layer)):
                 return AS_STORED
-            if name not in kept:
+            if (found := name_of[unit](name, layer)) is None:
                 raise ValueError(
                     f"weights of {unit} say nothing of {name}; they name {', '.join(kept)}"
                 )
-            return kept[name]
+            return kept[found]
 
         return of_layer
     if weights not in BITS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,19 +16,21 @@ from exkv.planning import Budget, UnitCost
 from exkv.planning.expected_time import rates_of
 from exkv.planning.ledgers import plan_where
 from exkv.planning.plan import CPU
+from exkv.planning.search.bits_apart import BitsApart
 from exkv.planning.search.experts import _Coldest, place_experts, with_experts_apart
 
 HOP, LINK = 20e-6, 25e9
 
 
 def random_rig(rng: np.random.Generator, *, alike: bool) -> tuple[list[UnitCost], list[Budget]]:
-    """Up to 4 units of which some have experts, 1 to 3 cards, and a host."""
+    """Up to 4 units of which some have experts, 2 to 4 of them, 1 to 3 cards, and a host."""
     count = int(rng.integers(2, 4))
     size, share = int(rng.integers(2, 9)) * 10**5, float(rng.choice([0.05, 0.3, 0.6]))
     scale = int(rng.choice([20, 1000]))
     units = []
     for index in range(int(rng.integers(2, 5))):
         has = index < 2 or (len(units) < 3 and rng.random() < 0.7)
+        count = count if alike else int(rng.integers(2, 5))
         sizes = [size] * count if alike else rng.integers(2, 9, count) * 10**5
         shares = [share] * count if alike else rng.random(count)
         experts = tuple(int(n) * scale for n in sizes) if has else ()
@@ -166,6 +170,64 @@ def test_every_placement_of_500_small_rigs_is_no_faster(alike):
     assert apart > 40 and refused < 300
     assert missed <= (0 if alike else 3), "unlike experts that would fit to within one"
     assert exact > (220 if alike else 100)
+
+
+def in_bits(rng: np.random.Generator, units: list[UnitCost]) -> list[list[UnitCost]]:
+    """Options of units: as they are, and with weights of fewer bits, of which some experts may have
+    fewer than others."""
+    found = []
+    for unit in units:
+        options = [unit]
+        for kept, part in (("int8", 2), ("int4", 4)):
+            parts = [part * int(rng.integers(1, 3)) for _ in unit.experts]
+            experts = tuple(n // each for n, each in zip(unit.experts, parts, strict=True))
+            dense = (unit.weights - sum(unit.experts)) // part
+            read = sum(n * p for n, p in zip(experts, unit.chosen, strict=True))
+            options.append(
+                replace(
+                    unit,
+                    weights=dense + sum(experts),
+                    traffic=round(dense + unit.cache + read),
+                    experts=experts,
+                    kept=kept,
+                    loss=float(rng.random() * part),
+                )
+            )
+        found.append(options)
+    return found
+
+
+def loss_of(costs: Sequence[UnitCost], without: float = 0.0) -> float:
+    return sum(cost.loss for cost in costs) if costs else without
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_bits_and_places_are_chosen_together_as_every_choice_of_small_rigs_says(alike):
+    rng = np.random.default_rng(41 + alike)
+    exact = refused = missed = unlike = 0
+    for number in range(40):
+        units, budgets = random_rig(rng, alike=alike)
+        options = in_bits(rng, units[:3])
+        scarce = rng.uniform(0.2, 0.9)
+        budgets = [replace(each, capacity=int(each.capacity * scarce)) for each in budgets]
+        order = ("listed", "any")[number % 2]
+        search = BitsApart(options, budgets, order)
+        search.search(np.inf)
+        every = sorted(itertools.product(*options), key=loss_of)
+        fitting = (each for each in every if by_force(list(each), budgets, order) < np.inf)
+        best = loss_of(next(fitting, ()), np.inf)
+        assert search.least <= best * (1 + 1e-9), number
+        if search.costs is None:
+            refused, missed = refused + 1, missed + (best < np.inf)
+            continue
+        found = loss_of(search.costs)
+        assert found >= best * (1 - 1e-9), number
+        placed = place_experts(search.costs, budgets, order)
+        assert placed is not None
+        assert_fits(search.costs, budgets, placed.where, placed.experts)
+        exact += found <= best * (1 + 1e-9)
+        unlike += len({cost.kept for cost in search.costs}) > 1
+    assert exact > 25 and refused < 15 and not missed and unlike > 10
 
 
 def test_no_set_of_experts_is_below_the_bound():

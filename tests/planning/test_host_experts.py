@@ -15,11 +15,11 @@ from bench.larger import CARDS, HOSTS, MODELS, model_of, scenario_of
 from simproc import run_sim
 from tiny import TINY, reference, save
 
-from exkv import Cache, Model, PlacementError, devices, place, sim
+from exkv import Cache, Model, ModelConfig, PlacementError, devices, place, sim
 from exkv.cli import main
 from exkv.loading.report import LINES
 from exkv.planning import Plan, Scenario, expected_time
-from exkv.planning.answer import fixed
+from exkv.planning.answer import expectations, fixed, gains
 from exkv.planning.best import planned
 from exkv.planning.expected_time import CARD, HOST, LINK, expected
 
@@ -98,6 +98,26 @@ def test_a_plan_says_where_experts_are_and_how_fast_that_is_to_be(tmp_path, caps
     assert len(answer["gains"]) == 1 and "of 6,144 experts, " in answer["experts"][0]
     assert main([*asked, "--cpu", "64G", "--no-host-experts"]) == 0
     assert "6,144 experts" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("weights", [None, "best"])
+def test_what_a_card_or_a_bit_brings_is_what_its_own_plan_says(weights):
+    config = ModelConfig.from_dict({**MODELS["Qwen3-30B-A3B"][0], "num_hidden_layers": 12})
+    model, eight = Model(config, weights=weights), Model(config, weights="int8")
+    (card, bits) = gains(answer := fixed(scenario_of(model, "4G", "3G" if weights else "32G")))
+    chosen = answer.scenario.workloads[0].model.choice
+    assert ("the same bits" in card) == (weights == "best") == bool(chosen)
+    if chosen:
+        assert len(set(chosen.kept.values())) > 1
+        eight = Model(config, weights=bits.partition('"')[2].partition('"')[0])
+        assert int(re.search(r"int(\d)", bits)[1]) < 8
+        assert card.startswith("one more card of 4.00 GiB, and the same bits: ")
+    else:
+        more = rate_of(scenario_of(model, "4G,4G", "32G"))
+        assert card == f"one more card of 4.00 GiB: {more:,.3g} tokens/s to expect"
+    fewer = rate_of(scenario_of(eight, "4G", "3G" if weights else "32G"))
+    assert bits == f'weights="{eight.weights}": {fewer:,.3g} tokens/s to expect'
+    assert fewer > expectations(answer)[0].tokens_per_second
 
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(39))

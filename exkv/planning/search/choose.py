@@ -51,17 +51,17 @@ def least_lossy_units(
         None where none fit.
     """
     best: list[UnitCost] | None = None
-    searches = [_Search(narrowed, budgets, order) for narrowed in _decided(options)]
+    searches = [_Search(narrowed, budgets, order) for narrowed in narrowings(options)]
     for search in sorted(searches, key=lambda search: search.least):
-        best = search.best(np.inf if best is None else _loss(best)) or best
+        best = search.best(np.inf if best is None else loss_of(best)) or best
     return best
 
 
-def _loss(costs: Sequence[UnitCost]) -> float:
+def loss_of(costs: Sequence[UnitCost]) -> float:
     return float(sum(cost.loss for cost in costs))
 
 
-def _decided(options: Sequence[Options]) -> Iterator[list[Options]]:
+def narrowings(options: Sequence[Options]) -> Iterator[list[Options]]:
     """The options, with those of pinned units and of units that share a tensor down to one: every
     combination that there is, those that share alike."""
     tied = {i for i, each in enumerate(options) if each[0].shared}
@@ -76,7 +76,7 @@ def _decided(options: Sequence[Options]) -> Iterator[list[Options]]:
             yield narrowed
 
 
-def _smallest(options: Options) -> UnitCost:
+def smallest_of(options: Options) -> UnitCost:
     """A unit that takes no more in anything than any of its options."""
     kinds, segmented = options[0].workspace, options[0].reserved
     return replace(
@@ -219,7 +219,7 @@ class _Search:
 
     def best(self, below: float) -> list[UnitCost] | None:
         """The choice of least loss under ``below``, or None."""
-        smallest = RangeTable([_smallest(each) for each in self.options], self.offer)
+        smallest = RangeTable([smallest_of(each) for each in self.options], self.offer)
         if not has_room(smallest):
             return None
         # Where there are too many orders to try all, one in which the smallest options fit.
@@ -232,7 +232,7 @@ class _Search:
         while least <= most:
             bound = min(least + gap, most)
             if (found := self._within(bound)) is not None:
-                return found if _loss(found) < below else None
+                return found if loss_of(found) < below else None
             if bound == most:
                 return None
             gap *= 4

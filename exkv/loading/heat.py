@@ -1,0 +1,47 @@
+"""What experts of a layer lose by fewer bits, by how often they are chosen: with counts of
+``exkv.loading.usage``, losses of ``exkv.loading.losses`` and ``calibrated_losses`` are told apart
+by groups of experts (``exkv.weights.expert_groups``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from exkv.models import Transformer
+from exkv.models.units import UnitSpec
+from exkv.weights.choice import Losses
+from exkv.weights.expert_groups import by_heat, groups_of
+from exkv.weights.on_load import BITS, OPTIONS
+
+from .losses import has_its_own
+
+
+def with_usage(
+    losses: Losses, model: Transformer, usage: Mapping[str, tuple[float, ...]] | None
+) -> Losses:
+    """The losses with hot and cold experts apart in units of which their use is known, and uneven;
+    as they are where it isn't."""
+    uneven = {unit: each for unit, each in (usage or {}).items() if len(groups_of(each)) > 1}
+    if not uneven:
+        return losses
+    specs = model.specs_kept(next(iter(BITS)))
+    matrices = dict(losses.matrices)
+    if not matrices and all(map(has_its_own, specs)):
+        whole = {unit for unit, lost in losses.units.items() if len(lost) == len(OPTIONS)}
+        whole &= uneven.keys()
+        matrices = {s.name: _by_size(s, losses.units[s.name]) for s in specs if s.name in whole}
+    apart = {unit: by_heat(matrices[unit], uneven[unit]) for unit in uneven.keys() & matrices}
+    return replace(losses, matrices=matrices | apart)
+
+
+def _by_size(spec: UnitSpec, lost: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """A unit's losses by classes of its matrices, each of which loses its part of the weights."""
+    numbers = {
+        name: sum(spec.shapes[f"{path}.codes"].numel() for path in paths)
+        for name, paths in spec.classes.items()
+    }
+    total = sum(numbers.values())
+    return {
+        name: {option: each * count / total for option, each in lost.items()}
+        for name, count in numbers.items()
+    }
