@@ -266,8 +266,10 @@ class _Marks:
 
     def __init__(self, tokens: Iterable[_AddedToken]) -> None:
         longest_first = sorted(tokens, key=lambda token: -len(token.content))
-        self._ids = [token.id for token in longest_first]
-        # One group per alternative: the matched group's number identifies the token.
+        self._ids = {token.content: token.id for token in reversed(longest_first)}
+        # An alternative that is a group is tried everywhere, one that is a literal only where its
+        # first character is. A vocabulary may have thousands.
+        self._of_group = [token.id for token in longest_first if not token.is_plain]
         self._pattern = re.compile("|".join(map(_mark_pattern, longest_first)) or "(?!)")
 
     def split(self, text: str) -> Iterator[tuple[int, str | int]]:
@@ -276,14 +278,17 @@ class _Marks:
         for match in self._pattern.finditer(text):
             if match.start() > end:
                 yield end, text[end : match.start()]
-            assert match.lastindex is not None  # each alternative is a group
-            yield match.start(), self._ids[match.lastindex - 1]
+            group = match.lastindex
+            found = self._ids[match[0]] if group is None else self._of_group[group - 1]
+            yield match.start(), found
             end = match.end()
         if end < len(text):
             yield end, text[end:]
 
 
 def _mark_pattern(token: _AddedToken) -> str:
+    if token.is_plain:
+        return re.escape(token.content)
     pattern = f"({re.escape(token.content)})"
     if token.single_word:
         pattern = rf"(?<!\w){pattern}(?!\w)"
@@ -362,6 +367,11 @@ class _AddedToken:
     def __post_init__(self) -> None:
         if not isinstance(self.content, str) or not self.content:
             raise ValueError(f"a token's content is {quoted(self.content)}; it must be a text")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it matches wherever it is spelt, and nothing around it."""
+        return not (self.lstrip or self.rstrip or self.single_word)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
