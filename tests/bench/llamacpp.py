@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,13 +80,33 @@ def _add_words(writer: Any, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
-def quantize(folder: Path, kind: str) -> Path:
-    """Quantize the folder's GGUF file with llama.cpp, to ``Q4_K_M`` for example."""
+def quantize(
+    folder: Path,
+    kind: str,
+    source: str = FILE,
+    *,
+    ends: str | None = None,
+    squares: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Path:
+    """Quantize a GGUF file of the folder with llama.cpp, to ``Q4_K_M`` for example.
+
+    Args:
+        ends: the type of table and head, where it is another.
+        squares: mean squares of the inputs, fp32 (in,), by the tensors' names: its imatrix.
+    """
     api, made = _silenced(), folder / f"model-{kind}.gguf"
     params = api.llama_model_quantize_default_params()
     params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    names = (str(path).encode() for path in (folder / FILE, made))
-    status = api.llama_model_quantize(*names, api.ctypes.byref(params))
+    if ends is not None:
+        params.output_tensor_type = params.token_embedding_type = getattr(api, f"GGML_TYPE_{ends}")
+    entry, ctypes = api.llama_model_imatrix_data, api.ctypes
+    data = [(n.encode(), (ctypes.c_float * len(x))(*x.tolist())) for n, x in squares.items()]
+    pointer = ctypes.POINTER(ctypes.c_float)
+    entries = [entry(name, ctypes.cast(x, pointer), len(x)) for name, x in data]
+    if entries:  # behind them one without a name
+        params.imatrix = (entry * (len(entries) + 1))(*entries, entry(None, None, 0))
+    names = (str(path).encode() for path in (folder / source, made))
+    status = api.llama_model_quantize(*names, ctypes.byref(params))
     if status:
         raise RuntimeError(f"llama_model_quantize to {kind} failed with {status}")
     return made

@@ -5,14 +5,14 @@ floats. The text is English prose from Python's own library, the topics of ``hel
 (``pydoc_data.topics``); what is measured and what calibrates are unlike parts of it. Arithmetic is
 float32, so that nothing but cache or weights differs.
 
-Five tables: kinds of cache, tokens in chunks, so that most are seen through what the cache stored
+Four tables: kinds of cache, tokens in chunks, so that most are seen through what the cache stored
 of those before; the weights as integers of 8 to 4 bits; the same with layers rounded by themselves
-and for the inputs of a text (``rounded``); the mixes of ``exkv quantize --bits``, chosen matrix by
-matrix and for whole layers (``mixed``); and ``weights="best"`` on a card that shrinks, with a
+and for the inputs of a text (``rounded``); and ``weights="best"`` on a card that shrinks, with a
 drawing of perplexity by bits a weight. Each change has the standard error of its mean over the rows
 of the text. ``--only best --losses text`` makes the one curve, for a text long enough to tell its
 steps from chance. ``--draw FILE FILE --svg FILE`` measures nothing, and draws stored results; lines
-of a later one replace those of an earlier one.
+of a later one replace those of an earlier one. Mixes of bits, and what other packers make of the
+same floats, are in ``bits.py``.
 """
 
 from __future__ import annotations
@@ -39,19 +39,15 @@ from exkv.checkpoint import Checkpoint
 from exkv.errors import PlacementError
 from exkv.layers.linear import Matrix
 from exkv.loading import calibration, losses
-from exkv.loading.calibrated_losses import CalibratedLosses
-from exkv.loading.mixes import Layers, Mixes
-from exkv.planning.best import item_of
-from exkv.planning.search.knapsack import least_lossy
 from exkv.weights.choice import Choice, Losses
-from exkv.weights.on_load import AS_STORED, BITS, OPTIONS
+from exkv.weights.on_load import AS_STORED, BITS
 
 from . import chart
 from .harness import ROOT, markdown, setting
 from .quality import MAKES, divergence
 from .shapes import save_checkpoint
 
-TABLES, LOSSES = ("caches", "weights", "rounded", "mixed", "best"), ("text", "weights")
+TABLES, LOSSES = ("caches", "weights", "rounded", "best"), ("text", "weights")
 CACHES = (
     *("fp16", "8bit", "4bit", "2bit", "kivi"),
     *("8-bit keys, 4-bit values", "4bit, not rotated", "2bit, not rotated"),
@@ -73,7 +69,6 @@ class Settings:
     only: tuple[str, ...] = setting(TABLES, "tables to make", TABLES)
     losses: tuple[str, ...] = setting(LOSSES, "of a text, or the weights' own, for best", LOSSES)
     round_to: tuple[str, ...] = setting(tuple(BITS), "integers of the table rounded", BITS)
-    mixes: tuple[float, ...] = setting((4.25, 5.25), "bits of a layer's weight, of the table mixed")
     bits: tuple[float, ...] = setting(
         (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25),
         "a weight, that the shrinking card has room for; one where nothing fits ends the list",
@@ -251,7 +246,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         return {"drawn": _draw(settings, results)}
     with tempfile.TemporaryDirectory() as folder:
         subject = Subject(Path(folder), settings)
-        tables = {"caches": _caches, "weights": _uniform, "rounded": _rounded, "mixed": _mixed}
+        tables = {"caches": _caches, "weights": _uniform, "rounded": _rounded}
         tables["best"] = _curves
         made = {name: tables[name](subject) for name in settings.only}
     nats = subject.reference
@@ -299,50 +294,6 @@ def _rounded(subject: Subject) -> dict[str, Any]:
         name: {"bits": 8 * _of_layer(subject, name), **quality}
         for name, quality in zip(names, found, strict=True)
     }
-
-
-def _mixed(subject: Subject) -> dict[str, Any]:
-    """Layers in mixes at the same bits, of whole layers and of matrices, rounded by a text by which
-    they are chosen; the tables are not."""
-    config = subject.model.config
-    dtypes = dict.fromkeys(Checkpoint(subject.folder).names(), torch.bfloat16)
-    dtypes = {name.removesuffix(".weight"): dtype for name, dtype in dtypes.items()}
-    layers = Layers.of(config, dtypes)
-    mixes = Mixes(layers=layers, losses=_calibrated_losses(subject))
-    found: dict[str, Any] = {}
-    for bits in subject.settings.mixes:
-        for how, kept in (("layers", _whole(mixes, bits)), ("matrices", mixes.at(bits))):
-            name = f"{how} at {bits:g}"
-            other = Model(subject.folder, dtype=torch.float32, weights="best")
-            ends = dict.fromkeys((subject.names[0], subject.names[-1]), AS_STORED)
-            kept = {n: (kept | ends)[n] for n in subject.names}
-            other.choose(Choice(kept=kept, loss=dict.fromkeys(kept, 0.0)))
-            subject.modules[name] = subject.rounded(other)
-            found[name] = {"bits": layers.bits(kept), "loss": mixes.loss(kept), "kept": kept}
-            print(f"rounded: {name}", file=sys.stderr)
-    cache = subject.as_stored().cache
-    ways = [Way(kept=dict.fromkeys(subject.names, name), cache=cache) for name in found]
-    pairs = zip(found.items(), subject.qualities(ways), strict=True)
-    return {name: each | quality for (name, each), quality in pairs}
-
-
-def _calibrated_losses(subject: Subject) -> Losses:
-    with Checkpoint(subject.folder) as checkpoint:
-        losses = CalibratedLosses(subject.model.config, checkpoint, subject.rounds_by)
-        return losses.measured()
-
-
-def _whole(mixes: Mixes, bits: float) -> dict[str, str]:
-    """The choice for whole layers."""
-    sizes: dict[str, dict[str, int]] = {}
-    for matrix in mixes.layers.matrices.values():
-        of_unit = sizes.setdefault(matrix.unit, dict.fromkeys(OPTIONS, 0))
-        for option in OPTIONS:
-            of_unit[option] += matrix.nbytes(option)
-    items = [item_of(each, mixes.losses.units[unit]) for unit, each in sizes.items()]
-    chosen = least_lossy(items, int(bits * mixes.layers.count / 8))
-    assert chosen is not None, "the least fit"
-    return {unit: OPTIONS[option] for unit, option in zip(sizes, chosen, strict=True)}
 
 
 def _of_layer(subject: Subject, name: str) -> float:
@@ -437,19 +388,11 @@ def report(result: dict[str, Any]) -> list[str]:
         ("caches", "bytes_a_token", ["cache", "bytes a token"], 0),
         ("weights", "bits", ["weights", "bits a weight"], 2),
         ("rounded", "bits", ["layers", "bits a weight"], 2),
-        ("mixed", "bits", ["mix of", "bits a weight"], 2),
     ):
         if table in result:
             found = result[table].items()
-            losses = ["predicted"] if table == "mixed" else []
-            rows = [
-                [
-                    *(name, f"{each[size]:,.{digits}f}", *_figures(each)),
-                    *(f"{each['loss']:.1e}" for _ in losses),
-                ]
-                for name, each in found
-            ]
-            notes.append(markdown([*head, *_HEADINGS, *losses], rows))
+            rows = [[name, f"{each[size]:,.{digits}f}", *_figures(each)] for name, each in found]
+            notes.append(markdown([*head, *_HEADINGS], rows))
     for way, points in result.get("best", {}).items():
         of = "divergence on a text" if way == "text" else "weights' own error"
         notes.append(

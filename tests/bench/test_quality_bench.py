@@ -13,7 +13,7 @@ from on_cpu import on_cpu
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaForCausalLM
 
-from bench import harness, quality, real
+from bench import bits, harness, quality, real
 from exkv import Cache, Tokenizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -87,3 +87,36 @@ def test_a_standard_error_is_that_of_the_differences_of_rows():
     apart = torch.tensor(after) - torch.tensor(before)
     found = real.standard_error(after, before)
     torch.testing.assert_close(torch.tensor(found), apart.std() / 3)
+
+
+def test_ways_of_bits_are_measured_as_transformers_measures_them_and_go_on(tmp_path, monkeypatch):
+    out, words = tmp_path / "out", ["--quick", "--ints", "int4", "int3", "--json"]
+    words += [str(tmp_path / "a.json"), "--out", str(tmp_path / "out")]
+    assert harness.run(bits, words) == 0
+    found = json.loads((tmp_path / "a.json").read_text())
+    plain, weighted = found["ways"]["plain int3"], found["ways"]["weighted int3"]
+    assert plain["bits"] == weighted["bits"] == 3.25
+    assert 0 < found["ways"]["plain int4"]["divergence"] < plain["divergence"] / 2
+    subject = bits.Subject(bits.Settings(**bits.QUICK, out=out))
+    theirs = LlamaForCausalLM.from_pretrained(quality.DEMO, dtype=torch.float32)
+    floats = _surprise_and_logits(theirs, subject.ids)
+    for name, values in bits._plain(subject, "int3").values.items():
+        theirs.get_submodule(name).weight.data = values
+    rounded = _surprise_and_logits(theirs, subject.ids)
+    assert found["reference"]["nats"] == pytest.approx(floats[0], rel=1e-4)
+    assert plain["nats"] == pytest.approx(rounded[0], rel=1e-4)
+    p, q = (Categorical(logits=each[1]) for each in (floats, rounded))
+    expected = kl_divergence(p, q).mean(-1)
+    torch.testing.assert_close(torch.tensor(plain["divergences"]), expected, rtol=1e-3, atol=1e-6)
+    monkeypatch.setattr(bits, "_measured", lambda *_: pytest.fail("measured again"))
+    assert harness.run(bits, words) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["ways"] == found["ways"]
+    with pytest.raises(ValueError, match="give another --out"):
+        harness.run(bits, [*words, "--tokens", "32"])
+
+
+@torch.no_grad()
+def _surprise_and_logits(model, ids):
+    logits = model(ids).logits
+    rows = [model(row[None], labels=row[None]).loss.item() for row in ids]
+    return rows, logits

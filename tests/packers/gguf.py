@@ -134,6 +134,22 @@ def rewrite(
     writer.close()
 
 
+def write_floats(file: Path, out: Path) -> None:
+    """Write a file again with what its blocks stand for, as float32."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            of_items = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=of_items)
+    for each in reader.tensors:
+        writer.add_tensor(each.name, gguf.dequantize(each.data, each.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _apart(stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors of all experts as one for each."""
     return {

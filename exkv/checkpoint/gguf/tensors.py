@@ -296,6 +296,17 @@ def _halves(path: Path, name: str, rows: int, heads: Any) -> torch.Tensor:
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
+def names_by_tensor(contents: GGUFContents) -> dict[str, list[str]]:
+    """Tensor of the file -> the names of those that it stands for in a checkpoint; without tensors
+    that none is known for."""
+    _, _, family = contents.family()
+    return {
+        name: [info.name for info, _ in infos]
+        for name, placed in contents.tensors.items()
+        if (infos := _infos(contents, placed, family))
+    }
+
+
 def packed_types(contents: GGUFContents) -> dict[str, str]:
     """Layer -> the type of its packed matrix; those of floats are left out."""
     _, _, family = contents.family()
