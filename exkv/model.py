@@ -85,6 +85,7 @@ class Model(Transformer):
         embed_cpu: bool | None = None,
         weights: str | None = None,
         calibration: str | None = None,
+        transform: str | None = None,
         mtp: bool = False,
         exchange_experts: bool = True,
     ) -> None:
@@ -100,6 +101,8 @@ class Model(Transformer):
                 load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's
                 outputs, what fewer bits lose. Without one, the weights' own error counts. Of a
                 mixture of experts it also tells how often each is chosen (``exkv.loading.usage``).
+            transform: "hadamard" for integers of matrices whose inputs go through the Hadamard
+                transform, which lose less (see ``exkv.weights.hadamard``).
             mtp: load the checkpoint's head for multi-token prediction, too, which proposes tokens
                 (``exkv.MTP``).
         """
@@ -112,7 +115,7 @@ class Model(Transformer):
             )
         if mtp:
             config = with_mtp(config)
-        config = with_weights(config, weights)
+        config = with_weights(config, weights, transform)
         super().__init__(
             config,
             dtype=dtype,

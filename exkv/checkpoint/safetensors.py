@@ -245,7 +245,7 @@ class Checkpoint:
         found = [
             (name, runs)
             for name, runs in unread(self._infos, tensors)
-            if not name.startswith(unused) and not self._is_zero(name)
+            if not name.startswith(unused) and not self._says_nothing(name)
         ]
         if inside := [name for name, runs in found if runs or self.complete]:
             raise CheckpointError(
@@ -260,8 +260,11 @@ class Checkpoint:
                 found[0][0],
             )
 
-    def _is_zero(self, name: str) -> bool:
-        """Some packers write a bias, or an offset of quantized numbers, where there is none."""
+    def _says_nothing(self, name: str) -> bool:
+        """Some packers write a bias, or an offset of quantized numbers, where there is none, and
+        compressed-tensors the Hadamard matrices that its settings name."""
+        if name.endswith("_input.weight"):
+            return _is_hadamard(self.tensor(name))
         return name.endswith((".bias", "_zero_point")) and not self.tensor(name).any()
 
     def _other_shape(self, name: str, expected: ExpectedTensor) -> str | None:
@@ -538,3 +541,16 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value
     )
+
+
+def _is_hadamard(matrix: torch.Tensor) -> bool:
+    """Whether it is Sylvester's: each quarter is that of half the size, the last one negated."""
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
+        return False
+    while len(matrix) % 2 == 0:
+        half = len(matrix) // 2
+        first, others = matrix[:half, :half], (matrix[:half, half:], matrix[half:, :half])
+        if not all(torch.equal(first, each) for each in (*others, -matrix[half:, half:])):
+            return False
+        matrix = first
+    return len(matrix) == 1 and matrix.item() == 1

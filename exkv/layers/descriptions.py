@@ -334,4 +334,6 @@ def _exact(linear: ExactLinear) -> Projection:
 
 @describes(Embedding)
 def _embedding(embedding: Embedding) -> EmbeddingTable:
+    if embedding.format.transform:
+        raise NotDescribed(f"a table in {embedding.format.name}")
     return EmbeddingTable(weight=_weight(embedding), scale=embedding.multiplier)

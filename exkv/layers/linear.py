@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from exkv.epochs import WatchedDict, advance
-from exkv.weights import Size, WeightFormat
+from exkv.weights import Size, WeightFormat, products
 from exkv.weights.floats import FLOATS
 
 
@@ -136,16 +136,15 @@ class ExactLinear(Linear):
 
 
 def side_by_side(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
-    """Apply each linear layer to x: in one call if they share a format and none has hooks."""
-    each: list[dict[str, Any]] = []
+    """Apply each linear layer to x: by :func:`exkv.weights.products` if none has hooks."""
+    matrices: list[tuple[WeightFormat, dict[str, Any]]] = []
     biases: list[Tensor | None] = []
-    format: Any = getattr(linears[0], "format", None)
     for linear in linears:
-        if type(linear) is not Linear or linear.format is not format or not linear.bare:
+        if type(linear) is not Linear or not linear.bare:
             return [other(x) for other in linears]
-        each.append(linear._parameters)
+        matrices.append((linear.format, linear._parameters))
         biases.append(linear._parameters["bias"])
-    return format.linears(x, each, biases)
+    return products(x, matrices, biases)
 
 
 class Embedding(Matrix):

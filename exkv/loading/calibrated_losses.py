@@ -13,6 +13,7 @@ by the inputs' moments, which is what is rounded for. Embedding and head stay as
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,10 +26,11 @@ from exkv.models import Unit
 from exkv.weights import GroupFormat
 from exkv.weights.choice import Losses
 from exkv.weights.feedback import rounded_with_factor
+from exkv.weights.hadamard import HADAMARD, NONE, block_of
 from exkv.weights.on_load import AS_STORED, BITS
 from exkv.weights.rounding import Rounded
 
-from .calibration import Found, Rounding, integers_of, put_weight
+from .calibration import Found, Rounding, integers_of, put_weight, values_of
 from .losses import Errors, TextLosses, kept, relative
 from .measured_file import digest
 
@@ -39,15 +41,18 @@ FOLLOWED = "int5"
 _ROWS = 48
 
 
-def calibrated_losses_of(config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor) -> Losses:
+def calibrated_losses_of(
+    config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor, transform: str = NONE
+) -> Losses:
     """What there is to choose from for a folder of integers; measured once, and kept in the file of
     ``exkv.loading.losses``.
 
     Args:
         rows: the text, int64 (B, T), as of ``calibration_rows``.
+        transform: of the matrices' inputs, "hadamard" or "none".
     """
-    losses = CalibratedLosses(config, checkpoint, rows)
-    key = f"rounded {digest(rows.tolist())}"
+    losses = CalibratedLosses(config, checkpoint, rows, transform)
+    key = f"rounded {digest(rows.tolist())}{'' if transform == NONE else f' {transform}'}"
     return kept(losses.model, checkpoint.fingerprint, key, losses.measured)
 
 
@@ -56,12 +61,20 @@ class CalibratedLosses(TextLosses):
 
     Args:
         rows: the text, int64 (B, T).
+        transform: of the matrices' inputs, "hadamard" or "none".
     """
 
     followed = FOLLOWED
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        rows: torch.Tensor,
+        transform: str = NONE,
+    ) -> None:
         super().__init__(config, checkpoint, rows[-1].tolist())
+        self._transform = transform
         self._hidden = rows[:-1] if len(rows) > 1 else rows
         lengths = Lengths.uniform(len(self._hidden), 0, rows.shape[1])
         self._rows = Batch.on(CPU, lengths, self.model.rotary, torch.float32)
@@ -76,6 +89,11 @@ class CalibratedLosses(TextLosses):
                 self._hidden = module(self._hidden, self._rows, NoCacheLayer())
             return Errors(unit={AS_STORED: 0.0}), None
         floats = {path: module.get_submodule(path).get_parameter("weight") for path in formats}
+        if self._transform == HADAMARD:
+            formats = {
+                path: replace(format, hadamard=block_of(floats[path].shape[1]))
+                for path, format in formats.items()
+            }
         made.module = module
         sampled = _Sampled(made, formats)
         with sampled:
@@ -104,7 +122,7 @@ class CalibratedLosses(TextLosses):
 
 
 def _values(found: Found, formats: Mapping[str, GroupFormat]) -> dict[str, torch.Tensor]:
-    return {path: made.values(formats[path].bits) for path, made in found.items()}
+    return {path: values_of(made, formats[path]) for path, made in found.items()}
 
 
 def _put(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

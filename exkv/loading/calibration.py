@@ -10,6 +10,9 @@ output in the float pass. One unit of floats is in memory at a time, beside the 
 and its inputs in this unit.
 
 An expert is rounded for the tokens that are routed to it. Where these are few, others join them.
+
+A matrix whose format has a Hadamard transform is rounded as it will be stored, W H for inputs x H,
+whose moments are H E[x x^T] H. The unit's own matrix becomes what that stands for.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from exkv.ops.experts import Routing
 from exkv.text import Tokenizer
 from exkv.weights import GroupFormat
 from exkv.weights.feedback import cholesky_factor, compensated, rounded_with_factor
+from exkv.weights.hadamard import transformed
 from exkv.weights.on_load import OnLoad
 from exkv.weights.rounding import Rounded
 
@@ -170,6 +174,7 @@ class _Inputs:
     """What was made of the last inputs, which neighbours share."""
 
     x: torch.Tensor | None = None
+    block: int = 0
     root: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -216,32 +221,34 @@ class Rounding(contextlib.ExitStack):
             return
         kept, weight = self.formats[path], linear.get_parameter("weight").detach()
         try:
-            root = self._root(x)
+            root = self._root(x, kept.hadamard)
         except ValueError as error:
             raise ValueError(f"{self.unit.name}.{path}: {error}") from None
         floats = self._floats.pop(path).flatten(0, -2)
-        weight = compensated(root, weight, x.flatten(0, -2), floats)
-        made = self.round(path, root, weight)
+        rows, floats, weight = (
+            transformed(each, kept.hadamard) for each in (x.flatten(0, -2), floats, weight)
+        )
+        made = self.round(path, root, compensated(root, weight, rows, floats))
         self.found[path] = Rounded(codes=made.codes.cpu(), scale=made.scale.cpu())
-        put_weight(linear, made.values(kept.bits))
+        put_weight(linear, values_of(made, kept))
 
     def put_known(self) -> None:
         """Give matrices that were rounded before their values."""
         for path, made in self.found.items():
             linear = self.module.get_submodule(path)
             device = linear.get_parameter("weight").device
-            put_weight(linear, made.values(self.formats[path].bits).to(device))
+            put_weight(linear, values_of(made, self.formats[path]).to(device))
 
     def round(self, path: str, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
         """A matrix, by the root of its inputs' moments."""
         kept = self.formats[path]
         return rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale)
 
-    def _root(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the inputs' moments."""
-        if self._last.x is not x:
-            rows = x.flatten(0, -2)
-            self._last = _Inputs(x, cholesky_factor(rows.T @ rows / len(rows)))
+    def _root(self, x: torch.Tensor, block: int) -> torch.Tensor:
+        """Of the moments of inputs that are transformed in such blocks."""
+        if self._last.x is not x or self._last.block != block:
+            rows = transformed(x.flatten(0, -2), block)
+            self._last = _Inputs(x, block, cholesky_factor(rows.T @ rows / len(rows)))
         return self._last.root
 
     def _round_experts(self, path: str, mlp: Experts, inputs: tuple[Any, ...]) -> None:
@@ -263,6 +270,11 @@ class Rounding(contextlib.ExitStack):
             mlp.run(floats[rows], one)
             self.records = False
             mlp.run(x[rows], one)
+
+
+def values_of(made: Rounded, format: GroupFormat) -> torch.Tensor:
+    """The matrix that rounded integers stand for, fp32, for inputs as they are."""
+    return transformed(made.values(format.bits), format.hadamard)
 
 
 def put_weight(linear: nn.Module, values: torch.Tensor) -> None:

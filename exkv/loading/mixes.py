@@ -25,6 +25,7 @@ from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.expert_groups import name_among
 from exkv.weights.format import Size
+from exkv.weights.hadamard import HADAMARD, NONE, block_of
 from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, class_of, mixed, options_of
 from exkv.weights.settings import stays_float
 
@@ -45,19 +46,23 @@ class Matrix:
         unit: the name of the unit that has it.
         size: outputs, inputs.
         group: inputs that share a scale.
+        hadamard: inputs of a block of the transform; 0 for none.
         dtype: in which it is stored, and its scales are.
     """
 
     unit: str
     size: Size
     group: int
+    hadamard: int
     dtype: torch.dtype
 
     def format(self, option: str) -> GroupFormat | None:
         """None for as it is stored."""
         if option == AS_STORED:
             return None
-        return GroupFormat(bits=BITS[option], group=self.group, scale=self.dtype)
+        return GroupFormat(
+            bits=BITS[option], group=self.group, scale=self.dtype, hadamard=self.hadamard
+        )
 
     def nbytes(self, option: str) -> int:
         """Of the file."""
@@ -83,11 +88,14 @@ class Layers:
     floats: list[str]
 
     @classmethod
-    def of(cls, config: ModelConfig, dtypes: Mapping[str, torch.dtype]) -> Layers:
+    def of(
+        cls, config: ModelConfig, dtypes: Mapping[str, torch.dtype], transform: str = NONE
+    ) -> Layers:
         """Of a config of floats.
 
         Args:
             dtypes: of the scales, by the matrices' names.
+            transform: of the matrices' inputs, "hadamard" or "none".
         """
         specs = unit_specs(config, config.dtype or torch.float32)
         found, floats = dict[str, tuple[str, Size]](), {"lm_head"}  # a tied head's name, too
@@ -103,7 +111,13 @@ class Layers:
         fits = (all(size[1] % group == 0 for _, size in found.values()) for group in GROUPS)
         group = next(itertools.compress(GROUPS, fits))
         matrices = {
-            layer: Matrix(unit=unit, size=size, group=group, dtype=dtypes.get(layer, torch.float32))
+            layer: Matrix(
+                unit=unit,
+                size=size,
+                group=group,
+                hadamard=block_of(size[1]) if transform == HADAMARD else 0,
+                dtype=dtypes.get(layer, torch.float32),
+            )
             for layer, (unit, size) in found.items()
         }
         return cls(config=config, specs=specs, matrices=matrices, floats=sorted(floats))

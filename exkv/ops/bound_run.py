@@ -18,6 +18,9 @@ define_native("new_run(Tensor like, int hidden) -> Tensor")
 #: ``exkv.ops.weight_groups.Groups``, zeros for a single tensor of floats, or, with a negative first
 #: number, packed rows as defined in ``exkv.weights.tiles``; sections have more numbers.
 FLOAT_LAYOUT = (0, 0, 0, 0)
+#: Before a layout of groups: this, and the inputs of a block of the Hadamard transform that x goes
+#: through before it meets the matrix, rounded as the op ``hadamard`` does.
+TRANSFORMED = -8
 define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
 #: Norms: before and after attention, before and after the MLP, of queries and of keys; their kinds
 #: are sums of :data:`OFFSET` and :data:`CENTERED`. Weights, layouts and biases: of query, key,

@@ -81,7 +81,8 @@ class ModelShape:
     def quantized(self, weights: str) -> ModelShape:
         """With float weights quantized to integers on load."""
         stored = replace(self.config, quantization=None) if self.on_load else self.config
-        config = with_weights(stored, weights)
+        transform = (self.config.quantization or {}).get("transform") if self.on_load else None
+        config = with_weights(stored, weights, transform)
         units = tuple(Unit(i, each) for i, each in enumerate(unit_specs(config, self.dtype)))
         return replace(self, config=config, units=units)
 

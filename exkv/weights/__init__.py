@@ -6,7 +6,7 @@ from the registry (tests/weights).
 """
 
 from .experts import experts_of_formats
-from .format import Layout, Size, Tensors, WeightFormat
+from .format import Layout, Size, Tensors, WeightFormat, products
 from .groups import GroupFormat
 from .methods import METHODS, FormatOf, format_named, formats, formats_of, register
 from .source import Slice, Source, format_source, sliced_source, tensor_source
@@ -26,6 +26,7 @@ __all__ = [
     "format_source",
     "formats",
     "formats_of",
+    "products",
     "register",
     "sliced_source",
     "tensor_source",

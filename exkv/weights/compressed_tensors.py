@@ -12,25 +12,24 @@ has as floats is one, whatever it says. Settings of activations are ignored: the
 - ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``: see ``nvfp4.py`` and ``mxfp4.py``.
 - ``mxfp8-quantized``: ``weight`` e4m3 with scales uint8 for 32 inputs, powers of two.
 
+``transform_config`` says what inputs go through first: see ``transforms.py``.
+
 Source: the package compressed-tensors, ``compressors/`` and ``utils/match.py``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
-from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import PLANES, pack_codes
 
 from . import mxfp4, nvfp4
 from .bits import order_of, pack, stored_scale, unpack, words, words_of
-from .expert_groups import expert_of
 from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
@@ -39,6 +38,8 @@ from .groups import GroupFormat
 from .methods import FormatOf, register
 from .rounding import Rounded
 from .settings import ROUTERS, Headers, Settings, headers_of, stays_float
+from .targets import check_pattern, names_layer, patterns_of
+from .transforms import TRANSFORMS, blocks_of, transform_settings, unknown_transform
 
 PACKED, INTEGERS, FLOAT, NAIVE, MIXED = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
@@ -51,8 +52,8 @@ _OF_OTHERS = (
     *("quant_method", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
     *("version", "run_compressed", "dequantize"),
 )
-#: Must not say anything: sparse weights, and ones that are transformed, are others.
-_DENSE = ("sparsity_config", "transform_config")
+#: Must not say anything: sparse weights are others.
+_SPARSITY = "sparsity_config"
 _ACTORDERS = ("group", "dynamic", True, "weight", "static", False)
 _OF_OBSERVERS = ("observer", "observer_kwargs", "dynamic", "zp_dtype", "scale_dtype")
 
@@ -185,53 +186,14 @@ def settings_of_packed(
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{place}": {
-                "targets": ["Linear"] if alone else _patterns(layers, names - {*layers}),
+                "targets": ["Linear"] if alone else patterns_of(layers, names - {*layers}),
                 "weights": {**weights, "num_bits": bits, "group_size": group},
             }
             for place, ((bits, group), layers) in enumerate(sorted(groups.items()))
         },
         "ignore": ignore,
+        **transform_settings({name: format.hadamard for name, format in formats.items()}, ignore),
     }
-
-
-def _patterns(layers: list[str], others: Iterable[str]) -> list[str]:
-    """Patterns of exactly these names, one for all that differ in the layer's number and the
-    expert's only.
-
-    Args:
-        others: names that are of no such layer: the experts among them are told apart by number.
-    """
-    elsewhere = {_numbered(layer)[:3] for layer in others}
-    experts: dict[tuple[str, str, str], list[str]] = {}
-    for layer in layers:
-        *name, expert = _numbered(layer)
-        experts.setdefault((name[0], name[1], name[2]), []).append(expert)
-    numbers: dict[tuple[str, str], list[str]] = {}
-    for (before, number, behind), several in experts.items():
-        which = f"({'|'.join(several)})" if (before, number, behind) in elsewhere else r"\d+"
-        behind = re.escape(behind).replace(re.escape(_ANY), which)
-        numbers.setdefault((re.escape(before), behind), []).append(number)
-    return [
-        rf"re:{before}\.({'|'.join(known)})\.{behind}$" if behind else f"re:{before}$"
-        for (before, behind), known in numbers.items()
-    ]
-
-
-#: In the place of an expert's number.
-_ANY = "*"
-
-
-def _numbered(layer: str) -> tuple[str, str, str, str]:
-    """A layer's name before its decoder layer's number, that number, what is behind it, and the
-    number of the expert in there; empty where there is none."""
-    before, *rest = re.split(r"\.(\d+)\.", layer, maxsplit=1)
-    if not rest:
-        return layer, "", "", ""
-    number, behind = rest
-    expert = expert_of(behind)
-    if expert is None:
-        return before, number, behind, ""
-    return before, number, behind.replace(f"experts.{expert}.", f"experts.{_ANY}."), str(expert)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,22 +214,35 @@ class _Group:
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     """The format of every layer: of the group that names it, or else its type."""
     settings, headers = Settings.of(config), headers_of(config)
-    settings.only(*_OF_OTHERS, *("config_groups", "format", "ignore"), *_DENSE)
+    settings.only(*_OF_OTHERS, *("config_groups", "format", "ignore"), _SPARSITY, TRANSFORMS)
     _check_dense(settings)
+    block_of = blocks_of(settings)
     groups, ignored = _groups(settings), settings.names("ignore")
     for name in (*ignored, *(target for group in groups for target in group.targets)):
-        _check_pattern(settings.where, name)
+        check_pattern(settings.where, name)
     scale = config.dtype or dtype
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         group = _group_of(layer, groups)
-        if group is None or group.weights is None or any(_names(n, layer) for n in ignored):
-            return FLOATS[dtype]
+        if group is None or group.weights is None or any(names_layer(n, layer) for n in ignored):
+            return floats(layer, size)
         if _is_float(layer, headers):
-            return FLOATS[dtype]
+            return floats(layer, size)
         kinds = _KINDS[group.format]
         made = kinds[str(group.weights.choice("type", tuple(kinds), "int"))]
-        return register(made(group, layer, size, headers, scale))
+        format, block = made(group, layer, size, headers, scale), block_of(layer, size[1])
+        if block:
+            if not isinstance(format, CompressedFormat):
+                raise unknown_transform(settings, layer, f"of weights in {format.name}")
+            format = replace(format, hadamard=block)
+        return register(format)
+
+    def floats(layer: str, size: Size) -> WeightFormat:
+        # To packers routers and fused experts are no linear layers, see _is_float.
+        no_linear = stays_float(layer, (*ROUTERS, "experts"))
+        if not no_linear and block_of(layer, size[1]):
+            raise unknown_transform(settings, layer, "of a layer of floats")
+        return FLOATS[dtype]
 
     return format_of
 
@@ -282,13 +257,12 @@ def _is_float(layer: str, headers: Headers | None) -> bool:
 
 
 def _check_dense(settings: Settings) -> None:
-    """ValueError for sparse weights, and for ones that are transformed."""
-    for key in _DENSE:
-        part = settings.part(key)
-        if part is not None and part.values.get("format", "dense") != "dense":
-            raise settings.bad(key, "dense, or none")
-        if part is not None and part.values.get("config_groups"):
-            raise settings.bad(key, "empty")
+    """ValueError for sparse weights."""
+    part = settings.part(_SPARSITY)
+    if part is not None and part.values.get("format", "dense") != "dense":
+        raise settings.bad(_SPARSITY, "dense, or none")
+    if part is not None and part.values.get("config_groups"):
+        raise settings.bad(_SPARSITY, "empty")
 
 
 def _groups(settings: Settings) -> list[_Group]:
@@ -318,37 +292,13 @@ def _weights(part: Settings) -> Settings | None:
     return weights
 
 
-def _check_pattern(where: str, name: str) -> None:
-    if not name.startswith("re:"):
-        return
-    try:
-        re.compile(name[3:])
-    except re.error as error:
-        raise ValueError(
-            f"{where}: {quoted(name)} is no regular expression ({error}): take another version of "
-            "the model"
-        ) from None
-
-
-def _names(name: str, layer: str) -> bool:
-    """Whether a target, or a name to ignore, is the layer's, a pattern of it, or its type."""
-    if name.startswith("re:"):
-        return re.match(name[3:], layer) is not None
-    return name in (layer, _type(layer))
-
-
-def _type(layer: str) -> str:
-    """The module that transformers makes of it."""
-    return "Embedding" if layer.endswith("embed_tokens") else "Linear"
-
-
 def _group_of(layer: str, groups: list[_Group]) -> _Group | None:
     """The group that has the layer by its name, else by a pattern, else by its type."""
     ranked = [
         (0 if name == layer else 1 if name.startswith("re:") else 2, place)
         for place, group in enumerate(groups)
         for name in group.targets
-        if _names(name, layer)
+        if names_layer(name, layer)
     ]
     return groups[min(ranked)[1]] if ranked else None
 

@@ -11,7 +11,7 @@ from exkv.ops.activations import ACTIVATIONS
 from exkv.ops.experts import Routing, sum_of_experts
 from exkv.ops.registry import define_op
 
-from .format import WeightFormat
+from .format import WeightFormat, products
 from .methods import formats as registered
 
 
@@ -44,8 +44,9 @@ def experts_of_formats(
 
     def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         gate, up, down = matrices[3 * expert : 3 * expert + 3]
-        inner = _times(gate, inputs)
-        ACTIVATIONS[act].gate(inner, _times(up, inputs))
+        inner, raised = products(inputs, (gate, up), (None, None))
+        ACTIVATIONS[act].gate(inner, raised)
+        del raised  # free it before the next product
         return _times(down, inner)
 
     routing = Routing(chosen=chosen, weights=weights)

@@ -24,6 +24,8 @@ from exkv.ops.activations import is_native
 from exkv.ops.experts import Routing
 from exkv.ops.weight_groups import is_decode_sized
 
+from .hadamard import transformed
+
 if TYPE_CHECKING:
     from .source import Slice, Source
 
@@ -54,6 +56,11 @@ class WeightFormat(ABC):
         """What tells a bound run's native code how the tensors of such a matrix lie, as
         ``add_layer`` takes it; None where layers in this format take the readable route."""
         return None
+
+    @property
+    def transform(self) -> int:
+        """Inputs of a block of the Hadamard transform that x goes through first; 0 for none."""
+        return 0
 
     @property
     def arithmetic(self) -> torch.dtype | None:
@@ -108,6 +115,10 @@ class WeightFormat(ABC):
         """x (..., in) -> x weight^T + bias (..., out)."""
         return F.linear(x, self.dequantize(tensors, x.dtype), bias)
 
+    def times(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        """:meth:`linear` of an x that went through :attr:`transform`, of a format that has one."""
+        raise NotImplementedError(f"{self.name} transforms no inputs")
+
     def linears(
         self,
         x: torch.Tensor,
@@ -139,6 +150,24 @@ class WeightFormat(ABC):
         """
         flat = [tensors for expert in matrices for tensors in expert]
         return mixed_experts(x, routing, [(self, tensors) for tensors in flat], inner, act)
+
+
+def products(
+    x: torch.Tensor,
+    matrices: Sequence[tuple[WeightFormat, Tensors]],
+    biases: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """x by several matrices: in one call if they share a format, and with one transform of x if
+    they share that."""
+    format = matrices[0][0]
+    if all(each is format for each, _ in matrices):
+        return format.linears(x, [tensors for _, tensors in matrices], biases)
+    pairs = list(zip(matrices, biases, strict=True))
+    block = format.transform
+    if block and all(each.transform == block for each, _ in matrices):
+        x = transformed(x, block)
+        return [each.times(x, tensors, bias) for (each, tensors), bias in pairs]
+    return [each.linear(x, tensors, bias) for (each, tensors), bias in pairs]
 
 
 def mixed_experts(

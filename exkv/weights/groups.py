@@ -18,6 +18,9 @@ What fits without loss, and at no more bytes: Q8_0 (8 bits, groups of 32, codes 
 without where all of them are in the middle; compressed-tensors' signed integers + 2^(bits - 1); and
 inputs that were sorted by activation order, by way of ``order``: pass the permutation by which the
 columns were sorted so that groups are contiguous. Packed order: ``exkv.ops.weight_groups``.
+
+Any of them may be of a matrix times the Hadamard transform of its inputs, for inputs that are
+transformed alike: see ``hadamard.py``.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor
 from exkv.ops import weight_groups
+from exkv.ops.bound_run import TRANSFORMED
 from exkv.ops.weight_groups import BLOCK, CHUNK, OFFSET, PLANES, SYMMETRIC, ZERO, Groups
 
 from .floats import NAMES
 from .format import Layout, Size, Tensors, WeightFormat
+from .hadamard import LEAST, transformed
 
 _SHIFTS = {"symmetric": SYMMETRIC, "offset": OFFSET, "zero": ZERO}
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,6 +53,7 @@ class GroupFormat(WeightFormat):
         scale: dtype of scales and offsets: float16, bfloat16 or float32.
         shift: "symmetric", "offset" (a float a group) or "zero" (an integer a group).
         ordered: whether inputs are sorted by a permutation, which is one more tensor.
+        hadamard: inputs of a block of the transform, a power of two; 0 for none.
     """
 
     bits: int
@@ -55,6 +61,7 @@ class GroupFormat(WeightFormat):
     scale: torch.dtype
     shift: str = "symmetric"
     ordered: bool = False
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:
@@ -68,6 +75,11 @@ class GroupFormat(WeightFormat):
             raise ValueError(f"shift is {self.shift!r}; it must be one of {', '.join(_SHIFTS)}")
         if self.scale not in _SCALES:
             raise ValueError(f"scales are {self.scale}; they must be one of {_SCALES}")
+        if self.hadamard and (self.hadamard < LEAST or self.hadamard & self.hadamard - 1):
+            raise ValueError(
+                f"blocks of {self.hadamard} inputs are transformed; they must be of a power of two "
+                f"from {LEAST} on, or 0 for none"
+            )
 
     @property
     def groups(self) -> Groups:
@@ -82,16 +94,22 @@ class GroupFormat(WeightFormat):
     @property
     def layout_name(self) -> str:
         """As in ``int4-64-fp16-offset``."""
-        sorted_by = "-ordered" if self.ordered else ""
-        return f"int{self.bits}-{self.group or 'row'}-{NAMES[self.scale]}-{self.shift}{sorted_by}"
+        more = "-ordered" if self.ordered else ""
+        more += f"-hadamard{self.hadamard}" if self.hadamard else ""
+        return f"int{self.bits}-{self.group or 'row'}-{NAMES[self.scale]}-{self.shift}{more}"
 
     @property
     def names(self) -> tuple[str, ...]:
         shift = () if self.shift == "symmetric" else (self.shift,)
         return ("codes", "scale", *shift, *(["order"] if self.ordered else []))
 
+    @property
+    def transform(self) -> int:
+        return self.hadamard
+
     def native(self, size: Size) -> tuple[int, ...] | None:
-        return tuple(self.groups)
+        mark = (TRANSFORMED, self.hadamard) if self.hadamard else ()
+        return (*mark, *self.groups)
 
     def layout(self, size: Size) -> Layout:
         outputs, inputs = size
@@ -99,6 +117,11 @@ class GroupFormat(WeightFormat):
             raise ValueError(
                 f"a matrix of {outputs} x {inputs} can't be in {self.name}: its inputs must be a "
                 f"multiple of {CHUNK}"
+            )
+        if self.hadamard and inputs % self.hadamard:
+            raise ValueError(
+                f"a matrix of {outputs} x {inputs} can't be in {self.name}: its inputs must be a "
+                f"multiple of {self.hadamard}, which are transformed together"
             )
         groups = self.groups.count(inputs)
         zeros = -(-groups * self.groups.zero_bits() // 8)
@@ -189,9 +212,15 @@ class GroupFormat(WeightFormat):
         return {**made, "order": tensors["order"]} if self.ordered else made
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        return weight_groups.dequantized(self._parts(tensors), self.groups, dtype)
+        if not self.hadamard:
+            return weight_groups.dequantized(self._parts(tensors), self.groups, dtype)
+        made = weight_groups.dequantized(self._parts(tensors), self.groups, torch.float32)
+        return transformed(made.double(), self.hadamard).to(dtype)
 
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.times(transformed(x, self.hadamard), tensors, bias)
+
+    def times(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         return weight_groups.multiply(x, self._parts(tensors), self.groups, bias)
 
     def linears(
@@ -199,14 +228,19 @@ class GroupFormat(WeightFormat):
     ) -> list[torch.Tensor]:
         added = [bias for bias in biases if bias is not None]
         mixed = added and len(added) < len(biases)  # the op takes all of them or none
+        x = transformed(x, self.hadamard)
         if mixed or not weight_groups.is_by_codes(x):
-            return WeightFormat.linears(self, x, each, biases)
+            pairs = zip(each, biases, strict=True)
+            return [self.times(x, tensors, bias) for tensors, bias in pairs]
         parts = [part for tensors in each for part in self._parts(tensors)]
         layout = list(self.groups)
         return torch.ops.exkv.linears_groups(x, parts, layout, added)
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        return weight_groups.rows_dequantized(ids, self._parts(tensors), self.groups, dtype)
+        if not self.hadamard:
+            return weight_groups.rows_dequantized(ids, self._parts(tensors), self.groups, dtype)
+        rows = weight_groups.rows_dequantized(ids, self._parts(tensors), self.groups, torch.float32)
+        return transformed(rows.double(), self.hadamard).to(dtype)
 
 
 def _check_order(order: torch.Tensor) -> None:

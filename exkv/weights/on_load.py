@@ -14,6 +14,9 @@ included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``
 mix, ``"mlp.down_proj int5, self_attn.q_proj int4, ..."``, which names all classes of its matrices:
 those of one projection, of all of a layer's experts together (:func:`class_of`) or by groups of
 them (``expert_groups``).
+
+``"transform": "hadamard"`` beside ``weights`` has the integers be of matrices whose inputs go
+through the Hadamard transform (``hadamard.py``), in the largest blocks that fit.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
+from .hadamard import HADAMARD, NONE, block_of, transformed
 from .methods import FormatOf, register
 from .rounding import rounded
 from .settings import EMBEDDING, HEAD, OF_LAYERS, ROUTERS, stays_float
@@ -66,20 +70,31 @@ class OnLoad(GroupFormat):
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weight = stored["weight"]
         check_finite("weights", weight)
+        weight = transformed(weight.float(), self.hadamard) if self.hadamard else weight
         made = rounded(weight, self.bits, self.group, self.scale)
         return self.pack(made.codes, made.scale)
 
 
-def with_weights(config: ModelConfig, weights: str | Mapping[str, str] | None) -> ModelConfig:
+def with_weights(
+    config: ModelConfig, weights: str | Mapping[str, str] | None, transform: str | None = None
+) -> ModelConfig:
     """The config with its float weights kept as ``weights`` says.
 
     Args:
         weights: one of ``BITS``; or one of ``OPTIONS``, or a mix, for every unit, by the units'
             names; or None for as they are, and ``BEST`` for as they are until a plan has chosen.
+        transform: "hadamard" for integers of transformed matrices; None or "none" for others.
 
     Raises:
         ValueError: there is no such way, or the checkpoint is quantized.
     """
+    if transform not in (None, NONE, HADAMARD):
+        raise ValueError(f"transform is {transform!r}; it must be {HADAMARD}, {NONE}, or None")
+    if transform == HADAMARD and weights in (None, BEST):
+        raise ValueError(
+            f"transform is {HADAMARD!r}, which is of integers, and weights is {weights!r}: take "
+            f"one of {', '.join(BITS)}, or write the model by exkv quantize --transform {HADAMARD}"
+        )
     if weights is None:
         return config
     if isinstance(weights, str) and weights not in (*BITS, BEST):
@@ -94,7 +109,10 @@ def with_weights(config: ModelConfig, weights: str | Mapping[str, str] | None) -
         )
     if weights == BEST:
         return config
-    return replace(config, quantization={"quant_method": METHOD, "weights": weights})
+    settings = {"quant_method": METHOD, "weights": weights}
+    if transform not in (None, NONE):
+        settings["transform"] = transform
+    return replace(config, quantization=settings)
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
@@ -102,10 +120,14 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     assert config.quantization is not None
     facts = facts_of(config)
     kept_as = _kept_as(config, facts)
+    transforms = config.quantization.get("transform") == HADAMARD
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         kept = AS_STORED if stays_float(layer, (OF_LAYERS, *ROUTERS)) else kept_as(layer)
-        return FLOATS[dtype] if kept == AS_STORED else _format(BITS[kept], size, dtype)
+        if kept == AS_STORED:
+            return FLOATS[dtype]
+        is_table = layer in (facts.table, facts.head)
+        return _format(BITS[kept], size, dtype, transforms and not is_table)
 
     return format_of
 
@@ -197,10 +219,11 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
             raise ValueError(f"weights of {unit} are {error}") from None
 
 
-def _format(bits: int, size: Size, dtype: torch.dtype) -> WeightFormat:
+def _format(bits: int, size: Size, dtype: torch.dtype, transforms: bool) -> WeightFormat:
     """In the largest groups that the inputs have; floats where there are none."""
     inputs = size[1]
     if inputs % CHUNK:
         return FLOATS[dtype]
     group = CHUNK if inputs % _GROUP else _GROUP
-    return register(OnLoad(bits=bits, group=group, scale=torch.float16))
+    block = block_of(inputs) if transforms else 0
+    return register(OnLoad(bits=bits, group=group, scale=torch.float16, hadamard=block))

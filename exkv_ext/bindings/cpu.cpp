@@ -510,6 +510,12 @@ Tensor DecodeAttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v,
 
 // Any matrix times a few rows, as the op of its kind does it.
 void RunMatrix(const Matrix& m, FloatType dtype, const void* x, int64_t rows, void* out) {
+  std::vector<char> turned;
+  if (m.hadamard > 0) {
+    turned.resize(static_cast<size_t>(rows * m.inputs * (dtype == FloatType::kFloat32 ? 4 : 2)));
+    RunHadamard(TransformOf(m, dtype, rows, x, turned.data()));
+    x = turned.data();
+  }
   if (m.stored == Stored::kGroups) {
     std::vector<GroupsParams> one{{m.groups, dtype, rows, nullptr, m.bias, out}};
     return RunGroups(x, one);

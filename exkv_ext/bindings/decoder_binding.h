@@ -31,6 +31,7 @@ inline constexpr const char* kProjectionNames[kProjections] = {"query", "key", "
 struct WeightArguments {
   std::vector<Tensor> tensors;
   std::vector<int64_t> layout;
+  int64_t hadamard = 0;  // inputs of a block of the transform that x goes through first, or 0
 
   Stored stored() const {
     if (layout[0] == 0) return Stored::kFloats;
@@ -45,6 +46,10 @@ struct WeightArguments {
   }
 };
 
+// Before a layout of groups: that, and a number, WeightArguments::hadamard. TRANSFORMED of
+// exkv/ops/bound_run.py.
+inline constexpr int64_t kTransformed = -8;
+
 // The matrices whose tensors and layouts follow each other.
 inline std::vector<WeightArguments> SplitWeights(const std::vector<Tensor>& tensors,
                                                  const std::vector<int64_t>& layouts) {
@@ -52,6 +57,14 @@ inline std::vector<WeightArguments> SplitWeights(const std::vector<Tensor>& tens
   std::vector<WeightArguments> weights;
   size_t taken = 0;
   for (size_t i = 0; i < layouts.size();) {
+    int64_t hadamard = 0;
+    if (layouts[i] == kTransformed && i + 2 < layouts.size()) {
+      hadamard = layouts[i + 1];
+      STD_TORCH_CHECK(hadamard > 0 && HadamardBlock(hadamard) == hadamard && layouts[i + 2] > 0,
+                      "bound run: inputs are transformed in blocks of ", hadamard,
+                      ", which must be a power of two, and of a matrix in groups");
+      i += 2;
+    }
     const int64_t* first = layouts.data() + i;
     const bool whole = i + kNumbers <= layouts.size();
     const bool sections = whole && first[0] == SectionTensors::kMark;
@@ -67,7 +80,8 @@ inline std::vector<WeightArguments> SplitWeights(const std::vector<Tensor>& tens
                                                            : GroupsTensors::Count(layout);
     STD_TORCH_CHECK(taken + count <= tensors.size(), "bound run: ", tensors.size(),
                     " tensors of weights are fewer than their layouts have");
-    weights.push_back({{tensors.begin() + taken, tensors.begin() + taken + count}, layout});
+    weights.push_back(
+        {{tensors.begin() + taken, tensors.begin() + taken + count}, layout, hadamard});
     taken += count;
   }
   STD_TORCH_CHECK(taken == tensors.size(), "bound run: ", tensors.size(),
@@ -191,6 +205,9 @@ class BoundTensors {
     m.inputs = inputs;
     m.outputs = outputs;
     m.stored = a.stored();
+    m.hadamard = a.hadamard;
+    STD_TORCH_CHECK(a.hadamard == 0 || inputs % a.hadamard == 0, "bound run: ", name, " has ",
+                    inputs, " inputs, which blocks of ", a.hadamard, " don't divide");
     if (m.stored == Stored::kFloats) {
       m.weight = Data(name, a.tensors[0], {outputs, inputs});
       return m;
@@ -698,6 +715,7 @@ class BoundRun {
     params_.hidden = tensors_.hidden();
     if (embedding_) {
       const WeightArguments& table = embedding_->table;
+      STD_TORCH_CHECK(table.hadamard == 0, "bound run: the embedding table is of transformed rows");
       STD_TORCH_CHECK(table.outputs() > 0, "bound run: the embedding table must be (vocabulary, ",
                       params_.hidden, "); it is ", ShapeText(table.tensors[0]));
       vocabulary_ = table.outputs();

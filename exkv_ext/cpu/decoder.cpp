@@ -1,6 +1,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <optional>
@@ -509,9 +510,12 @@ class Decoder {
   struct Input {
     const char* x;
     int64_t rows;
-    const float* wide = nullptr;  // for floats, where they are widened
+    const float* wide = nullptr;   // for floats, where they are widened
+    const char* turned = nullptr;  // transformed, in `block`s
+    int64_t block = 0;
     const char* for_groups = nullptr;
     const int32_t* order = nullptr;              // for which it was
+    int64_t groups_block = 0;                    // likewise
     const char* for_packed[kPackedInputs] = {};  // by PackedInput
     const float* exact = nullptr;                // for exact matrices
   };
@@ -659,14 +663,31 @@ class Decoder {
 
   const char* InputOfGroups(const Matrix& m, Input* input) const {
     thread_local Scratch memory;
-    if (input->for_groups == nullptr || input->order != m.groups.order) {
+    const bool other = input->order != m.groups.order || input->groups_block != m.hadamard;
+    if (input->for_groups == nullptr || other) {
       const int64_t bytes = kernels_.groups.input_bytes(p_.dtype, input->rows, m.inputs);
       char* made = Bytes(&memory, bytes);
-      kernels_.groups.prepare(p_.dtype, input->rows, m.inputs, input->x, m.groups.order, made);
+      const char* x = Turned(m, input);
+      kernels_.groups.prepare(p_.dtype, input->rows, m.inputs, x, m.groups.order, made);
       input->for_groups = made;
       input->order = m.groups.order;
+      input->groups_block = m.hadamard;
     }
     return input->for_groups;
+  }
+
+  // x as it meets a matrix of which the inputs are transformed.
+  const char* Turned(const Matrix& m, Input* input) const {
+    thread_local Scratch memory, space;
+    if (m.hadamard == 0) return input->x;
+    if (input->turned == nullptr || input->block != m.hadamard) {
+      char* made = Bytes(&memory, input->rows * m.inputs * item_);
+      const HadamardParams params = TransformOf(m, p_.dtype, input->rows, input->x, made);
+      kernels_.quant.hadamard(params, space.Get(m.hadamard), 0, input->rows);
+      input->turned = made;
+      input->block = m.hadamard;
+    }
+    return input->turned;
   }
 
   const char* InputOfPacked(const Matrix& m, Input* input) const {
@@ -1001,6 +1022,12 @@ class Decoder {
 };
 
 }  // namespace
+
+HadamardParams TransformOf(const Matrix& m, FloatType dtype, int64_t rows, const void* x,
+                           void* out) {
+  const auto factor = static_cast<float>(1 / std::sqrt(static_cast<double>(m.hadamard)));
+  return {dtype, rows, m.inputs, m.hadamard, factor, x, out};
+}
 
 int64_t RunBytes(const RunParams& params, const CallParams& call) {
   Buffers unused;

@@ -50,6 +50,7 @@ struct Matrix {
   int64_t inputs;
   int64_t outputs;
   Stored stored;
+  int64_t hadamard;               // x is transformed first, in blocks of so many inputs; or 0
   bool exact;                     // floats of float32 in a run of another type, as x is made then
   GroupsMatrix groups;            // where it is in groups
   PackedMatrix packed;            // where its rows are packed
@@ -61,6 +62,10 @@ struct Matrix {
     return most;
   }
 };
+
+// The transform of x (rows, inputs) before it meets the matrix.
+HadamardParams TransformOf(const Matrix& m, FloatType dtype, int64_t rows, const void* x,
+                           void* out);
 
 struct Expert {
   Matrix gate;

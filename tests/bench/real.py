@@ -40,6 +40,7 @@ from exkv.errors import PlacementError
 from exkv.layers.linear import Matrix
 from exkv.loading import calibration, losses
 from exkv.weights.choice import Choice, Losses
+from exkv.weights.hadamard import HADAMARD, NONE
 from exkv.weights.on_load import AS_STORED, BITS
 
 from . import chart
@@ -52,8 +53,9 @@ CACHES = (
     *("fp16", "8bit", "4bit", "2bit", "kivi"),
     *("8-bit keys, 4-bit values", "4bit, not rotated", "2bit, not rotated"),
 )
-#: Behind the name of integers: rounded for the inputs that a text gives.
+#: Behind the name of integers: rounded for the inputs that a text gives, transformed or not.
 BY_TEXT = " by a text"
+TRANSFORMS = (NONE, HADAMARD)
 SVG = ROOT / "docs" / "bits-and-perplexity.svg"
 
 
@@ -69,6 +71,7 @@ class Settings:
     only: tuple[str, ...] = setting(TABLES, "tables to make", TABLES)
     losses: tuple[str, ...] = setting(LOSSES, "of a text, or the weights' own, for best", LOSSES)
     round_to: tuple[str, ...] = setting(tuple(BITS), "integers of the table rounded", BITS)
+    transforms: tuple[str, ...] = setting(TRANSFORMS, "of inputs, where a text rounds", TRANSFORMS)
     bits: tuple[float, ...] = setting(
         (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25),
         "a weight, that the shrinking card has room for; one where nothing fits ends the list",
@@ -123,14 +126,16 @@ class Subject:
 
     def made(self, option: str) -> list[Any]:
         """The units with their weights in one format; rounded at the first call."""
-        if option not in self.modules and option.endswith(BY_TEXT):
-            self.modules[option] = self._calibrated_modules(option.removesuffix(BY_TEXT))
+        weights, by_text, transform = option.partition(BY_TEXT)
+        if option not in self.modules and by_text:
+            self.modules[option] = self._calibrated_modules(weights, transform.strip(" ,"))
         elif option not in self.modules:
             self.modules[option] = self._modules(dict.fromkeys(self.names, option))
         return self.modules[option]
 
-    def _calibrated_modules(self, weights: str) -> list[Any]:
-        return self.rounded(Model(self.folder, dtype=torch.float32, weights=weights))
+    def _calibrated_modules(self, weights: str, transform: str) -> list[Any]:
+        how = {"weights": weights, "transform": transform or NONE}
+        return self.rounded(Model(self.folder, dtype=torch.float32, **how))
 
     def rounded(self, other: Model) -> list[Any]:
         """The units of another model of these weights, rounded by a text."""
@@ -285,7 +290,8 @@ def _uniform(subject: Subject) -> dict[str, Any]:
 
 def _rounded(subject: Subject) -> dict[str, Any]:
     """Layers in integers, rounded by themselves and for a text's inputs; the tied table is not."""
-    names = [f"{n}{how}" for n in subject.settings.round_to for how in ("", BY_TEXT)]
+    ways = ["", *(BY_TEXT + _suffix(each) for each in subject.settings.transforms)]
+    names = [f"{n}{how}" for n in subject.settings.round_to for how in ways]
     table = dict.fromkeys((subject.names[0], subject.names[-1]), AS_STORED)
     cache = subject.as_stored().cache
     kept = [dict.fromkeys(subject.names, name) | table for name in names]
@@ -294,6 +300,10 @@ def _rounded(subject: Subject) -> dict[str, Any]:
         name: {"bits": 8 * _of_layer(subject, name), **quality}
         for name, quality in zip(names, found, strict=True)
     }
+
+
+def _suffix(transform: str) -> str:
+    return "" if transform == NONE else f", {transform}"
 
 
 def _of_layer(subject: Subject, name: str) -> float:

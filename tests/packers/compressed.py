@@ -34,6 +34,19 @@ def integers(
     return tensors, value(codes, scale, zero, group_of)
 
 
+def hadamard(block: int) -> torch.Tensor:
+    """Sylvester's matrix, divided by its root: minus where both numbers have an odd count of bits
+    in common."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
+    return torch.tensor(signs, dtype=torch.float64) * block**-0.5
+
+
+def turned(weight: torch.Tensor, block: int) -> torch.Tensor:
+    """Each block of inputs times that."""
+    blocks = weight.double().unflatten(1, (-1, block))
+    return (blocks @ hadamard(block)).flatten(1).float()
+
+
 def shared(weight: torch.Tensor) -> Packed:
     """int8 with one scale."""
     scale = (weight.abs().max() / 127).to(torch.bfloat16)
@@ -101,6 +114,26 @@ def _float(high: int, wide: int, shape: tuple[int, ...] | None = None, **weights
 
     return Recipe(
         settings=settings("float-quantized", group(num_bits=8, **weights, type="float")), pack=pack
+    )
+
+
+def _turned(block: int, bits: int) -> Recipe:
+    """Integers of what the inputs' transform makes of the matrix."""
+    how = {"bits": bits, "group": 32, "sym": True, "packed": True, "act": False}
+
+    def pack(layer: str, weight: torch.Tensor) -> Packed:
+        tensors, plain = integers(layer, turned(weight, block), **how)
+        return tensors, turned(plain, block)
+
+    places = [{"targets": "Linear", "ignore": ["lm_head"], "location": "input"}]
+    places.append({**places[0], "location": "weight_input", "inverse": True})
+    scheme = {"type": "hadamard", "head_dim": block, "randomize": False, "apply": places}
+    weights = group(num_bits=bits, strategy="group", group_size=32)
+    transform = {"config_groups": {"v": {**scheme, "precision": "torch.float32"}}}
+    return Recipe(
+        settings=settings("pack-quantized", weights, transform_config=transform),
+        pack=pack,
+        split=True,
     )
 
 
@@ -180,6 +213,7 @@ RECIPES = {
     "compressed mxfp8": _named(
         "mxfp8-quantized", _mxfp8, split=False, num_bits=8, strategy="group", group_size=32
     ),
+    "compressed 5 hadamard": _turned(32, bits=5),
     "compressed mixed": Recipe(
         settings=_MIXED,
         pack=_mixed,

@@ -45,6 +45,8 @@ GROUPS = (
     GroupFormat(bits=8, group=32, scale=torch.float16),
     GroupFormat(bits=4, group=0, scale=torch.bfloat16, shift="offset"),
     GroupFormat(bits=4, group=32, scale=torch.float32, shift="zero"),
+    GroupFormat(bits=5, group=64, scale=torch.float16, hadamard=128),
+    GroupFormat(bits=2, group=64, scale=torch.float16, shift="offset", hadamard=32),
 )
 _GPTQ = {"bits": 3, "group": 32, "sym": False, "act": True, "version": 1}
 _INT4 = {"bits": 4, "group": 32, "sym": True, "act": True, "packed": True}

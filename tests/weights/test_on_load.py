@@ -40,9 +40,9 @@ def folders(tmp_path_factory):
     }
 
 
-def plain_folder(folder: Path, weights: str, out: Path) -> Path:
+def plain_folder(folder: Path, weights: str, out: Path, transform: str = "none") -> Path:
     """The checkpoint of the floats that the integers stand for."""
-    config = with_weights(ModelConfig.from_pretrained(folder), weights)
+    config = with_weights(ModelConfig.from_pretrained(folder), weights, transform)
     format_of = formats_of(config, torch.float32)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
@@ -65,17 +65,28 @@ def answers(model: Model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"),
-    [("llama", "int8"), ("tied", "int4"), ("fused", "int4"), ("experts", "int4")],
+    ("name", "weights", "transform"),
+    [
+        ("llama", "int8", "none"),
+        ("tied", "int4", "none"),
+        ("fused", "int4", "none"),
+        ("experts", "int4", "none"),
+        ("tied", "int4", "hadamard"),
+        ("fused", "int5", "hadamard"),
+        ("experts", "int4", "hadamard"),
+    ],
 )
-def test_it_answers_as_the_model_of_what_the_integers_stand_for(folders, tmp_path, name, weights):
-    found = answers(on_cpu(folders[name], weights=weights))
-    expected = answers(on_cpu(plain_folder(folders[name], weights, tmp_path)))
+def test_it_answers_as_the_model_of_what_the_integers_stand_for(
+    folders, tmp_path, name, weights, transform
+):
+    found = answers(on_cpu(folders[name], weights=weights, transform=transform))
+    expected = answers(on_cpu(plain_folder(folders[name], weights, tmp_path, transform)))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert not torch.equal(expected, answers(on_cpu(folders[name])))
 
 
 @needs_kernels
+@pytest.mark.parametrize("transform", ["none", "hadamard"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -85,8 +96,8 @@ def test_it_answers_as_the_model_of_what_the_integers_stand_for(folders, tmp_pat
         ("experts", torch.float16),
     ],
 )
-def test_a_bound_run_gives_the_readable_ways_bits(folders, name, dtype):
-    model = on_cpu(folders[name], weights="int4", dtype=dtype)
+def test_a_bound_run_gives_the_readable_ways_bits(folders, name, dtype, transform):
+    model = on_cpu(folders[name], weights="int4", dtype=dtype, transform=transform)
     with bound_runs() as runs:
         found = answers(model)
     with Readable():
@@ -174,6 +185,10 @@ def test_what_cannot_be_is_refused(folders, tmp_path):
         ValueError, match="'int2'; it must be one of int8, int6, int5, int4, int3, best, or None"
     ):
         Model(folders["tied"], weights="int2")
+    with pytest.raises(ValueError, match="'rotation'; it must be hadamard, none, or None"):
+        Model(folders["tied"], weights="int4", transform="rotation")
+    with pytest.raises(ValueError, match="is of integers, and weights is 'best'"):
+        Model(folders["tied"], weights="best", transform="hadamard")
     quantized = with_weights(ModelConfig.from_pretrained(folders["tied"]), "int8")
     with pytest.raises(ValueError, match=r"is quantized already \(on_load\).*leave weights out"):
         Model(quantized, weights="int4")

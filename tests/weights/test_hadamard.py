@@ -1,0 +1,272 @@
+"""Weights whose inputs go through the Hadamard transform, and compressed-tensors' settings of it.
+
+The oracle is the package compressed-tensors: its matrices, its modules, and models that it
+transforms and compresses itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_cpu import on_cpu
+from packers.compressed import RECIPES
+from packers.compressor import save_compressed
+from safetensors.torch import load_file
+from tiny import llama, mixtral, reference, save, save_tokenizer
+
+from exkv import Cache, Model
+from exkv.checkpoint import Checkpoint, CheckpointError
+from exkv.cli import main
+from exkv.layers import Linear
+from exkv.layers.linear import Matrix, side_by_side
+from exkv.weights import GroupFormat
+from exkv.weights.feedback import rounded_for
+from exkv.weights.hadamard import block_of, transformed
+from exkv.weights.rounding import rounded
+
+transform = pytest.importorskip("compressed_tensors.transform")
+matrices = pytest.importorskip("compressed_tensors.transform.utils.hadamard")
+quantization = pytest.importorskip("compressed_tensors.quantization")
+compressors = pytest.importorskip("compressed_tensors.compressors")
+
+IDS = torch.randint(3, 320, (1, 30), generator=torch.Generator().manual_seed(1))
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_it_is_the_packages_matrix_and_changes_no_product_of_floats(block):
+    theirs = matrices.deterministic_hadamard_matrix(block, torch.float64) / block**0.5
+    x, weight = random(3, 384).double(), random(40, 384, seed=2).double()
+    expected = (x.unflatten(1, (-1, block)) @ theirs).flatten(1)
+    assert (transformed(x, block) - expected).abs().max() < 1e-14
+    assert (transformed(x.float(), block) - expected).abs().max() < 1e-6
+    found = transformed(x, block) @ transformed(weight, block).T
+    assert (found - x @ weight.T).abs().max() < 1e-12
+    assert (transformed(transformed(x, block), block) - x).abs().max() < 1e-14
+
+
+def test_blocks_are_the_largest_powers_of_two_that_divide_the_inputs():
+    assert [block_of(n) for n in (576, 1536, 4096, 96, 80, 48)] == [64, 128, 128, 32, 0, 0]
+    assert block_of(4096, most=32) == 32
+    with pytest.raises(ValueError, match="blocks of 48 inputs"):
+        GroupFormat(bits=4, group=32, scale=torch.float16, hadamard=48)
+    with pytest.raises(ValueError, match=r"8 x 96 can't be in .*hadamard64.* multiple of 64"):
+        GroupFormat(bits=4, group=32, scale=torch.float16, hadamard=64).layout((8, 96))
+
+
+def test_integers_of_a_matrix_with_a_few_large_inputs_lose_less():
+    weight, x = random(64, 256), random(2048, 256, seed=2)
+    weight[:, ::37] *= 8
+    x[:, 5::41] *= 8
+    moments = x.T @ x / len(x)
+    lost = {}
+    for block in (0, 128):
+        turned, seen = transformed(weight, block), transformed(transformed(moments, block).T, block)
+        for how, made in (
+            ("blind", rounded(turned, 4, 64, torch.float16)),
+            ("by a text", rounded_for(seen, turned, 4, 64, torch.float16)),
+        ):
+            apart = transformed(made.values(4), block) - weight
+            lost[how, block] = ((x @ apart.T).square().sum() / (x @ weight.T).square().sum()).item()
+    assert lost["blind", 128] < 0.6 * lost["blind", 0]
+    assert lost["by a text", 128] < 0.95 * lost["by a text", 0]
+
+
+def test_projections_of_one_input_transform_it_once(monkeypatch):
+    formats = [
+        GroupFormat(bits=bits, group=64, scale=torch.float16, hadamard=64) for bits in (4, 5, 4)
+    ]
+    layers, alone = [], []
+    x = random(2, 3, 128)
+    for format in formats:
+        layer = Linear(128, 16, bias=False, dtype=torch.float32)
+        layer.use_format(format)
+        made = rounded(random(16, 128), format.bits, 64, torch.float16)
+        layer.load_state_dict(format.pack(made.codes, made.scale), assign=True)
+        layers.append(layer)
+        alone.append(layer(x))
+    seen = []
+    monkeypatch.setattr(
+        "exkv.weights.format.transformed",
+        lambda x, block: seen.append(block) or transformed(x, block),
+    )
+    found = side_by_side(x, layers)
+    assert seen == [64] and all(map(torch.equal, found, alone))
+
+
+# Folders of others ------------------------------------------------------------------------------
+
+
+def scheme(*locations: str, targets: str = "Linear", **more: Any) -> dict[str, Any]:
+    apply = [
+        {"targets": [targets], "ignore": ["lm_head"], "location": each, "inverse": "_" in each}
+        for each in locations
+    ]
+    return {"type": "hadamard", "head_dim": 32, "apply": apply, **more}
+
+
+@pytest.mark.parametrize("config", [llama, mixtral])
+@torch.no_grad()
+def test_a_model_that_the_package_transforms_and_compresses_is_read(tmp_path, config):
+    """With the transform's matrices among its tensors, as it saves them."""
+    plain = reference(config(num_hidden_layers=2, tie_word_embeddings=False))
+    applied = transform.TransformConfig(
+        config_groups={"u": transform.TransformScheme(**scheme("input", "weight_input"))}
+    )
+    transform.apply_transform_config(plain, applied)
+    rotated = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    theirs = save_compressed(plain, tmp_path, "W4A16")
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert settings["transform_config"]["config_groups"]["u"]["head_dim"] == 32
+    assert any(name.endswith("u_input.weight") for name in theirs)
+    ours = on_cpu(tmp_path, dtype=torch.float32)
+    changed = {key: value.float() for key, value in theirs.items() if key in rotated}
+    assert any(not changed[key].equal(rotated[key]) for key in changed)
+    plain.load_state_dict(changed, strict=False)
+    expected = plain(IDS).logits  # through its hooks
+    error = (ours.forward(IDS, Cache(ours, 64)) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4
+
+
+REFUSED = {
+    "a random one": (
+        scheme("input", type="random-hadamard"),
+        "type 'random-hadamard' .* one of 'hadamard'",
+    ),
+    "a matrix": (scheme("input", type="random-matrix"), "type 'random-matrix'"),
+    "a permuted one": (scheme("weight_input", "input", randomize=True), "randomize True"),
+    "an output": (scheme("output"), "location 'output' .* one of .*weight_input"),
+    "keys": (scheme("k_cache"), "location 'k_cache'"),
+    "an odd block": (scheme("input", head_dim=48), "head_dim 48 .* a power of two"),
+    "a block that doesn't fit": (scheme("input", head_dim=256), "q_proj's 128 inputs"),
+    "a head of floats": (scheme("input", targets="re:.*(proj|head)"), "lm_head, of a layer of"),
+    "another setting": (scheme("input", angle=3), "setting 'angle' .3. is not known"),
+}
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory) -> Path:
+    return save(reference(llama(num_hidden_layers=1)), tmp_path_factory.mktemp("floats"))
+
+
+def with_transforms(folder: Path, groups: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    settings = {**RECIPES["compressed 4"].settings, "transform_config": {"config_groups": groups}}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_transforms_are_named(floats, tmp_path, name):
+    values, message = REFUSED[name]
+    if name == "a head of floats":
+        values["apply"][0]["ignore"] = []
+    (tmp_path / "config.json").write_text((floats / "config.json").read_text())
+    with_transforms(tmp_path, {"r": values})
+    with pytest.raises(ValueError, match=message):
+        Model(tmp_path / "config.json")
+
+
+def test_two_transforms_of_one_input_are_refused(floats, tmp_path):
+    (tmp_path / "config.json").write_text((floats / "config.json").read_text())
+    with_transforms(tmp_path, {"a": scheme("input"), "b": scheme("input", targets="re:.*q_proj")})
+    with pytest.raises(ValueError, match="q_proj, behind another one of its input"):
+        Model(tmp_path / "config.json")
+
+
+def test_what_only_weights_went_through_needs_nothing(floats, tmp_path):
+    (tmp_path / "config.json").write_text((floats / "config.json").read_text())
+    with_transforms(tmp_path, {"a": scheme("weight_input", "weight_output", type="random-matrix")})
+    model = Model(tmp_path / "config.json")
+    with torch.device("meta"):
+        module = model.units[1].spec.build()
+    assert {part.format.transform for part in module.modules() if isinstance(part, Matrix)} == {0}
+
+
+def test_a_matrix_among_the_tensors_must_be_the_one_that_is_named(tmp_path):
+    plain = reference(llama(num_hidden_layers=1))
+    config = transform.TransformConfig(
+        config_groups={"u": transform.TransformScheme(**scheme("input", "weight_input"))}
+    )
+    transform.apply_transform_config(plain, config)
+    (own,) = {p.data_ptr(): p for n, p in plain.named_parameters() if "u_input" in n}.values()
+    own.data[3] *= -1
+    save_compressed(plain, tmp_path, "W4A16")
+    with pytest.raises(CheckpointError, match=r"no place for 1 of its tensors: .*u_input\.weight"):
+        on_cpu(tmp_path)
+
+
+# Folders that exkv writes -----------------------------------------------------------------------
+
+
+def theirs_of(out: Path, plain: torch.nn.Module) -> torch.nn.Module:
+    """The model of a folder by the package: its decompressor, and its transforms of inputs."""
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    applied = transform.TransformConfig(**settings.pop("transform_config"))
+    config = quantization.QuantizationConfig(**settings)
+    quantization.apply_quantization_config(plain, config)
+    compressor = compressors.ModelCompressor(quantization_config=config)
+    compressor.compress_model(plain)
+    tensors = {n: t for file in out.glob("*.safetensors") for n, t in load_file(file).items()}
+    missing, unknown = plain.load_state_dict(tensors, strict=False)
+    assert not unknown and not [name for name in missing if "lm_head" not in name]
+    compressor.decompress_model(plain)
+    for group in applied.config_groups.values():
+        group.apply = [each for each in group.apply if each.location == "input"]
+        assert len(group.apply) == 1
+    transform.apply_transform_config(plain, applied)
+    return plain
+
+
+@pytest.mark.parametrize("arguments", [["--weights", "int4"], ["--bits", "4.5"]])
+@torch.no_grad()
+def test_the_package_computes_what_exkv_does_from_a_folder_of_exkvs(tmp_path, arguments):
+    config = llama(num_hidden_layers=2, intermediate_size=192, tie_word_embeddings=False)
+    floats = save_tokenizer(save(reference(config), tmp_path / "floats"))
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps " * 60)
+    given = [*arguments, "--transform", "hadamard"]
+    if arguments[0] == "--bits":
+        given += ["--calibration", str(text)]
+    assert main(["quantize", str(floats), str(tmp_path / "out"), *given]) == 0
+    model = on_cpu(tmp_path / "out", dtype=torch.float32)
+    blocks = {
+        matrix.format.transform
+        for unit in model.units
+        for matrix in unit.module.modules()
+        if isinstance(matrix, Matrix) and unit.spec.layer is not None
+    }
+    assert blocks == {64, 128}
+    expected = theirs_of(tmp_path / "out", reference(config))(IDS).logits
+    found = model.forward(IDS, Cache(model, 64))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_run_that_was_ended_goes_on_with_the_transform_that_it_had(tmp_path, capsys):
+    floats = save_tokenizer(save(reference(llama(num_hidden_layers=2)), tmp_path / "floats"))
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog " * 60)
+    given = ["--weights", "int4", "--calibration", str(tmp_path / "text")]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(["quantize", str(floats), str(whole), *given, "--transform", "hadamard"]) == 0
+    out.mkdir()
+    kept = {"model.layers.0": "int4", "model.layers.1": "int4"}
+    with Checkpoint(floats) as checkpoint:
+        fingerprint = checkpoint.fingerprint
+    text = hashlib.blake2b((tmp_path / "text").read_bytes(), digest_size=16).hexdigest()
+    asked = dict.fromkeys(("bits", "fit", "max-seq-len", "cache", "reserve"))
+    asked |= {"IN": fingerprint, "weights": "int4", "transform": "hadamard", "calibration": text}
+    (out / "exkv-quantize.json").write_text(json.dumps({"asked": asked, "kept": kept}))
+    for name in ("model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"):
+        (out / name).write_bytes((whole / name).read_bytes())
+    assert main(["quantize", str(floats), str(out), *given]) == 2
+    assert "another --transform (hadamard, and now none)" in capsys.readouterr().err
+    assert main(["quantize", str(floats), str(out), *given, "--transform", "hadamard"]) == 0
+    for name in sorted(file.name for file in whole.glob("*.safetensors")):
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
