@@ -5,7 +5,8 @@ It works unit by unit, with at most one decoder layer in memory. The linear laye
 are quantized; embedding, head, routers, norms and biases are not. Without a text each weight is
 rounded by itself; with one, for the inputs that the text gives it: see
 ``exkv.loading.calibration``. ``--bits`` and ``--fit`` choose each matrix's bits
-(``exkv.loading.mixes``), by what it loses on the text (``exkv.loading.calibrated_losses``).
+(``exkv.loading.mixes``), by what it loses on the text (``exkv.loading.calibrated_losses``). With
+``--transform hadamard`` the matrices are those of transformed inputs (``exkv.weights.hadamard``).
 
 A run that was ended goes on where it was: files that are there whole stay, and the text takes its
 way through what they hold. What was asked for lies beside them until the folder is complete.
@@ -106,7 +107,8 @@ def add_to(commands: Any) -> None:
         choices=(HADAMARD, NONE),
         default=NONE,
         help="hadamard: store matrices times the Hadamard transform of their inputs, which go "
-        "through it, too: less is lost at the same bits; read by exkv and vLLM (none)",
+        "through it, too: less is lost at the same bits; for exkv and vLLM, as transformers reads "
+        "no such folders (none)",
     )
     add("--device", default="cpu", help="where the text runs, such as cuda:0 (the default: cpu)")
     add("--cpu", metavar="SIZE", help="of host memory for what cards have no room for, for --fit")

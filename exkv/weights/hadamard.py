@@ -13,8 +13,8 @@ import torch
 
 #: What ``--transform`` of ``exkv quantize`` may be.
 HADAMARD, NONE = "hadamard", "none"
-#: Inputs of a block: the most that are chosen, and the fewest that there may be.
-MOST, LEAST = 128, 32
+#: Inputs of a block: the most that are chosen, as groups have, and the fewest that there may be.
+MOST, LEAST = 64, 32
 
 
 def block_of(inputs: int, most: int = MOST) -> int:

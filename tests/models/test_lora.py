@@ -85,6 +85,7 @@ def test_logits_are_those_of_the_merged_model(name, references, folders, tmp_pat
 def test_bound_runs_have_the_readable_ways_bits_with_adapters(folders, references, tmp_path):
     layers = linears_of(references["LlamaForCausalLM"], TARGETS["LlamaForCausalLM"])
     ways = [{"dtype": torch.bfloat16}, {"weights": "int8"}, {"weights": "int4"}]
+    ways.append({"weights": "int4", "transform": "hadamard"})
     one = write_adapter(tmp_path / "one", layers, rank=5)
     two = write_adapter(tmp_path / "two", linears_of(references["LlamaForCausalLM"], ("up_proj",)))
     for way in ways:
