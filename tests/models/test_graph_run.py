@@ -224,9 +224,10 @@ def test_a_bucket_is_at_most_a_quarter_longer(kv_len):
     assert bucket(bucket(kv_len)) == bucket(kv_len)
 
 
-def test_a_quantized_model_is_bound_with_its_head(folders, bound):
+@pytest.mark.parametrize("transform", ["none", "hadamard"])
+def test_a_quantized_model_is_bound_with_its_head(folders, bound, transform):
     """Whose matrix has tensors of other names."""
-    model = on_cpu(folders["LlamaForCausalLM"], weights="int8")
+    model = on_cpu(folders["LlamaForCausalLM"], weights="int8", transform=transform)
     cache = CACHES["fp16"](model, 96)
     for at in range(3):
         model.forward(IDS[:1, at : at + 1], cache, last_id_only=True)
