@@ -15,7 +15,7 @@ of the codebook's generator, says which codebook it is. The head is another matr
 embedding's, and quantized.
 
 Tiles stay packed on a device, those of an output's beside each other. Layers transform x, multiply
-it by tiles of W in float32, and transform what comes out; there are no kernels yet.
+it by W in float32, and transform what comes out; kernels read the tiles as they lie.
 
 Source: exllamav3's ``exllamav3_ext/quant`` (codebook.cuh, exl3_dq.cuh, reconstruct.cu) and
 ``modules/quant/exl3.py``; bits of a half have ``tests/testlib/trellis.py``.
@@ -37,7 +37,7 @@ from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .methods import FormatOf, register
 from .settings import EMBEDDING, Headers, Quantized, Settings, headers_of
-from .tiles import TiledFormat
+from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
 #: Inputs and outputs of a tile, and of a block that is transformed.
 TILE, BLOCK = 16, 128
@@ -74,6 +74,11 @@ class TrellisFormat(TiledFormat):
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(stored)
+
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        if size[1] % CHUNK:
+            return None
+        return packed_layout(Packing.TRELLIS, self.words, list(CODEBOOKS).index(self.codebook))
 
     def outputs(self, tensors: Tensors) -> int:
         return TILE * len(tensors["trellis"])
@@ -192,10 +197,7 @@ class Exl3Format(WeightFormat):
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         suh, svh = tensors["suh"], tensors["svh"]
         wide = _transformed(F.pad(x.float(), (0, len(suh) - x.shape[-1])) * suh)
-        outputs = self.tiles.outputs(tensors)
-        packed = [tensors["trellis"]]
-        made = torch.ops.exkv.linear_tiles(wide, packed, self.tiles.name, outputs, None)
-        out = _transformed(made)[..., : len(svh)] * svh
+        out = _transformed(self.tiles.linear(wide, tensors, None))[..., : len(svh)] * svh
         return (out if bias is None else out + bias).to(x.dtype)
 
 

@@ -12,6 +12,7 @@ and what the others are depends on it:
 - ``FLOAT8``: outputs and inputs that share a scale, 0 for all of them;
 - ``TABLE``: weights that share a largest magnitude, and 1 where these magnitudes are quantized;
 - ``FLOAT4``: nothing;
+- ``TRELLIS``: words of a tile, and the codebook's number;
 - ``SECTIONS``: outputs, sections and 0, then bits, inputs of a group and inputs of each section.
 """
 
@@ -48,6 +49,7 @@ class Packing(IntEnum):
     TABLE = -3
     SECTIONS = -4
     FLOAT4 = -5
+    TRELLIS = -6
 
 
 def packed_layout(packing: Packing, first: int = 0, second: int = 0) -> tuple[int, ...]:

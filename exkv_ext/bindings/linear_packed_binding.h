@@ -30,6 +30,7 @@ class PackedTensors {
     CheckLayout("a layout of packed rows", layout);
     switch (static_cast<Packing>(-layout[0] - 1)) {
       case Packing::kGgml:
+      case Packing::kTrellis:
         return 1;
       case Packing::kTable:
         return layout[2] != 0 ? 6 : 3;
@@ -43,6 +44,7 @@ class PackedTensors {
     CheckLayout(name_, layout_);
     PackedMatrix m{};
     m.packing = static_cast<Packing>(-layout_[0] - 1);
+    if (m.packing == Packing::kTrellis) return Trellis(m, outputs);
     const Tensor& rows = tensors_[0];
     STD_TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous(), name_, ": weight ", ShapeText(rows),
                     rows.is_contiguous() ? "" : ", not contiguous", ", must have 2 dimensions");
@@ -62,8 +64,9 @@ class PackedTensors {
   static constexpr int64_t kMost = int64_t{1} << 40;  // weights that share a scale
 
   static void CheckLayout(const std::string& name, const std::vector<int64_t>& layout) {
-    const bool known = layout.size() == 4 && layout[0] >= -5 && layout[0] <= -1 && layout[0] != -4;
-    STD_TORCH_CHECK(known, name, ": a layout is 4 numbers, of which the first is -1, -2, -3 or -5");
+    const bool known = layout.size() == 4 && layout[0] >= -6 && layout[0] <= -1 && layout[0] != -4;
+    STD_TORCH_CHECK(known, name,
+                    ": a layout is 4 numbers, of which the first is -1, -2, -3, -5 or -6");
   }
 
   void SetGgml(PackedMatrix* m) const {
@@ -135,6 +138,27 @@ class PackedTensors {
     const int64_t shape[2] = {tensors_[0].size(0), m->chunks()};
     Check("scales", tensors_[1], ScalarType::Byte, {shape, 2});
     m->scale = tensors_[1].const_data_ptr();
+  }
+
+  PackedMatrix Trellis(PackedMatrix m, int64_t outputs) const {
+    const Tensor& tiles = tensors_[0];
+    m.words = layout_[1];
+    STD_TORCH_CHECK(
+        m.words >= 16 && m.words <= 128 && m.words % 8 == 0 && layout_[2] >= 0 && layout_[2] <= 2,
+        name_, ": tiles of ", m.words, " words with codebook ", layout_[2],
+        "; there are 16 to 128, multiples of 8, and codebooks 0 to 2");
+    m.codebook = static_cast<Codebook>(layout_[2]);
+    STD_TORCH_CHECK(tiles.dim() == 3 && tiles.size(2) == m.words, name_, ": trellis ",
+                    ShapeText(tiles), " must have 3 dimensions, the last of ", m.words);
+    CheckContiguous(name_.c_str(), "trellis", tiles, ScalarType::Short, tiles.sizes());
+    STD_TORCH_CHECK(outputs >= 0 && outputs <= kTrellisTile * tiles.size(0), name_, ": ", outputs,
+                    " outputs of ", kTrellisTile * tiles.size(0));
+    m.outputs = outputs;
+    m.inputs = kTrellisTile * tiles.size(1);
+    CheckInputs(m);
+    m.row_bytes = m.inputs * m.words / 128;
+    m.rows = static_cast<const uint8_t*>(tiles.const_data_ptr());
+    return m;
   }
 
   static int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -30,13 +30,39 @@ inline __attribute__((always_inline)) Ints AddDot(Words a, Words x, Ints sums) {
   return more;
 }
 
+// Sixteen floats.
+struct Sixteen {
+  Vec at[2];
+};
+
+inline Sixteen MulAdd(Sixteen a, Sixteen b, Sixteen c) {
+  return {MulAdd(a.at[0], b.at[0], c.at[0]), MulAdd(a.at[1], b.at[1], c.at[1])};
+}
+inline Sixteen NegMulAdd(Sixteen a, Sixteen b, Sixteen c) {
+  return {_mm256_fnmadd_ps(a.at[0], b.at[0], c.at[0]), _mm256_fnmadd_ps(a.at[1], b.at[1], c.at[1])};
+}
+inline Sixteen Add(Sixteen a, Sixteen b) { return {a.at[0] + b.at[0], a.at[1] + b.at[1]}; }
+inline Sixteen LoadSixteen(const float* in) { return {Load(in), Load(in + kLanes)}; }
+inline Sixteen SetSixteen(float x) { return {Set1(x), Set1(x)}; }
+inline Vec PartOf(Sixteen x, int part) { return x.at[part]; }
+inline Sixteen OfWords(Words words) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(words))),
+          _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(words, 1)))};
+}
+inline Sixteen OfHalves(Words halves) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+
 }  // namespace
 }  // namespace exkv
 
+#include "trellis_avx2.inc"
+// After it:
 #include "packed_avx2.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const PackedKernels kPackedAvx2 = {InputOf, InputBytes, Prepare, Run, Dequantize};
+const PackedKernels kPackedAvx2 = {InputOf, InputBytes, Prepare, Run, DequantizeVectors};
 }  // namespace exkv
 #endif

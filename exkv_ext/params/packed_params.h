@@ -1,6 +1,6 @@
 // A weight matrix whose rows are packed as a checkpoint has them: ggml's blocks, floats of 8 or 4
-// bits, or indices into a table of 16 values. How they lie: exkv/weights/gguf.py, fp8.py, mxfp4.py,
-// bitsandbytes.py.
+// bits, indices into a table of 16 values, or tiles of trellis codes. How they lie:
+// exkv/weights/gguf.py, fp8.py, mxfp4.py, bitsandbytes.py, exl3.py.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ inline constexpr int64_t kPackedChunk = 32;  // inputs, of which a row has a mul
 
 // What the first number of a layout says: -1 for the first, and so on (exkv/weights/tiles.py).
 // kSections are a GroupsMatrix.
-enum class Packing { kGgml, kFloat8, kTable, kSections, kFloat4 };
+enum class Packing { kGgml, kFloat8, kTable, kSections, kFloat4, kTrellis };
 
 // ggml's types that have kernels, by ggml's own numbers.
 enum class GgmlType {
@@ -77,6 +77,25 @@ inline GgmlSize SizeOf(GgmlType type) {
   return {0, 0};
 }
 
+// What the 16 bits of a trellis' states stand for, in the order of exkv.weights.exl3.CODEBOOKS.
+enum class Codebook { k3Inst, kMcg, kMul1 };
+
+inline constexpr int64_t kTrellisTile = 16;  // inputs, and outputs
+
+// state * factor + addend, of 32 bits, is what values are made of.
+inline constexpr uint32_t kTrellisFactors[] = {89226354u, 0xcbac1fedu, 0x83dcd12du};
+inline constexpr uint32_t kTrellisAddend = 64248484u;  // of k3Inst only
+// Of the others but kMul1 the two halves, with these bits and these ones turned, are added up.
+inline constexpr uint32_t kTrellisMask = 0x8fff8fffu, kTrellisTurned = 0x3b603b60u;
+// kMul1: (1024 + the sum of the four bytes) * step + least, rounded to a float16.
+inline constexpr float kTrellisStep = 1774 * 0x1p-18f, kTrellisLeast = -1329 * 0x1p-7f;
+
+// The last bit, and one, of the place of a tile's ring: those of half a bit more have another one
+// in each second place.
+inline int64_t TrellisEnd(int64_t words, int64_t place) {
+  return (place + 1) * (words / 16) + (place + 1) / 2 * (words / 8 % 2);
+}
+
 enum class ScaleType { kFloat32, kFloat16, kBFloat16, kPowers };  // kPowers: 2^(byte - 127)
 
 struct PackedMatrix {
@@ -104,7 +123,12 @@ struct PackedMatrix {
   const float* nested_table;  // (256)
   const float* offset;        // (1)
 
+  // Of a trellis: (outputs / 16, inputs / 16, words) of 16 bits, from `rows` on.
+  int64_t words;  // of a tile
+  Codebook codebook;
+
   int64_t chunks() const { return inputs / kPackedChunk; }
+  int64_t tiles() const { return inputs / kTrellisTile; }  // of a trellis' outputs
 };
 
 }  // namespace exkv

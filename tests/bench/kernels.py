@@ -31,6 +31,7 @@ from torch import Tensor
 
 from exkv import ops
 from exkv.ops.kv_formats import FORMATS as KV_FORMATS
+from exkv.weights.exl3 import Exl3Format, TrellisFormat
 from exkv.weights.floats import FLOATS
 from exkv.weights.format import Tensors
 from exkv.weights.gguf import FORMATS
@@ -52,8 +53,10 @@ from .harness import (
 from .shapes import DTYPES, SHAPES, Shape
 
 TABLES = ("decode", "prefill", "store", "linear", "heads", "sample")
+#: EXL3 of 4 bits, with the codebook that is its default.
+EXL3 = "exl3"
 SDPA, TORCH, WARPERS = "SDPA enable_gqa", "torch", "transformers"
-KINDS = (*DTYPES, *BITS, *FORMATS)
+KINDS = (*DTYPES, *BITS, *FORMATS, EXL3)
 #: Tokens of a page; stores that take a token in turn, and tokens that each has room for.
 PAGE, STORES, ROOM = 16, 32, 64
 #: Formats in which a token is stored; heads of the last are transformed first.
@@ -233,7 +236,7 @@ def linear(size: tuple[int, int], settings: Settings) -> Iterator[tuple[str, str
     for rows in settings.rows:
         x = torch.randn(rows, size[1]).to(dtype)
         calls = {TORCH: lambda tensors, x=x: F.linear(x, tensors["weight"])}
-        calls |= {kind: partial(_multiply, _format(kind), x) for kind in settings.kinds}
+        calls |= {kind: partial(_multiply, _format(kind, size), x) for kind in settings.kinds}
         ways = {kind: Way(calls[kind], *held[kind]) for kind in held}
         yield "linear", f"{size[0]} x {size[1]}, {rows} rows", ways
 
@@ -266,11 +269,14 @@ def _floats(size: tuple[int, int], dtype: torch.dtype) -> Tensors:
     return {"weight": torch.randn(size).to(dtype)}
 
 
-def _format(kind: str) -> Any:
+def _format(kind: str, size: tuple[int, int]) -> Any:
     if kind in DTYPES:
         return FLOATS[DTYPES[kind]]
     if kind in FORMATS:
         return FORMATS[kind]
+    if kind == EXL3:
+        tiles = TrellisFormat(words=64, codebook="mcg")
+        return register(Exl3Format(tiles=tiles, size=size))
     return register(OnLoad(bits=BITS[kind], group=64, scale=torch.float16))
 
 
@@ -287,7 +293,14 @@ def _matrix(kind: str, size: tuple[int, int]) -> Tensors:
 
         blocks = random_blocks(kind, size, 1e-3, torch.default_generator)
         return FORMATS[kind].convert({"weight": blocks})
-    codes, scale = _format(kind).layout(size).values()
+    layout = _format(kind, size).layout(size)
+    if kind == EXL3:
+        (shape, dtype), *ends = layout.values()
+        codes = torch.randint(-(2**15), 2**15, shape).to(dtype)
+        return dict(
+            zip(layout, (codes, *(torch.rand(end).to(of) for end, of in ends)), strict=True)
+        )
+    codes, scale = layout.values()
     return {
         "codes": torch.randint(256, codes[0], dtype=torch.uint8),
         "scale": torch.rand(scale[0]).to(scale[1]),

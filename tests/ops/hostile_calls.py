@@ -25,6 +25,7 @@ from exkv.ops.attention_parts import chunk_starts
 from exkv.weights import register
 from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.exl2 import Exl2Format, Section
+from exkv.weights.exl3 import TrellisFormat
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS
 from exkv.weights.mxfp4 import MXFP4
@@ -187,6 +188,7 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[Tensor], str, list[in
                 *(Fp8Format(block=(8, 64), scale_dtype=dtype) for dtype in DTYPES),
                 *(Bnb4Format(kind="nf4", block=64, nested=nested, state=0) for nested in (0, 1)),
                 MXFP4,
+                TrellisFormat(words=m.rng.choice((40, 64)), codebook="mul1"),
                 _sections(*size),
             )
         )
@@ -199,6 +201,8 @@ def random_packed(format: Any, size: tuple[int, int]) -> list[Tensor]:
     tensors = [
         torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
         if dtype.itemsize == 1
+        else torch.randint(-(2**15), 2**15, shape).short()
+        if dtype == torch.int16
         else torch.rand(shape).to(dtype)
         for shape, dtype in format.layout(size).values()
     ]

@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
         ([rows[:, 1:].contiguous()], [-1, 12, 0, 0], "rows of 287 bytes are no blocks of 144"),
         ([rows[:, ::2]], [-1, 12, 0, 0], "not contiguous"),
         ([rows], [-1, 2, 0, 0], "ggml's type 2 has no kernel"),
-        ([rows], [-6, 12, 0, 0], "the first is -1, -2, -3 or -5"),
+        ([rows], [-7, 12, 0, 0], "the first is -1, -2, -3, -5 or -6"),
         ([rows, rows], [-1, 12, 0, 0], "2 tensors, and a matrix of this layout has 1"),
         ([nf4[0], nf4[1][1:], nf4[2]], [-3, 64, 0, 0], r"absmax is Float \(71,?\).*\(72"),
         (nf4, [-3, 48, 0, 0], "blocks of 48 weights"),
