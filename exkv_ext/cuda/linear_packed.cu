@@ -166,6 +166,7 @@ __global__ void __launch_bounds__(kThreads) DequantizePackedKernel(Call p, int64
 }  // namespace
 
 void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t stream) {
+  if (params.matrix.packing == Packing::kTrellis) return LaunchLinearTrellis(params, x, stream);
   if (PackedFitsTensorCores(params)) return LaunchPackedOnTensorCores(params, x, stream);
   const PackedMatrix& m = params.matrix;
   const Call p{m,           params.dtype, static_cast<int>(params.rows), x,
@@ -178,6 +179,9 @@ void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t 
 
 void LaunchDequantizePacked(const PackedMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
                             void* out, cudaStream_t stream) {
+  if (matrix.packing == Packing::kTrellis) {
+    return LaunchDequantizeTrellis(matrix, dtype, begin, end, out, stream);
+  }
   const Call p{matrix,  dtype, static_cast<int>(end - begin),    nullptr,
                nullptr, out,   static_cast<int>(matrix.chunks())};
   const int64_t blocks = ((end - begin) * matrix.chunks() + kThreads - 1) / kThreads;

@@ -22,6 +22,11 @@ void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t 
 bool PackedFitsTensorCores(const PackedParams& params);
 void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, cudaStream_t stream);
 
+// Tiles of trellis codes; the others choose.
+void LaunchLinearTrellis(const PackedParams& params, const void* x, cudaStream_t stream);
+void LaunchDequantizeTrellis(const PackedMatrix& matrix, FloatType dtype, int64_t begin,
+                             int64_t end, void* out, cudaStream_t stream);
+
 // Rows [begin, end) of the matrix in `dtype`, contiguous.
 void LaunchDequantizePacked(const PackedMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
                             void* out, cudaStream_t stream);
