@@ -15,7 +15,7 @@ NAMES = [
     "FalconH1ForCausalLM",
 ]
 #: Those whose snapshots are as one of these.
-OTHERS = ["OlmoHybridForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM"]
+OTHERS = ["OlmoHybridForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM"]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
 
@@ -124,7 +124,7 @@ def test_states_stay_where_a_conversion_moves_keys_and_values(pair):
     cache.convert(residence=OnHost())
     kept = [layer.tensors for layer in cache.layers if layer.spec.state]
     for before, after in zip(states, kept, strict=True):
-        assert before.keys() == after.keys() and "conv" in before
+        assert before.keys() == after.keys() != set()
         assert all(torch.equal(before[name], after[name]) for name in before)
     found = next_logits(model, cache, [(0, 20), (1, 20)])
     assert_close(found[:1], alone(model, CACHES["fp16"], 0, 20, 21))
@@ -225,8 +225,11 @@ def test_no_more_states_are_kept_than_jobs_run(pair):
 def test_beams_are_transformers(pair):
     theirs, model = pair
     how = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False}
-    expected = theirs.generate(IDS[:, :9], **how, eos_token_id=None, pad_token_id=0)
-    found = model.generate(IDS[:, :9], **how, eos_token_id=None, pad_token_id=0)
+    how |= {"eos_token_id": None, "pad_token_id": 0}
+    # MiniMax's cache there reorders no states of lightning attention.
+    cached = theirs.config.model_type != "minimax"
+    expected = theirs.generate(IDS[:, :9], **how, use_cache=cached)
+    found = model.generate(IDS[:, :9], **how)
     assert found.tolist() == expected.tolist()
 
 
