@@ -10,6 +10,8 @@ rounded by itself; with one, for the inputs that the text gives it: see
 
 A run that was ended goes on where it was: files that are there whole stay, and the text takes its
 way through what they hold. What was asked for lies beside them until the folder is complete.
+
+An OUT that ends in .gguf becomes a file of ggml's types: see ``quantize_gguf``.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from exkv.cache import CACHES
 from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.checkpoint.files import read_json_object
+from exkv.checkpoint.gguf.contents import SUFFIX
 from exkv.checkpoint.safetensors import INDEX_NAME
 from exkv.devices import resolve_devices
 from exkv.errors import PlacementError
@@ -57,6 +60,7 @@ from exkv.weights.rounding import Rounded, rounded
 
 from .flags import count, sizes, text_of
 from .picture import page_console
+from .quantize_gguf import quantize_gguf
 
 #: Beside the files: what was asked for, until all are written; and what was chosen.
 PROGRESS, REPORT = "exkv-quantize.json", "exkv-mix.json"
@@ -79,8 +83,13 @@ def add_to(commands: Any) -> None:
         "status: 0 done, 2 bad input.",
     )
     add = parser.add_argument
-    add("model", metavar="IN", help="a checkpoint's folder, of floats")
-    add("out", metavar="OUT", help="the folder to write, new or empty, or one that was begun")
+    add("model", metavar="IN", help="a checkpoint's folder, or a GGUF file, of floats")
+    add(
+        "out",
+        metavar="OUT",
+        help="the folder to write, new or empty, or one that was begun; or a file, OUT.gguf, of "
+        "ggml's types (from a GGUF file, with --bits)",
+    )
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--weights", choices=BITS, help="integers to store, the same everywhere")
     how.add_argument(
@@ -150,6 +159,8 @@ class _Work:
 def run(args: argparse.Namespace) -> int:
     folder, out = Path(args.model), Path(args.out)
     _check(args)
+    if out.suffix == SUFFIX:
+        return quantize_gguf(args)
     config = _floats_of(folder)
     with Checkpoint(folder) as checkpoint:
         layers = Layers.of(config, _scales(checkpoint), args.transform)

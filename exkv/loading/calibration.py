@@ -81,6 +81,7 @@ def rounded_units(
     device: torch.device = CPU,
     known: Callable[[Unit], Found] = lambda _: {},
     usage: dict[str, ExpertUsage] | None = None,
+    rounding_of: Callable[..., Any] | None = None,
 ) -> Iterator[Found]:
     """Round unit after unit, in the order of the model.
 
@@ -90,6 +91,7 @@ def rounded_units(
         device: where the units run.
         known: a unit's matrices that were rounded before, by the same text.
         usage: gets how often each expert is chosen, by the units' names.
+        rounding_of: makes another :class:`Rounding`, of which ``found`` is what is yielded.
 
     Raises:
         ValueError: the text's hidden states are not finite; names the matrix.
@@ -102,7 +104,7 @@ def rounded_units(
     for unit in model.units[:-1]:
         unit.read(checkpoint, device, {})
         checkpoint.unmap()
-        rounding = Rounding(unit, formats(unit), known(unit))
+        rounding = (rounding_of or Rounding)(unit, formats(unit), known(unit))
         with torch.no_grad(), rounding:
             rounding.records = True
             with UsageCounter({unit.name: rounding.module}) as counter:

@@ -52,8 +52,10 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import NoCacheLayer
 from exkv.checkpoint import Checkpoint, GGUFContents, ModelConfig, open_checkpoint
 from exkv.checkpoint.gguf.contents import find_gguf
-from exkv.checkpoint.gguf.tensors import names_by_tensor
+from exkv.checkpoint.gguf.tensors import GGUFCheckpoint, names_by_tensor
+from exkv.cli.quantize_gguf import block_tensors
 from exkv.devices import CPU
+from exkv.loading.block_mixes import blocks_of, chosen_types
 from exkv.loading.calibrated_losses import CalibratedLosses
 from exkv.loading.calibration import put_weight, rounded_units
 from exkv.loading.mixes import Layers, Mixes
@@ -63,6 +65,7 @@ from exkv.planning.search.knapsack import least_lossy
 from exkv.weights import GroupFormat
 from exkv.weights.choice import Losses
 from exkv.weights.feedback import DAMPING, rounded_with_factor
+from exkv.weights.gguf_rounding import values_of
 from exkv.weights.on_load import BITS, OPTIONS
 from exkv.weights.rounding import rounded
 
@@ -415,7 +418,18 @@ def _whole(mixes: Mixes, bits: float) -> dict[str, str]:
 
 
 def _gguf(subject: Subject, bits: float) -> Made:
-    raise ValueError("exkv quantize writes no GGUF files")
+    path, checkpoint = subject.path, subject.checkpoint
+    assert isinstance(checkpoint, GGUFCheckpoint)
+    tensors = block_tensors(GGUFContents(path), checkpoint, subject.layers)
+    rows = subject.calibration
+    types, loss = chosen_types(subject.layers, checkpoint, rows, tensors, bits)
+    of_matrix = {m: types[name] for name, tensor in tensors.items() for m in tensor.matrices}
+    values: dict[str, Tensor] = {}
+    for found in blocks_of(subject.config, checkpoint, rows, of_matrix):
+        values |= {name: values_of(blocks, of_matrix[name]) for name, blocks in found.items()}
+    nbytes = sum(tensors[name].nbytes(type) for name, type in types.items())
+    about = {"loss": loss, "types": types}
+    return Made(values=values, bits=8 * nbytes / subject.layers.count, about=about)
 
 
 def _llamacpp(subject: Subject, weighted: bool, kind: str) -> Made:

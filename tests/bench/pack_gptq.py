@@ -23,17 +23,24 @@ from typing import Any
 def main(floats: str, rows: str, out: str, bits: str = "4", group: str = "64") -> None:
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
-    from transformers import AutoModelForCausalLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    path = Path(floats)
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    path, plain = Path(floats), f"{out}-floats"  # a folder, which the packer's checks want
+    found: Any = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
-    ids = json.loads(Path(rows).read_text())
-    data = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * len(x) for x in ids]})
+    del found.config.quantization_config, found.hf_quantizer
+    made = AutoModelForCausalLM.from_config(found.config)
+    made.load_state_dict(found.state_dict())
+    made.save_pretrained(plain)
+    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    batches = [{"input_ids": torch.tensor([x])} for x in json.loads(Path(rows).read_text())]
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # it wants one, unused
     weights = QuantizationArgs(
         num_bits=int(bits), type="int", symmetric=True, strategy="group", group_size=int(group)
     )
@@ -41,10 +48,10 @@ def main(floats: str, rows: str, out: str, bits: str = "4", group: str = "64") -
     recipe = GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head"])
     oneshot(
         model=model,
-        dataset=data,
+        dataset=DataLoader(batches, batch_size=None),
         recipe=recipe,
-        max_seq_length=len(ids[0]),
-        num_calibration_samples=len(ids),
+        processor=words,
+        num_calibration_samples=len(batches),
     )
     model.save_pretrained(out, save_compressed=True)
 

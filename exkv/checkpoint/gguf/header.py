@@ -174,6 +174,17 @@ def read_gguf_header(file: OpenFile) -> Header:
     return Header(metadata=metadata, tensors=tuple(found))
 
 
+def metadata_span(file: OpenFile) -> tuple[int, int]:
+    """Where the pairs of key and value begin and end; errors as of :func:`read_gguf_header`."""
+    cursor = _Cursor(file)
+    _check_version(cursor)
+    _, pairs = cursor.scalar("Q"), cursor.scalar("Q")
+    begin = cursor.position
+    for _ in range(pairs):
+        _pair(cursor)
+    return begin, cursor.position
+
+
 class _Cursor:
     """Reads a header from its start, piece by piece."""
 

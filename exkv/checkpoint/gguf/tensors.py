@@ -104,6 +104,14 @@ class GGUFCheckpoint(Checkpoint):
             stored = made.restore(stored.float()).to(stored.dtype)
         return stored
 
+    def rows_in_file(self, name: str) -> tuple[TensorInfo, torch.Tensor | None] | None:
+        """The rows of the file that a tensor consists of, and where each of its own lies among
+        them (None: in order); None where its numbers are not the file's."""
+        made = self._made.get(name)
+        if made is None:
+            return self.info(name), None
+        return None if made.restore or made.value is not None else (made.whole, made.order)
+
     def mapping(self, name: str) -> object | None:
         return None if name in self._made else super().mapping(name)
 

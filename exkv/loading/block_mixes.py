@@ -1,0 +1,205 @@
+"""Which of ggml's types ``exkv quantize`` gives each tensor of a GGUF file, and their blocks.
+
+The choice is that of ``exkv.loading.mixes``, tensor by tensor: of the types whose blocks a tensor's
+rows are, those that lose least together within so many bits a weight. What the matrices of a
+projection lose is measured in integers (``exkv.loading.calibrated_losses``); in each type it is
+more or less than that as the error of some of their rows is, of the outputs, by the inputs' moments.
+Rounding is that of ``exkv.loading.calibration``, to blocks (``exkv.weights.gguf_rounding``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from exkv.checkpoint import Checkpoint, ModelConfig
+from exkv.layers.linear import Linear
+from exkv.models import Unit
+from exkv.planning.search.knapsack import Item, least_lossy
+from exkv.weights.feedback import cholesky_factor, compensated, rounded_with_factor
+from exkv.weights.gguf_rounding import TYPES, blocks_with_factor, values_of
+from exkv.weights.on_load import BITS, class_of
+
+from .calibrated_losses import FOLLOWED, calibrated_losses_of
+from .calibration import Rounding, put_weight, rounded_units
+from .mixes import Layers
+
+#: Rows of a matrix that are rounded to every type.
+_ROWS = 48
+
+#: Matrix's name in the checkpoint -> type, or ``FOLLOWED`` -> squared error of its outputs.
+Errors = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTensor:
+    """A tensor of the file that becomes blocks.
+
+    Attributes:
+        matrices: those of the checkpoint that it holds.
+        count: of its weights.
+        inputs: of a row.
+    """
+
+    matrices: Sequence[str]
+    count: int
+    inputs: int
+
+    @property
+    def types(self) -> list[str]:
+        return [name for name, type in TYPES.items() if self.inputs % type.block == 0]
+
+    def nbytes(self, name: str) -> int:
+        return self.count // TYPES[name].block * TYPES[name].nbytes
+
+
+def chosen_types(
+    layers: Layers,
+    checkpoint: Checkpoint,
+    rows: torch.Tensor,
+    tensors: Mapping[str, BlockTensor],
+    bits: float,
+) -> tuple[dict[str, str], float]:
+    """The type of each tensor, of so many bits a weight at most on average, and what is predicted
+    to be lost, nats a token.
+
+    Args:
+        rows: the text, int64 (B, T).
+
+    Raises:
+        ValueError: there are no such bits.
+    """
+    room = int(bits * sum(tensor.count for tensor in tensors.values()) / 8)
+    least = sum(min(map(each.nbytes, each.types)) for each in tensors.values())
+    if room < least:
+        count = sum(tensor.count for tensor in tensors.values())
+        raise ValueError(
+            f"--bits {bits:g}: in the fewest bits that their rows allow the layers' weights have "
+            f"{8 * least / count:.4g}; give so many at least"
+        )
+    losses = _losses(layers, checkpoint, rows)
+    items = []
+    for tensor in tensors.values():
+        lost = [sum(losses[matrix][name] for matrix in tensor.matrices) for name in tensor.types]
+        sizes = [tensor.nbytes(name) for name in tensor.types]
+        items.append(Item(np.array(sizes), np.array(lost)))
+    found = least_lossy(items, room)
+    assert found is not None, "the least fit"
+    loss = sum(float(item.losses[option]) for item, option in zip(items, found, strict=True))
+    pairs = zip(tensors.items(), found, strict=True)
+    return {name: tensor.types[option] for (name, tensor), option in pairs}, loss
+
+
+def blocks_of(
+    config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor, types: Mapping[str, str]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Unit by unit the blocks of its matrices, uint8 (out, bytes), by their names.
+
+    Args:
+        types: of the matrices.
+    """
+    yield from _by_name(config, checkpoint, rows, types, _Blocks)
+
+
+def _losses(layers: Layers, checkpoint: Checkpoint, rows: torch.Tensor) -> Errors:
+    """Of each matrix in each type that it may have, nats a token."""
+    losses = calibrated_losses_of(layers.config, checkpoint, rows)
+    names = dict.fromkeys(layers.matrices, FOLLOWED)
+    errors: Errors = {}
+    for each in _by_name(layers.config, checkpoint, rows, names, _Sampled):
+        errors |= each
+    whole: dict[tuple[str, str], float] = {}
+    for name, matrix in layers.matrices.items():
+        key = matrix.unit, class_of(name)
+        whole[key] = whole.get(key, 0.0) + errors[name][FOLLOWED]
+    found: Errors = {}
+    for name, matrix in layers.matrices.items():
+        unit, kind = matrix.unit, class_of(name)
+        scale = losses.matrices[unit][kind][FOLLOWED] / (whole[unit, kind] or 1.0)
+        found[name] = {type: scale * error for type, error in errors[name].items()}
+    return found
+
+
+def _by_name(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    rows: torch.Tensor,
+    types: Mapping[str, str],
+    kind: type[_ByFactor],
+) -> Iterator[dict[str, Any]]:
+    units: list[Unit] = []
+
+    def of_unit(unit: Unit) -> dict[str, Any]:
+        units.append(unit)
+        return {path: types[name] for path, name in unit.spec.matrices.items() if name in types}
+
+    for found in rounded_units(config, checkpoint, rows, of_unit, rounding_of=kind):
+        yield {units[-1].spec.matrices[path]: each for path, each in found.items()}
+
+
+class _ByFactor(Rounding):
+    """A way through a unit that makes something of each matrix by the root of its inputs' moments.
+
+    ``formats`` has the matrices' types, ``found`` what is made.
+    """
+
+    formats: Any
+    found: Any
+    _factor: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def made(self, path: str, root: torch.Tensor, linear: Linear, weight: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def _round(self, path: str, linear: Linear, inputs: tuple[Any, ...]) -> None:
+        x = linear.aligned(*inputs)
+        if self.records:
+            self._floats[path] = x
+        if self.records or path in self.found:
+            return
+        rows, floats = x.flatten(0, -2), self._floats.pop(path).flatten(0, -2)
+        if self._factor is None or self._factor[0] is not x:  # neighbours share inputs
+            try:
+                self._factor = x, cholesky_factor(rows.T @ rows / len(rows))
+            except ValueError as error:
+                raise ValueError(f"{self.unit.name}.{path}: {error}") from None
+        root = self._factor[1]
+        weight = compensated(root, linear.get_parameter("weight").detach(), rows, floats)
+        self.found[path] = self.made(path, root, linear, weight)
+
+
+class _Blocks(_ByFactor):
+    """Rounds to blocks, and goes on with what they stand for."""
+
+    def made(
+        self, path: str, root: torch.Tensor, linear: Linear, weight: torch.Tensor
+    ) -> torch.Tensor:
+        blocks = blocks_with_factor(root, weight, self.formats[path])
+        put_weight(linear, values_of(blocks, self.formats[path]))
+        return blocks
+
+
+class _Sampled(_ByFactor):
+    """Sees what every type loses of some rows, and changes nothing."""
+
+    def made(
+        self, path: str, root: torch.Tensor, linear: Linear, weight: torch.Tensor
+    ) -> dict[str, float]:
+        some = weight[:: max(len(weight) // _ROWS, 1)]
+        share = len(weight) / len(some)
+        inputs = some.shape[1]
+        group = 64 if inputs % 64 == 0 else 32
+        bits = BITS[FOLLOWED]
+        values = {
+            FOLLOWED: rounded_with_factor(root, some, bits, group, torch.float16).values(bits)
+        }
+        for name, type in TYPES.items():
+            if inputs % type.block == 0:
+                values[name] = values_of(blocks_with_factor(root, some, name), name)
+        return {
+            name: share * float(((some - each) @ root).square().sum())
+            for name, each in values.items()
+        }

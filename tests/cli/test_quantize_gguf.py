@@ -1,0 +1,108 @@
+"""``exkv quantize IN.gguf OUT.gguf`` writes ggml's types, and what gguf-py reads is what is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packers.gguf import floats, gguf, write_gguf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from exkv import Model
+from exkv.checkpoint import GGUFContents
+from exkv.cli import main
+from exkv.weights.feedback import cholesky_factor
+from exkv.weights.gguf_rounding import TYPES, blocks_with_factor, values_of
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+
+
+def _matrix(rows, inputs):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(2048, inputs, generator=generator) * torch.linspace(0.2, 3, inputs)
+    x += torch.randn(2048, 1, generator=generator)
+    moments = x.T @ x / len(x)
+    return torch.randn(rows, inputs, generator=generator) * 0.02, cholesky_factor(moments)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_are_to_gguf_py_what_they_are_meant_to_be_and_lose_less_by_moments(name):
+    weight, root = _matrix(32, 512)
+    blocks = blocks_with_factor(root, weight, name)
+    type = gguf.GGMLQuantizationType[name]
+    theirs = torch.from_numpy(gguf.dequantize(blocks.numpy(), type))
+    assert torch.equal(values_of(blocks, name), theirs)
+    assert torch.equal(blocks, blocks_with_factor(root, weight, name))
+    alone = values_of(blocks_with_factor(torch.eye(512), weight, name), name)
+    assert ((weight - theirs) @ root).square().sum() < ((weight - alone) @ root).square().sum()
+    try:
+        packed = gguf.dequantize(gguf.quantize(weight.numpy(), type), type)
+    except NotImplementedError:  # K types, which the package only reads
+        return
+    assert (weight - alone).square().sum() < np.square(weight.numpy() - packed).sum()
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("fill", [0.0, 1e-3, -5.0])
+def test_blocks_of_one_number_are_that_number(name, fill):
+    weight = torch.full((2, 256), fill)
+    found = values_of(blocks_with_factor(torch.eye(256), weight, name), name)
+    torch.testing.assert_close(found, weight, rtol=0.03, atol=1e-7)  # halves below normal
+
+
+def test_what_cannot_be_blocks_is_refused():
+    with pytest.raises(ValueError, match="576 inputs are no blocks of 256, as Q4_K has"):
+        blocks_with_factor(torch.eye(576), torch.ones(1, 576), "Q4_K")
+    with pytest.raises(ValueError, match="too large for Q8_0"):
+        blocks_with_factor(torch.eye(32), torch.full((1, 32), 1e6), "Q8_0")
+
+
+def _file_of_floats(folder):
+    config = LlamaConfig.from_pretrained(DEMO)
+    model = LlamaForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+    def words(writer):
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_tokenizer_model("none")
+
+    write_gguf(folder / "in.gguf", config, model.state_dict(), floats, words)
+    return folder / "in.gguf", model
+
+
+@torch.no_grad()
+def test_a_file_has_the_bits_asked_for_and_says_what_the_floats_say(tmp_path, monkeypatch, capsys):
+    source, theirs = _file_of_floats(tmp_path)
+    ids = torch.randint(7, 1280, (3, 64), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("exkv.cli.quantize_gguf.calibration_rows", lambda *_: ids)
+    (tmp_path / "text").write_text("stands for the ids")
+    words = ["--calibration", str(tmp_path / "text"), "--bits"]
+    out = tmp_path / "out.gguf"
+    assert main(["quantize", str(source), str(out), *words, "5.2"]) == 0
+    assert "bits a weight" in capsys.readouterr().out
+    reader = gguf.GGUFReader(out)
+    of_layers = [each for each in reader.tensors if each.name.startswith("blk.")]
+    matrices = [each for each in of_layers if len(each.shape) > 1]
+    bits = 8 * sum(int(each.n_bytes) for each in matrices)
+    assert 5 < bits / sum(int(each.n_elements) for each in matrices) <= 5.2
+    assert len({each.tensor_type for each in matrices}) > 1
+    before = GGUFContents(source).metadata
+    assert {**GGUFContents(out).metadata, "general.file_type": 0} == {
+        **before,
+        "general.file_type": 0,
+    }
+    model = Model(out, dtype=torch.float32)
+    model.load(devices=["cpu"])
+    found = model.forward(ids[:1], None).log_softmax(-1)
+    floats_of = theirs(ids[:1]).logits.log_softmax(-1)
+    lost = (floats_of.exp() * (floats_of - found)).sum(-1).mean()
+    assert 0 < lost < 0.02
+    for arguments, message in (
+        ([str(source), str(tmp_path / "b.gguf"), *words, "4"], "in the fewest bits"),
+        ([str(DEMO), str(tmp_path / "b.gguf"), *words, "5"], "convert_hf_to_gguf.py"),
+        ([str(source), str(out), *words, "5"], "is there already"),
+        ([str(out), str(tmp_path / "b.gguf"), *words, "5"], "quantized already"),
+    ):
+        assert main(["quantize", *arguments]) == 2
+        assert message in capsys.readouterr().err
