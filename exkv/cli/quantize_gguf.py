@@ -45,7 +45,8 @@ def quantize_gguf(args: argparse.Namespace) -> int:
         raise ValueError(f"{source}: its weights are quantized already; give a file of floats")
     rows = calibration_rows(config, args.calibration)
     contents = GGUFContents(source)
-    with GGUFCheckpoint(source) as checkpoint:
+    checkpoint = GGUFCheckpoint(source)
+    with checkpoint:
         layers = Layers.of(config, {})
         tensors = block_tensors(contents, checkpoint, layers)
         types, loss = chosen_types(layers, checkpoint, rows, tensors, args.bits)
@@ -62,8 +63,8 @@ def quantize_gguf(args: argparse.Namespace) -> int:
         file.copy_others()
         file.close()
         part.replace(out)
-    bits = 8 * sum(tensors[name].nbytes(type) for name, type in types.items())
-    bits /= sum(tensor.count for tensor in tensors.values())
+    nbytes = sum(tensors[name].nbytes(type) for name, type in types.items())
+    bits = 8 * nbytes / sum(tensor.count for tensor in tensors.values())
     counted = Counter(types.values())
     print(
         f"{out}: {', '.join(f'{counted[name]} {name}' for name in TYPES if counted[name])}; "

@@ -3,7 +3,7 @@
 The choice is that of ``exkv.loading.mixes``, tensor by tensor: of the types whose blocks a tensor's
 rows are, those that lose least together within so many bits a weight. What the matrices of a
 projection lose is measured in integers (``exkv.loading.calibrated_losses``); in each type it is
-more or less than that as the error of some of their rows is, of the outputs, by the inputs' moments.
+more or less than that as the error of some of their rows is, of outputs, by the inputs' moments.
 Rounding is that of ``exkv.loading.calibration``, to blocks (``exkv.weights.gguf_rounding``).
 """
 

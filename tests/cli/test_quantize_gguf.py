@@ -1,4 +1,4 @@
-"""``exkv quantize IN.gguf OUT.gguf`` writes ggml's types, and what gguf-py reads is what is meant."""
+"""``exkv quantize IN OUT.gguf`` writes ggml's types, and gguf-py reads what is meant."""
 
 from __future__ import annotations
 
