@@ -15,6 +15,7 @@ import torch
 
 from exkv import devices as accelerators
 from exkv.cache import DynamicCache, KVCache, check_kind
+from exkv.cache.stored_bits import CacheLosses
 from exkv.checkpoint import ModelConfig
 from exkv.decode import GenerateOutput, generate
 from exkv.decode.prompts import PromptIds
@@ -22,11 +23,12 @@ from exkv.decode.request import resolve
 from exkv.errors import Attempt, OutOfMemoryError, PlacementError
 from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
+from exkv.loading.cache_losses import cache_losses_of
 from exkv.loading.calibration import CalibratedUnits, calibration_rows
 from exkv.loading.heat import with_usage
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
-from exkv.loading.usage import add_served, units_with_experts, usage_of
+from exkv.loading.usage import add_served, usage_of
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
 from exkv.models.mtp import with_mtp
@@ -100,7 +102,8 @@ class Model(Transformer):
                 layers as inputs, which takes the host a pass of the text through the model at each
                 load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's
                 outputs, what fewer bits lose. Without one, the weights' own error counts. Of a
-                mixture of experts it also tells how often each is chosen (``exkv.loading.usage``).
+                mixture of experts it also tells how often each is chosen (``exkv.loading.usage``),
+                and of a cache whose bits a plan chooses, what fewer lose by layer.
             transform: "hadamard" for integers of matrices whose inputs go through the Hadamard
                 transform, which lose less (see ``exkv.weights.hadamard``).
             mtp: load the checkpoint's head for multi-token prediction, too, which proposes tokens
@@ -123,14 +126,10 @@ class Model(Transformer):
             embed_cpu=embed_cpu,
             exchange_experts=exchange_experts,
         )
-        if calibration is not None and weights is None and not units_with_experts(self):
-            raise ValueError(
-                "calibration is a text by which float weights become integers, and weights is "
-                "None; the model has no experts, whose use it would tell"
-            )
         self.weights = weights
         self._chooses, self._calibration = weights == BEST, calibration
         self._losses: Losses | None = None
+        self._cache_losses: CacheLosses | None = None
         #: Of experts, with nothing in it until it is asked for.
         self._usage: tuple[Mapping[str, tuple[float, ...]] | None, ...] = ()
         self._calibrated: CalibratedUnits | None = None
@@ -217,6 +216,16 @@ class Model(Transformer):
             found = losses_of(self, self._calibration)
             self._losses = with_usage(found, self, self.usage())
         return self._losses
+
+    def cache_losses(self) -> CacheLosses | None:
+        """What each layer loses by keys and values of fewer bits, for a cache to be chosen by;
+        measured at the first call, see ``exkv.loading.cache_losses``. None without a text, unless
+        ``weights="best"`` is chosen by the weights' own error, beside which theirs counts."""
+        if self._calibration is None and not self._chooses:
+            return None
+        if self._cache_losses is None:
+            self._cache_losses = cache_losses_of(self, self._calibration)
+        return self._cache_losses
 
     def usage(self) -> Mapping[str, tuple[float, ...]] | None:
         """The share of tokens that choose each expert, by unit; measured on the calibration text at

@@ -6,7 +6,7 @@ growth=...)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -167,7 +167,8 @@ class QuantizedCache(KVCache):
 
     Args:
         nbits: bits of keys and values.
-        key_bits, value_bits: override ``nbits`` for one of them; 16 for full precision.
+        key_bits, value_bits: override ``nbits`` for one of them; 16 for full precision. A list has
+            those of each layer, as ``exkv plan --cache best --json`` says.
         axis: which 32 keys share a scale: ``"head"``, neighbours in one token's head, or
             ``"channel"``, one channel of 32 consecutive tokens, as in KIVI (Liu et al., 2024), with
             4 or 2 bits. Values are grouped by head either way.
@@ -200,14 +201,15 @@ class QuantizedCache(KVCache):
         layer: int,
         *,
         nbits: int = 4,
-        key_bits: int | None = None,
-        value_bits: int | None = None,
+        key_bits: int | Sequence[int] | None = None,
+        value_bits: int | Sequence[int] | None = None,
         axis: str = "head",
         residual_length: int | None = None,
         rotate: bool | None = None,
     ) -> LayerSpec:
-        bits = nbits if key_bits is None else key_bits, nbits if value_bits is None else value_bits
-        keys, values = _formats(*bits, axis)
+        given = {"key_bits": key_bits, "value_bits": value_bits}
+        bits = [_of_layer(name, each, nbits, config, layer) for name, each in given.items()]
+        keys, values = _formats(bits[0], bits[1], axis)
         by_head = axis == "head"
         if residual_length is None:
             residual_length = 0 if by_head else RESIDUAL_LENGTH
@@ -222,7 +224,24 @@ class QuantizedCache(KVCache):
         return replace(spec, storage=storage)
 
 
+def _of_layer(
+    name: str, bits: int | Sequence[int] | None, usual: int, config: LayerWindows, layer: int
+) -> int:
+    """A layer's own, where there is one for each."""
+    if not isinstance(bits, Sequence):
+        return usual if bits is None else bits
+    if len(bits) != config.cache_layers:
+        raise ValueError(
+            f"{name} has {len(bits)} numbers, and the model {config.cache_layers} layers: give one "
+            "for each layer, or one for all"
+        )
+    return bits[layer]
+
+
+#: Bits of a key or value by head -> format.
 _FORMATS = {16: "float", 8: "int8", 4: "int4", 2: "int2"}
+#: Most first.
+BITS_BY_HEAD = tuple(_FORMATS)
 _BY_CHANNEL = {4: "int4c", 2: "int2c"}
 
 
@@ -242,16 +261,22 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
     return _BY_CHANNEL[key_bits], _FORMATS[value_bits]
 
 
+def storage_of_bits(key_bits: int, value_bits: int) -> Storage:
+    """By head; heads go through the Hadamard transform as those of :class:`QuantizedCache` do."""
+    keys, values = _formats(key_bits, value_bits, "head")
+    return Storage(keys=keys, values=values, rotate=min(key_bits, value_bits) < 8)
+
+
 def _fewer_bits(storage: Storage, bits: int) -> Storage:
     """The storage in ``bits`` bits, which must be fewer than it has."""
-    name, _ = _formats(bits, bits, "head")
+    fewer = storage_of_bits(bits, bits)
     least = min(number for number, kind in _FORMATS.items() if kind in storage.formats)
     if bits >= least:
         raise ValueError(
             f"rounded_bits is {bits}: it must be less than the {least} bits that the cache stores; "
             "use host_tokens for pages in full"
         )
-    return Storage(keys=name, values=name, rotate=bits < 8)
+    return fewer
 
 
 class PagedCache(QuantizedCache):

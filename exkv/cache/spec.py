@@ -38,6 +38,10 @@ class LayerWindows(Protocol):
     def sliding_window(self) -> int | None:
         """Tokens that a sliding layer sees."""
 
+    @property
+    def cache_layers(self) -> int:
+        """Layers of the cache."""
+
     def slides(self, layer: int) -> bool:
         """Whether the layer has a sliding window."""
 

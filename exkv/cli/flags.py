@@ -133,7 +133,12 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "metavar": "TOKENS",
         "help": "tokens that the cache holds (as many as fit, up to the model's positions)",
     },
-    ("--cache",): {"choices": list(CACHES), "default": "fp16", "help": "kind of cache (fp16)"},
+    ("--cache",): {
+        "choices": [*CACHES, BEST],
+        "default": "fp16",
+        "help": "kind of cache (fp16); best for the least lossy that fits, with --calibration by "
+        "layer",
+    },
     ("--chunk-size",): {
         "type": count,
         "metavar": "TOKENS",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from exkv.cache import CACHES, KVCache
+from exkv.cache import BY_LOSS, CACHES, KVCache
 from exkv.checkpoint import ModelConfig
 from exkv.decode import Generator
 from exkv.decode.speculation import OWN_HEAD, Draft
@@ -19,6 +19,7 @@ from exkv.decode.speculation.limits import check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.best import planned
+from exkv.planning.best_cache import best_kind
 from exkv.planning.budgets import without
 from exkv.planning.fitting import ways
 from exkv.planning.solve import longest_in
@@ -100,18 +101,31 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
         check_same_vocabulary(*models)
     found = [without(replaced, budget) for budget in budgets(args, models[0])]
     length, shortened = _length(models, args, found)
-    kind = CACHES[args.cache]
-    caches = [kind(model, max_seq_len=length, snapshots=True) for model in models]
-    shapes = [CacheShape.of(cache) for cache in caches]
+    scenario = _with_caches(models, args, found, length)
+    shapes = [workload.promise.caches[0] for workload in scenario.workloads]
+    caches = [shape.made(model) for shape, model in zip(shapes, models, strict=True)]
     return Prepared(
         name=Path(args.model).resolve().name,
         model=models[0],
         cache=caches[0],
         tokenizer=tokenizer,
         draft=caches[1] if len(caches) > 1 else None,
-        plans=planned(_scenario(models, shapes, args, found))[1],
+        plans=planned(scenario)[1],
         shortened=shortened,
     )
+
+
+def _with_caches(
+    models: Sequence[Model], args: argparse.Namespace, budgets: Sequence[Budget], length: int
+) -> Scenario:
+    """With caches of this many tokens, of the kind that the flags name, or the best."""
+    kind = CACHES["fp16" if args.cache == BEST else args.cache]
+    shapes = [CacheShape.planned(model, kind, length, 1, snapshots=True) for model in models]
+    scenario = _scenario(models, shapes, args, budgets)
+    if args.cache != BEST:
+        return scenario
+    best = best_kind(scenario)
+    return scenario.as_kind(CACHES[BY_LOSS[-1]]) if best is None else best.scenario
 
 
 def model_of(
@@ -148,7 +162,8 @@ def _length(
     """Capacity of the caches in tokens, and whether memory limits it to fewer than the models'
     positions."""
     most = min(model.config.max_position_embeddings for model in models)
-    if args.max_seq_len is not None or args.weights == BEST:  # best has bits to choose, not tokens
+    if args.max_seq_len is not None or BEST in (args.weights, args.cache):
+        # It has bits to choose, not tokens.
         return args.max_seq_len or most, False
     kind = CACHES[args.cache]
     shapes = [CacheShape.planned(model, kind, most, 1, snapshots=True) for model in models]

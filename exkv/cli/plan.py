@@ -309,7 +309,7 @@ def _print(
 ) -> None:
     workload = answer.scenario.workloads[names.index("model")]
     cache, chunk = workload.promise.caches[0], workload.promise.max_input_len
-    kind = next(name for name, kind in CACHES.items() if kind is cache.kind)
+    kind = answer.found.get("cache") or next(n for n, kind in CACHES.items() if kind is cache.kind)
     console.print(
         f"{args.model}: {cache.batch_size} x {cache.max_seq_len:,} tokens, {kind} cache, chunks of "
         f"{chunk:,}, {answer.scenario.objective}",

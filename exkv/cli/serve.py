@@ -13,6 +13,7 @@ from rich.console import Console
 from exkv import PlacementError
 from exkv.decode.speculation import OWN_HEAD
 from exkv.serve.hosting import CACHE_BITS, ModelFolder, Prepared, ServeOptions, model_folder
+from exkv.weights.on_load import BEST
 
 from .flags import add_loading_flags, count, number, whole
 from .hosts import model_kind
@@ -27,7 +28,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "--max-seq-len": {
         "help": "tokens of the cache, for all jobs together (the model's positions, at most 32768)"
     },
-    "--cache": {"choices": list(CACHE_BITS)},
+    "--cache": {"choices": [*CACHE_BITS, BEST]},
     "--chunk-size": {"help": "the most tokens of a prompt to run at once (256, or fewer that fit)"},
 }
 

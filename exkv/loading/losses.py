@@ -20,18 +20,17 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from exkv.batch import Batch, Lengths
-from exkv.cache import BY_LOSS, CACHES, CacheLayer, NoCacheLayer, make_layers
+from exkv.cache import NoCacheLayer
 from exkv.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from exkv.devices import CPU
 from exkv.models import Transformer, Unit
 from exkv.models.units import UnitSpec
-from exkv.ops.kv_formats import FORMATS
 from exkv.text import Tokenizer
 from exkv.weights import formats_of
 from exkv.weights.choice import Losses
@@ -43,10 +42,11 @@ from exkv.weights.settings import EMBEDDING, HEAD
 from .measured_file import MeasuredFile, digest
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FILE = "exkv-losses.json"
 #: Of the file, and of the way in which figures are found: those of another are measured anew.
-_VERSION = 3
+_VERSION = 4
 #: Tokens of a text that are looked at: their hidden states are in memory once for each unit.
 MOST_TOKENS = 512
 _FEWEST_TOKENS = 32
@@ -67,19 +67,15 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
         ValueError: the text is too short.
         CheckpointError: the files are damaged, or contradict the config.
     """
-    try:
-        checkpoint = None if model.config.path is None else open_checkpoint(model.config.path)
-    except FileNotFoundError:
-        checkpoint = None  # a config alone
+    checkpoint = opened(model)
     if checkpoint is None:
         return of_weights(model, None)
     with checkpoint:
-        ids = None if text is None else _ids(model.config, text)
+        ids = None if text is None else ids_of(model.config, text)
         key = "weights" if ids is None else f"text {digest(ids)}"
 
         def measured() -> Losses:
-            logger.info("%s: measuring what fewer bits cost", model.config.path)
-            checkpoint.expect(model.stored_tensors(), model.unused_modules())
+            begin(model, checkpoint)
             return (
                 of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
             )
@@ -87,7 +83,21 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
         return kept(model, checkpoint.fingerprint, key, measured)
 
 
-def _ids(config: ModelConfig, text: str) -> list[int]:
+def opened(model: Transformer) -> Checkpoint | None:
+    """The model's files; None of a config alone."""
+    try:
+        return None if model.config.path is None else open_checkpoint(model.config.path)
+    except FileNotFoundError:
+        return None
+
+
+def begin(model: Transformer, checkpoint: Checkpoint) -> None:
+    """Before units are read one by one: errors as of :func:`losses_of`."""
+    logger.info("%s: measuring what fewer bits cost", model.config.path)
+    checkpoint.expect(model.stored_tensors(), model.unused_modules())
+
+
+def ids_of(config: ModelConfig, text: str) -> list[int]:
     assert config.path is not None
     ids = Tokenizer(config.path).encode(text)[:MOST_TOKENS]
     if len(ids) < _FEWEST_TOKENS:
@@ -100,13 +110,32 @@ def _ids(config: ModelConfig, text: str) -> list[int]:
 
 def kept(model: Transformer, fingerprint: str, key: str, measured: Callable[[], Losses]) -> Losses:
     """The losses under a key of the checkpoint's file; measured and kept there if it has none."""
+    units = [unit.name for unit in model.units]
+    return kept_as(
+        model, fingerprint, key, measured, lambda values: _checked(values, units), asdict
+    )
+
+
+def kept_as(
+    model: Transformer,
+    fingerprint: str,
+    key: str,
+    measured: Callable[[], T],
+    checked: Callable[[Any], T],
+    written: Callable[[T], Any],
+) -> T:
+    """The same of figures of any kind.
+
+    Args:
+        checked: makes them of JSON's values, as of :class:`MeasuredFile`.
+        written: makes JSON's values of them.
+    """
     assert model.config.path is not None
     file = MeasuredFile(model.config.path, FILE, fingerprint, _VERSION)
-    units = [unit.name for unit in model.units]
-    found = file.read(key, lambda values: _checked(values, units))
+    found = file.read(key, checked)
     if found is None:
         found = measured()
-        file.write(key, asdict(found))
+        file.write(key, written(found))
     return found
 
 
@@ -117,11 +146,7 @@ def of_weights(model: Transformer, checkpoint: Checkpoint | None) -> Losses:
     """By the weights of a checkpoint, or None for normally distributed ones."""
     specs = model.specs_kept(AS_STORED)
     units = {spec.name: _unit_loss(model, spec, checkpoint) for spec in specs}
-    caches = {
-        name: sum(_stored_loss(*spec.storage.formats) for spec in CACHES[name].layer_specs(model))
-        for name in BY_LOSS
-    }
-    return Losses(units=units, caches=caches)
+    return Losses(units=units)
 
 
 def _unit_loss(
@@ -172,16 +197,6 @@ def _normal_loss(bits: int, group: int, scale: torch.dtype) -> float:
     """The share of squares that is lost of normally distributed weights."""
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     return squared_error(weight, bits, group, scale) / weight.square().sum().item()
-
-
-@functools.cache
-def _stored_loss(*formats: str) -> float:
-    """The same of keys and values in these formats, of heads of 128; their mean."""
-    x = torch.randn(1, 256, 4, 128, generator=torch.Generator().manual_seed(0))
-    lost = 0.0
-    for format in map(FORMATS.__getitem__, formats):
-        lost += (format.widen(format.encode(x), x.dtype) - x).square().sum().item()
-    return lost / (len(formats) * x.square().sum().item())
 
 
 # By the divergence on a text --------------------------------------------------------------------
@@ -247,17 +262,23 @@ class TextLosses:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
         self.checkpoint, self.ids = checkpoint, torch.tensor([ids])
         self.model = Transformer(config, dtype=torch.float32)
-        self.half = len(ids) // 2
+
+    def measured(self) -> Losses:
+        """The divergence for every unit in each way, in nats a token."""
+        found = self.scaled()
+        return Losses(
+            units={name: each.unit for name, each in found.items()},
+            matrices={name: each.matrices for name, each in found.items() if each.matrices},
+        )
 
     @torch.no_grad()
-    def measured(self) -> Losses:
-        """The divergence for every unit in each way, and for each kind of cache, in nats a token.
+    def scaled(self) -> dict[str, Errors]:
+        """The same, by the units' names.
 
         It grows as the square of a small error. So it is measured in one way, ``_FOLLOWED``; the
         others' is that times their output's squared error, by the squared error of that one.
         """
         errors: dict[str, Errors] = {}
-        of_caches: dict[str, dict[str, float]] = {}
         *units, head = self.model.units
         x, followed = self.ids, dict[str, torch.Tensor]()
         for unit in units:
@@ -265,8 +286,6 @@ class TextLosses:
             y = self.run(module, x)
             for name, state in followed.items():
                 followed[name] = self.run(module, state)
-            if unit.spec.layer is not None:
-                of_caches[unit.name] = self._of_caches(unit.spec.layer, module, x, y)
             errors[unit.name], found = self.of_unit(unit, module, x, y)
             if found is not None:
                 followed[unit.name] = found
@@ -279,22 +298,16 @@ class TextLosses:
         if found is not None:
             lost[head.name] = _divergence(logits, found)
         scale = {n: kl / (errors[n].unit[self.followed] or 1.0) for n, kl in lost.items()}
-        scaled = {name: each.times(scale.get(name, 0.0)) for name, each in errors.items()}
-        return Losses(
-            units={name: each.unit for name, each in scaled.items()},
-            matrices={name: each.matrices for name, each in scaled.items() if each.matrices},
-            caches={
-                cache: sum(scale[name] * each[cache] for name, each in of_caches.items())
-                for cache in BY_LOSS
-            },
-        )
+        return {name: each.times(scale.get(name, 0.0)) for name, each in errors.items()}
 
     def run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = module(x, self._batch(0, self.ids.shape[1]), NoCacheLayer())
+        y: torch.Tensor = module(x, self.batch, NoCacheLayer())
         return y
 
-    def _batch(self, past: int, end: int) -> Batch:
-        lengths = Lengths.uniform(1, past, end - past)
+    @property
+    def batch(self) -> Batch:
+        """The text in one call."""
+        lengths = Lengths.uniform(1, 0, self.ids.shape[1])
         return Batch.on(CPU, lengths, self.model.rotary, torch.float32)
 
     def read(self, index: int, option: str) -> nn.Module:
@@ -328,25 +341,6 @@ class TextLosses:
                 errors.matrices.setdefault(name, {AS_STORED: 0.0})[option] = error
         return errors.adding_up(), followed
 
-    def _of_caches(
-        self, layer: int, module: nn.Module, x: torch.Tensor, y: torch.Tensor
-    ) -> dict[str, float]:
-        exact = dict.fromkeys(BY_LOSS[:1], 0.0)
-        return exact | {name: self._of_cache(name, layer, module, x, y) for name in BY_LOSS[1:]}
-
-    def _of_cache(
-        self, name: str, layer: int, module: nn.Module, x: torch.Tensor, y: torch.Tensor
-    ) -> float:
-        """What the text's second half loses, which sees the first through the cache."""
-        spec = CACHES[name].layer_specs(self.model, self.ids.shape[1])[layer]
-        if spec.is_exact(self.ids.shape[1]):
-            return 0.0
-        store: CacheLayer = make_layers([spec.alone])[0]
-        store.allocate(CPU, spec.capacity)
-        module(x[:, : self.half], self._batch(0, self.half), store)
-        found = module(x[:, self.half :], self._batch(self.half, self.ids.shape[1]), store)
-        return relative(found, y[:, self.half :])
-
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The squared error as a share of the squares, of each token; their mean."""
@@ -371,7 +365,7 @@ def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
     found = Losses(**{each.name: values[each.name] for each in fields(Losses)})
     matrices = [each for unit in found.matrices.values() for each in unit.values()]
     stays = [AS_STORED]
-    tables = [(found.units.keys(), units), (found.caches.keys(), BY_LOSS)]
+    tables = [(found.units.keys(), units)]
     tables += [(each.keys(), OPTIONS) for each in matrices]
     tables += [(e.keys(), stays if len(e) == 1 else OPTIONS) for e in found.units.values()]
     for names, expected in tables:
@@ -379,8 +373,7 @@ def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
             raise ValueError(f"it is of {', '.join(map(str, names))}")
     if not found.matrices.keys() <= set(units):
         raise ValueError(f"it has matrices of {', '.join(map(str, found.matrices))}")
-    tables_of_numbers = (*found.units.values(), *matrices, found.caches)
-    numbers = [n for each in tables_of_numbers for n in each.values()]
+    numbers = [n for each in (*found.units.values(), *matrices) for n in each.values()]
     if not all(isinstance(n, float) and 0 <= n < math.inf for n in numbers):
         raise ValueError("a loss is no number of 0 or more")
     return found

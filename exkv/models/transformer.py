@@ -21,6 +21,7 @@ from exkv import devices, epochs
 from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.cache.paging.pool import PagePool
+from exkv.cache.stored_bits import CacheLosses
 from exkv.checkpoint import DTYPES, Checkpoint, ExpectedTensor, ModelConfig, open_checkpoint
 from exkv.errors import Attempt, PlacementError, is_out_of_memory
 from exkv.layers import RotaryTables
@@ -128,6 +129,11 @@ class Transformer:
     def losses(self) -> Losses | None:
         """What each unit loses in each way of keeping its weights, for a plan to choose among
         these; None where there is nothing to choose."""
+        return None
+
+    def cache_losses(self) -> CacheLosses | None:
+        """What each layer loses by keys and values of fewer bits, for a plan to choose the bits of
+        a cache; None where nothing is known."""
         return None
 
     def usage(self) -> Mapping[str, tuple[float, ...]] | None:

@@ -23,12 +23,13 @@ from exkv.layers.split_experts import HostRates, rows_to_stream
 from exkv.models import Unit
 from exkv.sizes import human
 
-from .best import given_up, least_lossy_with_cache, settled
+from .best import given_up, settled
+from .best_cache import best_kind
 from .expected_time import Expected, expected, where_experts_are
 from .fitting import even_with
 from .plan import Plan, UnitCost
 from .scenario import Scenario
-from .solve import extra_memory, least_lossy, nearest_changes
+from .solve import extra_memory, nearest_changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,26 +97,13 @@ def solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answ
 
 def best_cache(scenario: Scenario) -> Answer:
     """With the least lossy cache, and weights where they are to be chosen, that fits."""
-    if any(workload.model.losses() for workload in scenario.workloads):
-        return _best_of_both(scenario)
-    name = least_lossy(scenario)
-    if name is None:
-        answer = fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
-        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
-    answer = fixed(scenario.as_kind(CACHES[name]))
-    words = f"The least lossy cache that fits is {name}. {answer.sentence}"
-    return replace(answer, sentence=words, found={"cache": name, **answer.found})
-
-
-def _best_of_both(scenario: Scenario) -> Answer:
-    best = least_lossy_with_cache(scenario)
+    best = best_kind(scenario)
     if best is None:
         answer = fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
         return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
-    name, settled_so = best
-    answer = fixed(settled_so)
-    words = f"The cache with which least is lost is {name}. {answer.sentence}"
-    return replace(answer, sentence=words, found={"cache": name, **answer.found})
+    answer = fixed(best.scenario)
+    words = f"The least lossy cache that fits is {best}. {answer.sentence}"
+    return replace(answer, sentence=words, found={**best.values(), **answer.found})
 
 
 def _refusal(scenario: Scenario, error: PlacementError) -> Answer:

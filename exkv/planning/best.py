@@ -1,8 +1,7 @@
 """``weights="best"``: of all ways of keeping each unit's weights, those that lose least and fit.
 
 Options and their ledger lines come from here, the search among them is ``search.choose``'s.
-``least_lossy_with_cache`` chooses the cache too: what a kind of cache loses over all layers counts
-as what weights lose (``exkv.weights.choice`` says what that is).
+``best_cache`` chooses the bits of a cache too, layer by layer.
 
 Where losses are known of a layer's matrices, its options are the Pareto front of bytes and loss
 over all mixes of these (``search.knapsack.front``), thinned: a unit that has more gets one of fewer
@@ -20,7 +19,6 @@ from itertools import groupby
 
 import numpy as np
 
-from exkv.cache import BY_LOSS, CACHES
 from exkv.errors import PlacementError
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.expert_groups import is_routed, parsed
@@ -59,7 +57,7 @@ def settled(scenario: Scenario) -> Scenario:
     """The scenario with all chosen that it leaves open: how calls run, by ``fitting``, then the
     weights of each model, and which experts lie in host memory. Where nothing fits, the weights
     have the fewest bits, so that a refusal says what lacks even then."""
-    sized = fitted(scenario, lambda way: _in_fewest_bits(way).fits())
+    sized = fitted(scenario, lambda way: in_fewest_bits(way).fits())
     return with_host_experts(_with_weights(sized))
 
 
@@ -72,7 +70,7 @@ def _with_weights(scenario: Scenario) -> Scenario:
     return scenario
 
 
-def _in_fewest_bits(scenario: Scenario) -> Scenario:
+def in_fewest_bits(scenario: Scenario) -> Scenario:
     """With the weights that are open as small as can be."""
     return scenario.each(_smallest)
 
@@ -90,29 +88,37 @@ def _alike(losses: Losses, option: str) -> Choice:
 
 
 def _settle(scenario: Scenario, position: int) -> Scenario:
-    workload = scenario.workloads[position]
-    losses = workload.model.losses()
-    assert losses is not None
-    whole, sizes = unit_options(workload, scenario)
+    whole, mixes = weight_options(scenario.workloads[position], scenario)
     budgets = scenario.budgets_of(position)
-    ways = [whole]
-    if losses.matrices:
-        mixes = [
-            _mixes(each, losses.matrices[each[0].name], size) if size else each
-            for each, size in zip(whole, sizes, strict=True)
-        ]
-        ways = [mixes, whole]
-    for options in ways:
+    for options in (mixes, whole):
+        if options is None:
+            continue
         costs = least_lossy_units(options, budgets, scenario.order)
         if scenario.may_have_host_experts(position):
             if found := _with_experts_apart(scenario, position, options, costs):
                 return found
         elif costs:
-            settled = _as_chosen(scenario, position, costs)
-            if options is whole or settled.places(position):
-                return settled
+            chosen = as_chosen(scenario, position, costs)
+            if options is whole or chosen.places(position):
+                return chosen
     costs = [min(each, key=lambda cost: cost.weights) for each in whole]
-    return _as_chosen(scenario, position, costs)
+    return as_chosen(scenario, position, costs)
+
+
+def weight_options(
+    workload: Workload, scenario: Scenario
+) -> tuple[list[list[UnitCost]], list[list[UnitCost]] | None]:
+    """Each unit's options with its weights kept alike, and over all mixes of its matrices, where
+    it is known what these lose."""
+    losses = workload.model.losses()
+    assert losses is not None
+    whole, sizes = unit_options(workload, scenario)
+    if not losses.matrices:
+        return whole, None
+    return whole, [
+        _mixes(each, losses.matrices[each[0].name], size) if size else each
+        for each, size in zip(whole, sizes, strict=True)
+    ]
 
 
 def _with_experts_apart(
@@ -136,7 +142,7 @@ def _with_experts_apart(
         if best is None:
             break
         lost = loss_of(best)
-        settled = _as_chosen(scenario, position, best, 1 - search.least / lost if lost else 0.0)
+        settled = as_chosen(scenario, position, best, 1 - search.least / lost if lost else 0.0)
         if with_host_experts(settled).places(position):
             return settled
         if best is costs:
@@ -146,7 +152,7 @@ def _with_experts_apart(
     return None
 
 
-def _as_chosen(
+def as_chosen(
     scenario: Scenario, position: int, costs: Sequence[UnitCost], gap: float = 0.0
 ) -> Scenario:
     choice = Choice(
@@ -250,23 +256,6 @@ def item_of(sizes: Mapping[str, int], losses: Mapping[str, float]) -> Item:
         np.array([sizes[option] for option in OPTIONS]),
         np.array([losses[option] for option in OPTIONS]),
     )
-
-
-def least_lossy_with_cache(scenario: Scenario) -> tuple[str, Scenario] | None:
-    """The kind of cache, of those that keep every token on its layer's device, and the weights
-    that lose least together; None where nothing fits."""
-    found: list[tuple[float, str, Scenario]] = []
-    for name in BY_LOSS:
-        lost = sum(losses.caches[name] for w in scenario.workloads if (losses := w.model.losses()))
-        if found and lost >= min(found)[0]:
-            continue
-        tried = settled(scenario.as_kind(CACHES[name]))
-        if tried.fits():
-            found.append((lost + weights_loss(tried), name, tried))
-    if not found:
-        return None
-    _, name, best = min(found, key=lambda each: each[0])
-    return name, best
 
 
 def weights_loss(scenario: Scenario) -> float:

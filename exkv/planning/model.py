@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from exkv.cache.stored_bits import CacheLosses
 from exkv.checkpoint import ModelConfig
 from exkv.layers import RotaryTables
 from exkv.models import Transformer, Unit
@@ -32,6 +33,8 @@ class ModelShape:
             None if there is no choice.
         units_kept: returns the units with the weight formats of a choice.
         usage: returns the share of tokens that choose each expert, by unit; None if it isn't known.
+        cache_losses: returns what fewer bits of a cache lose, measured at the first call; None if
+            nothing is known.
     """
 
     config: ModelConfig
@@ -47,6 +50,7 @@ class ModelShape:
     losses: Callable[[], Losses | None]
     units_kept: Callable[[Choice], tuple[Unit, ...]]
     usage: Callable[[], Mapping[str, tuple[float, ...]] | None]
+    cache_losses: Callable[[], CacheLosses | None]
 
     @classmethod
     def of(cls, model: Transformer | ModelShape) -> ModelShape:

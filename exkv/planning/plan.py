@@ -117,7 +117,8 @@ class UnitCost:
             ``cache`` and ``host_cache``, which cost nothing beside it.
         pinned: where it must be placed, whatever the budgets.
         kept: what its weights are kept as, where a plan chooses that.
-        loss: by that, as ``exkv.planning.best`` counts it.
+        stored: pair of bits (``exkv.cache.stored_bits``) of its layer in caches, likewise.
+        loss: by both, as ``exkv.planning.best`` counts it.
         hidden: of the hidden states of the largest call, which units hand on from one to the next.
         hidden_step: of those of a decode step.
     """
@@ -135,6 +136,7 @@ class UnitCost:
     segments: int = 0
     reserved: Mapping[str, int] = field(default_factory=dict)
     kept: str | None = None
+    stored: str | None = None
     loss: float = 0.0
     hidden: int = 0
     hidden_step: int = 0

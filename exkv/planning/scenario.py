@@ -308,6 +308,10 @@ class Workload:
     def as_kind(self, kind: type[KVCache]) -> Workload:
         return self._each(lambda cache: cache.as_kind(self.model, kind))
 
+    def stored(self, pairs: Mapping[int, str]) -> Workload:
+        """With keys and values of these layers in a pair of bits, in every cache."""
+        return self._each(lambda cache: cache.stored(pairs))
+
     def _each(self, change: Callable[[CacheShape], CacheShape]) -> Workload:
         caches = tuple(map(change, self.promise.caches))
         return replace(self, promise=replace(self.promise, caches=caches))

@@ -8,7 +8,7 @@ nothing is allocated, and a layer takes a few milliseconds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -17,10 +17,11 @@ from torch import nn
 from exkv import devices as accelerators
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
-from exkv.cache.base import HasConfig
+from exkv.cache.base import CacheOwner, HasConfig
 from exkv.cache.paging.growth import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
 from exkv.cache.state import StateLayer
+from exkv.cache.stored_bits import storage_of
 from exkv.caching_allocator import Rules
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
@@ -177,8 +178,21 @@ class CacheShape:
 
     def as_kind(self, model: HasConfig, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
-        found = self.planned(model, kind, self.max_seq_len, self.batch_size)
-        return replace(found, layers=self._lent(found.layers))
+        specs = kind.layer_specs(model, self.max_seq_len, self.batch_size)
+        pairs = zip(specs, self.layers, strict=True)
+        specs = [replace(spec, state=layer.spec.state) for spec, layer in pairs]  # with snapshots
+        return replace(self, kind=kind, layers=self._lent(tuple(make_layers(specs))))
+
+    def made(self, model: CacheOwner) -> KVCache:
+        """The cache itself, for a model."""
+        return self.kind.of(model, [layer.spec for layer in self.layers], self.call_len)
+
+    def stored(self, pairs: Mapping[int, str]) -> CacheShape:
+        """With keys and values of these layers in a pair of bits (``exkv.cache.stored_bits``)."""
+        specs = [layer.spec for layer in self.layers]
+        for layer, pair in pairs.items():
+            specs[layer] = replace(specs[layer], storage=storage_of(pair))
+        return replace(self, layers=self._lent(tuple(make_layers(specs))))
 
     def _lent(self, layers: tuple[CacheLayer, ...]) -> tuple[CacheLayer, ...]:
         """Layers that use another cache's storage where these here do."""

@@ -33,11 +33,13 @@ from exkv.planning import (
 )
 from exkv.planning.answer import Answer, as_values, fixed, solved
 from exkv.planning.best import planned
+from exkv.planning.best_cache import best_bits, in_fewest_bits_of_caches
 from exkv.planning.budgets import without
 from exkv.planning.solve import longest
 from exkv.sampling import SamplingParams
 from exkv.text import Tokenizer
 from exkv.version import __version__
+from exkv.weights.on_load import BEST
 
 #: Kinds of cache -> bits of a key or value.
 CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
@@ -55,7 +57,8 @@ class ServeOptions:
     Attributes:
         max_seq_len: tokens in the cache, over all jobs; None for as many as the model has
             positions, up to 32,768.
-        cache: one of ``CACHE_BITS``.
+        cache: one of ``CACHE_BITS``; "best" for the most bits that fit, with a calibration text by
+            layer what loses least.
         page: tokens per page; prompts share whole pages.
         host_tokens: capacity, in tokens, of the host memory tier for evicted pages of the prefix
             cache.
@@ -100,8 +103,9 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.max_seq_len is not None and self.max_seq_len > _MOST_TOKENS:
             raise ValueError(f"max_seq_len is {self.max_seq_len:,}; at most {_MOST_TOKENS:,}")
-        if self.cache not in CACHE_BITS:
-            raise ValueError(f"cache is {self.cache!r:.40}; it is one of {', '.join(CACHE_BITS)}")
+        if self.cache not in (*CACHE_BITS, BEST):
+            known = ", ".join((*CACHE_BITS, BEST))
+            raise ValueError(f"cache is {self.cache!r:.40}; it is one of {known}")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r:.40}; it is one of {', '.join(DTYPES)}")
         if self.gpu_split is not None and self.reserve is not None:
@@ -191,12 +195,12 @@ class Prepared:
             check_same_vocabulary(*self.models)
         self.limit = min(model.config.max_position_embeddings for model in self.models)
         tokens = options.max_seq_len or min(self.limit, _TOKENS)
-        self.caches = [
+        self.caches: list[KVCache] = [
             PagedCache(
                 model,
                 max_seq_len=tokens,
                 page=options.page,
-                nbits=CACHE_BITS[options.cache],
+                nbits=CACHE_BITS.get(options.cache, 16),  # until the best are chosen
                 host_tokens=options.host_tokens if model is self.model else 0,
                 snapshots=options.draft is not None,
             )
@@ -209,7 +213,7 @@ class Prepared:
         return self.models[0]
 
     @property
-    def cache(self) -> PagedCache:
+    def cache(self) -> KVCache:
         """The target's cache."""
         return self.caches[0]
 
@@ -225,6 +229,7 @@ class Prepared:
             PlacementError: it doesn't fit.
             CheckpointError: the weights are damaged.
         """
+        self._choose_cache()
         with_engine, _, _ = planned(self._scenario())  # the engine doesn't exist yet
         for model, workload in zip(self.models, with_engine.workloads, strict=True):
             model.max_input_len = workload.promise.max_input_len
@@ -308,6 +313,7 @@ class Prepared:
             leaving: loaded models whose memory counts as free.
             as_long_as_fits: plan the longest cache that fits.
         """
+        self._choose_cache(leaving)
         scenario = self._scenario(leaving)
         if as_long_as_fits:
             found = longest(scenario, self.limit)
@@ -344,6 +350,21 @@ class Prepared:
             return at_once * full + beside
         most = min(at_once * pages, options.away_tokens // options.page)
         return most * full // pages + beside
+
+    def _choose_cache(self, leaving: Sequence[Model] = ()) -> None:
+        """Make the caches that lose least of those that fit, where that is asked for; in as few
+        bits as there are where none fits."""
+        if self.options.cache != BEST:
+            return
+        scenario = self._scenario(leaving)
+        best = best_bits(scenario)
+        found = in_fewest_bits_of_caches(scenario) if best is None else best.scenario
+        for model, cache in zip(self.models, self.caches, strict=True):
+            model.forget_cache(cache)
+        self.caches = [
+            workload.promise.caches[0].made(model)
+            for workload, model in zip(found.workloads, self.models, strict=True)
+        ]
 
     def _scenario(self, leaving: Sequence[Model] = (), *, engine: bool = True) -> Scenario:
         """The models with their caches and with those that the engine adds in the same page pool:

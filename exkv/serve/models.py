@@ -17,13 +17,15 @@ from fastapi.responses import StreamingResponse
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from exkv.decode.speculation import OWN_HEAD
+from exkv.weights.on_load import BEST
 
 from .answers import UNCACHED, RequestError, event
 from .hosting import CACHE_BITS, ModelFolder, ServedModel, ServeOptions
 from .serving import Serving, in_new_thread
 
 #: Cache names of TabbyAPI and of exkv.
-_MODES = {"FP16": "fp16", "Q8": "8bit", "Q4": "4bit", **{name: name for name in CACHE_BITS}}
+_MODES = {"FP16": "fp16", "Q8": "8bit", "Q4": "4bit", BEST: BEST, **{n: n for n in CACHE_BITS}}
+_SAID = {"fp16": "FP16", "8bit": "Q8", "4bit": "Q4", "2bit": "Q2"}
 _MIB = 1 << 20
 
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -129,7 +131,7 @@ def _full_card(model: ServedModel) -> dict[str, Any]:
     parameters = {
         "max_seq_len": tokens,
         "cache_size": tokens,
-        "cache_mode": {"fp16": "FP16", "8bit": "Q8", "4bit": "Q4"}.get(options.cache, "Q2"),
+        "cache_mode": _SAID.get(options.cache, options.cache),
         "chunk_size": options.chunk_size or model.chunk,
         "max_batch_size": options.max_running,
         "rope_scale": 1.0,

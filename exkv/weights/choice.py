@@ -22,13 +22,11 @@ class Losses:
 
     Attributes:
         units: unit's name -> one of ``on_load.OPTIONS`` -> loss, 0 for weights as they are stored.
-        caches: name of ``exkv.cache.BY_LOSS`` -> what such a cache loses over all layers.
         matrices: unit's name -> class of its matrices -> option -> loss, for units that may be
             mixed; their losses add up to those of ``units``.
     """
 
     units: Mapping[str, Mapping[str, float]]
-    caches: Mapping[str, float]
     matrices: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
 
     def of(self, unit: str, kept: str) -> float:

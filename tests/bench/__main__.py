@@ -26,6 +26,7 @@ BENCHES = {
     "quality": "quality",  # what each cache costs the demo model
     "real": "real",  # what caches and integers cost a real model
     "bits": "bits",  # what fewer bits cost real models, ours beside other packers
+    "cache-bits": "cache_bits",  # caches whose bits are chosen by layer
     "hf": "hf_caches",  # caches under transformers' models
     "cluster": "cluster",  # stages with a core each beside one, and llama.cpp's RPC
     "cluster-product": "cluster_product",  # all stages, caches and batches, bit by bit

@@ -15,13 +15,12 @@ from torch.nn.functional import kl_div
 from transformers import LlamaForCausalLM
 from work import function_calls
 
-from exkv import CACHES, Cache, Model, ModelConfig, PlacementError, Tokenizer, place, sim
+from exkv import Cache, Model, ModelConfig, PlacementError, Tokenizer, place, sim
 from exkv.cli import main
-from exkv.devices import CPU
 from exkv.loading import losses
 from exkv.loading.report import LINES
-from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
-from exkv.planning.best import given_up, least_lossy_with_cache, settled, weights_loss
+from exkv.planning import Plan
+from exkv.planning.best import given_up
 from exkv.sizes import human
 from exkv.weights.on_load import OPTIONS, mixed, options_of, with_weights
 
@@ -224,7 +223,6 @@ def test_losses_are_measured_once_for_weights_and_for_each_text(folder, monkeypa
         for unit in found.units.values():
             values = [unit[option] for option in OPTIONS]
             assert values[0] == 0 and values == sorted(values)
-        assert found.caches["fp16"] == 0 < found.caches["8bit"] < found.caches["4bit"]
     assert list(by_text.matrices) == UNITS[1:-1] and not by_weights.matrices
     for unit, matrices in by_text.matrices.items():
         for option in OPTIONS:
@@ -359,29 +357,7 @@ def test_a_refusal_names_the_integers_in_which_the_weights_would_fit(large, caps
     assert not answer(capsys, *arguments, "--weights", "int6")["fits"]
 
 
-def test_the_cache_is_chosen_with_the_weights(folder):
-    model = Model(folder, max_input_len=16, weights="best")
-    cache = CacheShape.planned(model, Cache, 64, 16)
-    roomy = Scenario(
-        workloads=(Workload.of(model, [cache]),), budgets=(Budget(device=CPU, capacity=1 << 30),)
-    )
-    (whole,) = settled(roomy.as_kind(CACHES["8bit"])).attempt()
-    size = whole.ledgers[0].total - whole.ledgers[0].weights * 6 // 10
-    scenario = replace(roomy, budgets=(Budget(device=CPU, capacity=size),))
-    lost = {}
-    for kind, of_cache in model.losses().caches.items():
-        tried = settled(scenario.as_kind(CACHES[kind]))
-        if tried.fits():
-            lost[weights_loss(tried) + of_cache] = kind
-    assert len(lost) > 1
-    name, found = least_lossy_with_cache(scenario)
-    assert lost[min(lost)] == name
-    assert weights_loss(found) + model.losses().caches[name] == min(lost)
-
-
 def test_what_cannot_be_asked_is_refused(folder, capsys):
-    with pytest.raises(ValueError, match="float weights become integers, and weights is None"):
-        Model(folder, calibration="text")
     with pytest.raises(ValueError, match="has 3 tokens; give some hundred words"):
         Model(folder, weights="best", calibration="a").losses()
     assert main(["plan", str(folder), "--weights", "best", "--max-seq-len", "max"]) == 2

@@ -238,7 +238,7 @@ def test_a_mix_counts_and_names_every_matrix_of_every_architecture(name, tmp_pat
     matrices: dict = {unit: {} for unit in losses}
     for layer, matrix in layers.matrices.items():
         matrices[matrix.unit][class_of(layer)] = losses[matrix.unit]
-    found = Mixes(layers=layers, losses=Losses(units=losses, caches={}, matrices=matrices))
+    found = Mixes(layers=layers, losses=Losses(units=losses, matrices=matrices))
     kept = found.at(6.0)
     assert layers.bits(kept) <= 6.0
     try:

@@ -49,6 +49,7 @@ class _Windows:
     """A ``LayerWindows`` of one layer."""
 
     sliding_window: int | None
+    cache_layers: int
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None
@@ -424,7 +425,7 @@ def layer_specs(
         window = _window(layer_type, kwargs, kind)
         one = None
         if layer_type in _ATTENTION:
-            windows = _Windows(sliding_window=window or None)
+            windows = _Windows(sliding_window=window or None, cache_layers=len(layer_types))
             one = _without_pages(made.compose(spec, windows, layer, **known))
             if window and kind in STATIC:  # as of stock static caches
                 one = replace(one, retention=Window(window))

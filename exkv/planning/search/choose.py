@@ -32,7 +32,8 @@ from .offer import Offer
 from .orders import Move
 from .ranges import RangeTable
 
-#: Of one unit: what it costs in each way in which its weights can be kept, alike in all else.
+#: Of one unit: what it costs in each way in which its weights, and its layer's keys and values,
+#: can be kept, alike in all else.
 Options: TypeAlias = Sequence[UnitCost]
 
 
@@ -82,6 +83,8 @@ def smallest_of(options: Options) -> UnitCost:
     return replace(
         options[0],
         weights=min(cost.weights for cost in options),
+        cache=min(cost.cache for cost in options),
+        host_cache=min(cost.host_cache for cost in options),
         segments=min(cost.segments for cost in options),
         workspace={kind: min(cost.workspace[kind] for cost in options) for kind in kinds},
         reserved={kind: min(cost.reserved[kind] for cost in options) for kind in segmented},
