@@ -22,6 +22,7 @@ from exkv.cache.stored_bits import EXACT, PAIRS, bits_of, described, pairs_of
 
 from .best import as_chosen, in_fewest_bits, settled, weight_options, weights_loss
 from .fitting import fitted, smallest
+from .model import ModelShape
 from .plan import UnitCost
 from .scenario import Scenario, Workload
 from .search.choose import least_lossy_units
@@ -217,11 +218,21 @@ def _by_layer(scenario: Scenario) -> BestCache | None:
     if chosen is None:
         return None
     stored = {layers[cost.name]: cost.stored for cost in chosen if cost.stored is not None}
-    found = scenario if first.model.losses() is None else as_chosen(scenario, 0, chosen)
+    found = scenario
+    if first.model.losses() is not None:
+        found = as_chosen(scenario, 0, [_without_cache(cost, first.model) for cost in chosen])
     found = replace(found, workloads=(found.workloads[0].stored(stored),))
     if not found.fits():
         return None
     return _best(found, stored, sum(cost.loss for cost in chosen))
+
+
+def _without_cache(cost: UnitCost, model: ModelShape) -> UnitCost:
+    """With the loss of its weights alone."""
+    losses = model.cache_losses()
+    assert losses is not None, "known"
+    lost = 0.0 if cost.stored is None else losses.of(cost.name, cost.stored)
+    return replace(cost, loss=cost.loss - lost)
 
 
 def _cache_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]:
