@@ -42,6 +42,8 @@ struct WeightArguments {
   int64_t outputs() const {
     if (SectionTensors::IsSections(layout)) return layout[1];
     const Tensor& first = tensors[stored() == Stored::kGroups ? 1 : 0];
+    if (PackedTensors::IsTrellis(layout))
+      return first.dim() == 3 ? kTrellisTile * first.size(0) : 0;
     return first.dim() == 2 ? first.size(0) : 0;
   }
 };

@@ -20,6 +20,9 @@ class PackedTensors {
       : name_(std::move(name)), tensors_(tensors), layout_(layout) {}
 
   static bool IsPacked(const std::vector<int64_t>& layout) { return layout[0] < 0; }
+  static bool IsTrellis(const std::vector<int64_t>& layout) {
+    return layout[0] == -1 - static_cast<int64_t>(Packing::kTrellis);
+  }
 
   // ggml's types of points, for which CUDA has no kernels.
   static bool IsOfPoints(const std::vector<int64_t>& layout) {
