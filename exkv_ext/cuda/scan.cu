@@ -16,9 +16,10 @@ constexpr int kThreads = static_cast<int>(kScanChannels) * kParts;
 constexpr int kAhead = 4;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// Grid: blocks of kScanChannels channels of all rows. A lane has kStates numbers of a state.
+// Grid: blocks of kScanChannels channels of all rows. A lane has kStates numbers of a state. (The
+// compiler would make room for two blocks by spilling registers.)
 template <int kStates, typename T>
-__global__ void __launch_bounds__(kThreads) ScanKernel(ScanParams p) {
+__global__ void __launch_bounds__(kThreads, 1) ScanKernel(ScanParams p) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int part = lane / kChannels * kStates;  // the first of its numbers
