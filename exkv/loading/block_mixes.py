@@ -20,7 +20,7 @@ from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.layers.linear import Linear
 from exkv.models import Unit
 from exkv.planning.search.knapsack import Item, least_lossy
-from exkv.weights.feedback import cholesky_factor, compensated, rounded_with_factor
+from exkv.weights.feedback import rounded_with_factor
 from exkv.weights.gguf_rounding import TYPES, blocks_with_factor, values_of
 from exkv.weights.on_load import BITS, class_of
 
@@ -149,34 +149,15 @@ class _ByFactor(Rounding):
 
     formats: Any
     found: Any
-    _factor: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def made(self, path: str, root: torch.Tensor, linear: Linear, weight: torch.Tensor) -> Any:
-        raise NotImplementedError
-
-    def _round(self, path: str, linear: Linear, inputs: tuple[Any, ...]) -> None:
-        x = linear.aligned(*inputs)
-        if self.records:
-            self._floats[path] = x
-        if self.records or path in self.found:
-            return
-        rows, floats = x.flatten(0, -2), self._floats.pop(path).flatten(0, -2)
-        if self._factor is None or self._factor[0] is not x:  # neighbours share inputs
-            try:
-                self._factor = x, cholesky_factor(rows.T @ rows / len(rows))
-            except ValueError as error:
-                raise ValueError(f"{self.unit.name}.{path}: {error}") from None
-        root = self._factor[1]
-        weight = compensated(root, linear.get_parameter("weight").detach(), rows, floats)
-        self.found[path] = self.made(path, root, linear, weight)
+    def block_of(self, path: str) -> int:
+        return 0
 
 
 class _Blocks(_ByFactor):
     """Rounds to blocks, and goes on with what they stand for."""
 
-    def made(
-        self, path: str, root: torch.Tensor, linear: Linear, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def made(self, path: str, linear: Linear, root: torch.Tensor, weight: torch.Tensor) -> Any:
         blocks = blocks_with_factor(root, weight, self.formats[path])
         put_weight(linear, values_of(blocks, self.formats[path]))
         return blocks
@@ -185,9 +166,7 @@ class _Blocks(_ByFactor):
 class _Sampled(_ByFactor):
     """Sees what every type loses of some rows, and changes nothing."""
 
-    def made(
-        self, path: str, root: torch.Tensor, linear: Linear, weight: torch.Tensor
-    ) -> dict[str, float]:
+    def made(self, path: str, linear: Linear, root: torch.Tensor, weight: torch.Tensor) -> Any:
         some = weight[:: max(len(weight) // _ROWS, 1)]
         share = len(weight) / len(some)
         inputs = some.shape[1]

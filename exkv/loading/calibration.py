@@ -221,18 +221,26 @@ class Rounding(contextlib.ExitStack):
             self._floats[path] = x
         if self.records or path in self.found:
             return
-        kept, weight = self.formats[path], linear.get_parameter("weight").detach()
+        block, weight = self.block_of(path), linear.get_parameter("weight").detach()
         try:
-            root = self._root(x, kept.hadamard)
+            root = self._root(x, block)
         except ValueError as error:
             raise ValueError(f"{self.unit.name}.{path}: {error}") from None
         floats = self._floats.pop(path).flatten(0, -2)
         rows, floats, weight = (
-            transformed(each, kept.hadamard) for each in (x.flatten(0, -2), floats, weight)
+            transformed(each, block) for each in (x.flatten(0, -2), floats, weight)
         )
-        made = self.round(path, root, compensated(root, weight, rows, floats))
-        self.found[path] = Rounded(codes=made.codes.cpu(), scale=made.scale.cpu())
-        put_weight(linear, values_of(made, kept))
+        self.found[path] = self.made(path, linear, root, compensated(root, weight, rows, floats))
+
+    def block_of(self, path: str) -> int:
+        """Inputs of a block of the matrix's Hadamard transform; 0 for none."""
+        return self.formats[path].hadamard
+
+    def made(self, path: str, linear: Linear, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
+        """What is found of a matrix; its layer goes on with what that stands for."""
+        found = self.round(path, root, weight)
+        put_weight(linear, values_of(found, self.formats[path]))
+        return Rounded(codes=found.codes.cpu(), scale=found.scale.cpu())
 
     def put_known(self) -> None:
         """Give matrices that were rounded before their values."""
