@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from exkv.batch import Batch
+from exkv.batch import Batch, Lengths
 from exkv.checkpoint import StateTensor
 
 from .layer import CacheLayer
@@ -82,12 +82,20 @@ class StateLayer(CacheLayer):
 
     def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> States:
         """The states of the call's rows; zeros for rows without tokens."""
-        for row, past in enumerate(batch.lengths.past):
+        self.begin(batch.lengths)
+        rows = len(batch.lengths.past)
+        return States({name: tensor[:rows] for name, tensor in self.in_rows().items()}, batch)
+
+    def begin(self, lengths: Lengths) -> None:
+        """Clear the states of a call's rows that have no tokens yet."""
+        for row, past in enumerate(lengths.past):
             if past == 0:
                 for tensor in self.tensors.values():
                     tensor[row].zero_()
-        rows = len(batch.lengths.past)
-        return States({name: tensor[:rows, 0] for name, tensor in self.tensors.items()}, batch)
+
+    def in_rows(self) -> dict[str, Tensor]:
+        """All rows' states, (rows, ...) each, in their places."""
+        return {name: tensor[:, 0] for name, tensor in self.tensors.items()}
 
     @property
     def has_snapshot(self) -> bool:

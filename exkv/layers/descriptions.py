@@ -12,6 +12,7 @@ float32, before rounding (Gemma); without, the normed value is rounded first (Ll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -132,6 +133,92 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A causal convolution of each channel: weight (channels, 1, taps), bias (channels,)."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Some outputs of a projection, by its index: ``count`` heads of ``size``, ``step`` apart."""
+
+    projection: int
+    size: int
+    offset: int = 0
+    step: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """What a layer with a state does behind its convolution: ``gated_delta`` or ``ssd``, and a
+    gated norm of its outputs.
+
+    Attributes:
+        rule: "delta" or "ssd".
+        groups: heads of keys, or groups of heads, which have one norm each in state space duality.
+        step, beta: what they are made of.
+        step_bias: (heads,), or (all channels of keys,) where each has a step.
+        rates: (heads,), logarithms.
+        skip: what is added of the inputs, (heads,); None without.
+        sigmoid: the gate's activation, and not SiLU.
+        order: heads of a group, if the output projection takes the first ones of all groups first.
+        limits: of steps.
+    """
+
+    rule: str
+    groups: int
+    step: Outputs
+    beta: Outputs | None
+    step_bias: Tensor
+    rates: Tensor
+    skip: Tensor | None
+    norm: Norm
+    sigmoid: bool = False
+    order: int = 1
+    largest_beta: float = 1.0
+    limits: tuple[float, float] = (0.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBlock:
+    """A layer with a state in the place of attention: projections, a causal convolution with SiLU
+    and a recurrence, or a convolution alone, between products if there are some; and the output
+    projection.
+
+    Attributes:
+        inputs: the projections before.
+        sources: of each, the earlier one whose outputs it takes, or -1 for the layer's input.
+        mixed: what the convolution goes over, side by side.
+        times: what that is multiplied by first.
+        gate: of the output's.
+    """
+
+    inputs: tuple[Projection, ...]
+    sources: tuple[int, ...]
+    mixed: tuple[Outputs, ...]
+    gate: Outputs
+    convolution: Convolution
+    output: Projection
+    times: Outputs | None = None
+    recurrence: Recurrence | None = None
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The inputs', and the output's."""
+        return (*self.inputs, self.output)
+
+    @property
+    def numbers(self) -> tuple[Weight | Tensor, ...]:
+        """Parameters of the recurrence that may be in float32 in a model of another dtype."""
+        if self.recurrence is None:
+            return ()
+        return tuple(parameters_in((self.recurrence.step_bias, self.recurrence.rates)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedBlock:
     """down(act(gate(x)) * up(x)); ``act`` by config.json's name."""
 
@@ -180,11 +267,11 @@ class ExpertsBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
-    and its norms; None stands for no norm. If ``parallel``, the MLP runs beside attention instead
+    and its norms; None stands for no norm. A layer with a state has that in attention's place. If ``parallel``, the MLP runs beside attention instead
     of after it: its input is before_mlp(x), or attention's input if that is None. Attention and an
     MLP without a description are kept as modules."""
 
-    attention: AttentionBlock | nn.Module
+    attention: AttentionBlock | StateBlock | nn.Module
     mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module
     before_attention: Norm | None
     after_attention: Norm | None
@@ -310,7 +397,7 @@ def _runs(value: object) -> bool:
     return callable(value) or isinstance(value, property)
 
 
-def _weight(matrix: Matrix) -> Weight:
+def weight_of(matrix: Matrix) -> Weight:
     """Describe a matrix; raise NotDescribed if native code doesn't know its format."""
     format = matrix.format
     if format.native(matrix.size) is None:
@@ -322,7 +409,7 @@ def _weight(matrix: Matrix) -> Weight:
 @describes(Linear)
 def _linear(linear: Linear) -> Projection:
     bias = None if linear._parameters["bias"] is None else parameter(linear, "bias")
-    return Projection(weight=_weight(linear), bias=bias)
+    return Projection(weight=weight_of(linear), bias=bias)
 
 
 @describes(ExactLinear)
@@ -336,4 +423,4 @@ def _exact(linear: ExactLinear) -> Projection:
 def _embedding(embedding: Embedding) -> EmbeddingTable:
     if embedding.format.transform:
         raise NotDescribed(f"a table in {embedding.format.name}")
-    return EmbeddingTable(weight=_weight(embedding), scale=embedding.multiplier)
+    return EmbeddingTable(weight=weight_of(embedding), scale=embedding.multiplier)

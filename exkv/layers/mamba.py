@@ -11,6 +11,16 @@ from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.mamba import Mamba2Config, MambaConfig
 from exkv.ops.activations import ACTIVATIONS
 
+from .descriptions import (
+    Norm,
+    NotDescribed,
+    Outputs,
+    Recurrence,
+    StateBlock,
+    describe,
+    describes,
+    parameter,
+)
 from .linear import Linear, PlainModule, weight
 from .norm import RMSNorm
 from .recurrent import CausalConv, KeepsState
@@ -153,3 +163,35 @@ class Mamba(PlainModule):
     ) -> Tensor:
         rates = -self.A_log.exp().t()
         return torch.ops.exkv.selective_scan(x, steps, rates, b, c, self.D, state, new_lens)
+
+
+@describes(GatedNorm)
+def _gated_norm(norm: GatedNorm) -> Norm:
+    return Norm(weight=parameter(norm, "weight"), eps=norm.eps, offset=False)
+
+
+@describes(Mamba2)
+def _mamba2(layer: Mamba2) -> StateBlock:
+    if layer.act != "silu" or type(layer.norm) is not GatedNorm:
+        raise NotDescribed(f"Mamba2 with {layer.act} and {type(layer.norm).__name__}")
+    sizes = layer.settings
+    inner, both, heads = sizes.inner, sizes.inner + 2 * sizes.shared, sizes.mamba_n_heads
+    return StateBlock(
+        inputs=(describe(layer.in_proj),),
+        sources=(-1,),
+        mixed=(Outputs(projection=0, size=both, offset=inner),),
+        gate=Outputs(projection=0, size=inner),
+        convolution=describe(layer.conv1d),
+        output=describe(layer.out_proj),
+        recurrence=Recurrence(
+            rule="ssd",
+            groups=sizes.mamba_n_groups,
+            step=Outputs(projection=0, size=heads, offset=inner + both),
+            beta=None,
+            step_bias=parameter(layer, "dt_bias"),
+            rates=parameter(layer, "A_log"),
+            skip=parameter(layer, "D"),
+            norm=describe(layer.norm),
+            limits=sizes.step_limits,
+        ),
+    )

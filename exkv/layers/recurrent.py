@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import LinearAttentionConfig, ModelConfig, StateTensor
 from exkv.ops.activations import ACTIVATIONS
 
+from .descriptions import (
+    Convolution,
+    NotDescribed,
+    Outputs,
+    Projection,
+    Recurrence,
+    StateBlock,
+    describe,
+    describes,
+    parameter,
+    weight_of,
+)
 from .linear import Linear, PlainModule, TransposedLinear, weight
 from .norm import RMSNorm
 
@@ -202,3 +214,100 @@ class ShortConv(PlainModule):
 def short_conv_state(config: ModelConfig, size: int) -> tuple[StateTensor, ...]:
     """What a :class:`ShortConv` over ``size`` tokens keeps: its last inputs."""
     return (StateTensor("conv", (size - 1, config.hidden_size)),)
+
+
+# Descriptions ---------------------------------------------------------------------------------
+
+
+@describes(CausalConv)
+def _convolution(conv: CausalConv) -> Convolution:
+    bias = None if conv._parameters["bias"] is None else parameter(conv, "bias")
+    return Convolution(weight=parameter(conv, "weight"), bias=bias)
+
+
+@describes(TransposedLinear)
+def _transposed(linear: TransposedLinear) -> Projection:
+    """Of inputs in the order of the matrix's columns."""
+    return Projection(weight=weight_of(linear), bias=None)
+
+
+@describes(ShortConv)
+def _short_conv(layer: ShortConv) -> StateBlock:
+    hidden = layer.out_proj.size[0]
+    before, behind, inputs = (
+        Outputs(projection=0, size=hidden, offset=at * hidden) for at in range(3)
+    )
+    return StateBlock(
+        inputs=(describe(layer.in_proj),),
+        sources=(-1,),
+        mixed=(inputs,),
+        times=before,
+        gate=behind,
+        convolution=describe(layer.conv),
+        output=describe(layer.out_proj),
+    )
+
+
+def delta_block(
+    delta: GatedDelta,
+    inputs: Sequence[nn.Module],
+    mixed: Sequence[Outputs],
+    gate: Outputs,
+    beta: Outputs,
+    step: Outputs,
+    *,
+    sources: Mapping[int, int] | None = None,
+    sigmoid: bool = False,
+) -> StateBlock:
+    """Describe linear attention by its projections and what their outputs are; ``sources``: those
+    over another one's outputs -> that."""
+    if delta.act != "silu":
+        raise NotDescribed(f"{type(delta).__name__} with {delta.act}")
+    order = delta.out_proj.order[1] if isinstance(delta.out_proj, TransposedLinear) else 1
+    return StateBlock(
+        inputs=tuple(map(describe, inputs)),
+        sources=tuple((sources or {}).get(index, -1) for index in range(len(inputs))),
+        mixed=tuple(mixed),
+        gate=gate,
+        convolution=describe(delta.conv1d),
+        output=describe(delta.out_proj),
+        recurrence=Recurrence(
+            rule="delta",
+            groups=delta.settings.linear_num_key_heads,
+            step=step,
+            beta=beta,
+            step_bias=parameter(delta, "dt_bias"),
+            rates=parameter(delta, "A_log"),
+            skip=None,
+            norm=describe(delta.norm),
+            sigmoid=sigmoid,
+            order=order,
+            largest_beta=delta.largest_beta,
+        ),
+    )
+
+
+@describes(SplitGatedDelta)
+def _split(delta: SplitGatedDelta) -> StateBlock:
+    inputs = (delta.in_proj_qkv, delta.in_proj_z, delta.in_proj_b, delta.in_proj_a)
+    mixed, *others = (Outputs(projection=i, size=each.size[0]) for i, each in enumerate(inputs))
+    return delta_block(delta, inputs, (mixed,), *others)
+
+
+@describes(FusedGatedDelta)
+def _fused(delta: FusedGatedDelta) -> StateBlock:
+    sizes, heads = delta.settings, delta.settings.linear_num_key_heads
+    key, values = sizes.linear_key_head_dim, sizes.value_size // heads
+    each = sizes.linear_num_value_heads // heads
+    both, pairs = 2 * (key + values), 2 * each
+
+    def part(offset: int, size: int) -> Outputs:
+        return Outputs(projection=0, size=size, offset=offset, step=both, count=heads)
+
+    mixed = part(0, key), part(key, key), part(2 * key, values)
+    beta, step = (
+        Outputs(projection=1, size=each, offset=at * each, step=pairs, count=heads)
+        for at in range(2)
+    )
+    gate = part(2 * key + values, values)
+    return delta_block(delta, (delta.in_proj_qkvz, delta.in_proj_ba), mixed, gate, beta, step)

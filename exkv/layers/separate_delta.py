@@ -3,7 +3,7 @@ values that checkpoints have apart: OLMo hybrid's, and Kimi's, whose channels fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.weights import Source
 
+from .descriptions import Outputs, StateBlock, describes
 from .linear import Linear, weight
 from .low_rank import side_by_side
-from .recurrent import GatedDelta
+from .recurrent import GatedDelta, delta_block
 
 
 class SeparateGatedDelta(GatedDelta):
@@ -95,3 +96,26 @@ def separate_convolutions(
         return {parameter: torch.cat([found[each] for each in stored])}
 
     return [Source(stored=stored, parameters=(parameter,), convert=convert)]
+
+
+def _whole(linears: Sequence[Linear]) -> list[Outputs]:
+    """All outputs of each projection."""
+    return [Outputs(projection=i, size=each.size[0]) for i, each in enumerate(linears)]
+
+
+@describes(SeparateGatedDelta)
+def _separate(delta: SeparateGatedDelta) -> StateBlock:
+    mixed = (delta.q_proj, delta.k_proj, delta.v_proj)
+    inputs = (*mixed, delta.g_proj, delta.b_proj, delta.a_proj)
+    outputs = _whole(inputs)
+    return delta_block(delta, inputs, outputs[:3], *outputs[3:])
+
+
+@describes(KimiDelta)
+def _kimi(delta: KimiDelta) -> StateBlock:
+    mixed, low = (delta.q_proj, delta.k_proj, delta.v_proj), (delta.g_a_proj, delta.f_a_proj)
+    inputs = (*mixed, delta.b_proj, *low, delta.g_b_proj, delta.f_b_proj)
+    *outputs, beta, _, _, gate, step = _whole(inputs)
+    return delta_block(
+        delta, inputs, outputs, gate, beta, step, sources={6: 4, 7: 5}, sigmoid=True
+    )

@@ -33,7 +33,14 @@ from exkv.cache.views import ContiguousView, Tensors
 from exkv.caching_allocator import LARGE
 from exkv.errors import Attempt, is_out_of_memory
 from exkv.layers.attention import Attend
-from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
+from exkv.layers.descriptions import (
+    AttentionBlock,
+    GatedBlock,
+    Layer,
+    LogitsHead,
+    PlainBlock,
+    try_describe,
+)
 from exkv.layers.mlp import Experts, SharedExperts
 from exkv.ops.attention import AttentionParams
 from exkv.ops.experts import MOST_CHOOSING
@@ -114,7 +121,7 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
             layer = kept.layers[unit.spec.layer]
             place = layer.in_place(dtype)
             rows = _most_rows(described.mlp, unit.module.get_submodule("mlp"))
-            if place is None or rows == 0 or isinstance(described.attention, nn.Module):
+            if place is None or rows == 0 or not isinstance(described.attention, AttentionBlock):
                 return
             table = _table_size(layer, place) if place.paged else table
             # Over pages the readable route asks the host for nothing but the longest row.

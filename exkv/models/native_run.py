@@ -1,7 +1,8 @@
 """The bound run on the CPU: native code runs all units in one call.
 
 Inside a layer it may call back for three things: attention of a cache layer whose tensors are not
-in place (``CacheLayer.in_place``), and attention as a whole or an MLP without a description.
+in place (``CacheLayer.in_place``), and attention as a whole or an MLP without a description. Layers
+with a state advance it where it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from exkv import devices
 from exkv.batch import Batch, Factors, Lengths, RotaryTables, real_tokens
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
+from exkv.cache.state import StateLayer
 from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.layers.descriptions import (
     AttentionBlock,
@@ -28,7 +30,10 @@ from exkv.layers.descriptions import (
     Layer,
     LogitsHead,
     Norm,
+    Outputs,
     Projection,
+    Recurrence,
+    StateBlock,
     Weight,
     parameters_in,
     try_describe,
@@ -59,6 +64,7 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
     between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
     between = max(between, 2 * item * config.intermediate_size, _of_experts(config, item))
+    between = max(between, _of_states(config, item))
     between += 3 * item * rank
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
@@ -78,12 +84,28 @@ def _of_experts(config: ModelConfig, item: int) -> int:
     return item * (2 * inners + answers) + routed
 
 
+def _of_states(config: ModelConfig, item: int) -> int:
+    """Bytes of a token between the parts of a layer with a state (``LayMixer`` in
+    ``exkv_ext/cpu/state_mixer.h``), at most: a gate or two, and steps, for each of its channels and
+    values."""
+    states = map(config.state, range(config.num_hidden_layers))
+    kept = {each.name: each.shape for state in states for each in state or ()}
+    if "conv" not in kept:
+        return 0
+    channels, (heads, keys, values) = kept["conv"][-1], (0, 0, 0)
+    if len(kept.get("recurrent", ())) == 3:
+        heads, keys, values = kept["recurrent"]
+    of_heads = heads * (keys + 4 * values + 4) + 2 * values
+    return item * (4 * channels + of_heads) + 4 * heads * (keys + 3)
+
+
 # What is bound --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLayer:
-    """A decoder layer with its part of the cache: tensors, or the layer to call for attention."""
+    """A decoder layer with its part of the cache: tensors, or the layer to call for attention, or
+    whose state the run advances."""
 
     layer: Layer
     store: InPlace | CacheLayer
@@ -111,9 +133,12 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
                 part = replace(part, mlp=unit.module.get_submodule("mlp"))
             assert unit.spec.layer is not None
             kept_layer = kept.layers[unit.spec.layer]
-            whole = isinstance(part.attention, nn.Module)
-            asked = whole or part.attention.params.sinks is not None
-            store = None if asked else kept_layer.in_place(dtype)
+            store = None
+            if isinstance(part.attention, StateBlock):
+                if not _is_native_state(part.attention, kept_layer, dtype):
+                    part = replace(part, attention=unit.module.get_submodule("self_attn"))
+            elif isinstance(part.attention, AttentionBlock) and part.attention.params.sinks is None:
+                store = kept_layer.in_place(dtype)
             part = BoundLayer(layer=part, store=store or kept_layer)
         yield part
 
@@ -121,12 +146,31 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether native code computes what is described."""
     if isinstance(part, Layer):
-        whole = isinstance(part.attention, nn.Module)
+        whole = not isinstance(part.attention, AttentionBlock)
         if part.parallel and (part.residual != 1 or whole):
             return False
+        if isinstance(part.attention, StateBlock):
+            part = replace(part, attention=nn.Identity())  # see _is_native_state
         if isinstance(part.mlp, ExpertsBlock):
             part = replace(part, mlp=nn.Identity())  # see _is_native_mlp
     return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
+
+
+def _is_native_state(block: StateBlock, kept: CacheLayer, dtype: torch.dtype) -> bool:
+    """Whether native code computes this layer, and advances its state."""
+    if type(kept) is not StateLayer or kept.offloaded or not kept.tensors:
+        return False
+    if any(each.low_rank for each in block.projections):
+        return False
+    if not all(_is_at_hand(each, dtype, torch.float32) for each in block.numbers):
+        return False
+    rest = [block.projections, block.convolution]
+    if block.recurrence is not None:
+        skip = block.recurrence.skip
+        rest.append(block.recurrence.norm)
+        if skip is not None and not _is_at_hand(skip, torch.float32):
+            return False
+    return all(_is_at_hand(each, dtype) for part in rest for each in parameters_in(part))
 
 
 def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
@@ -179,6 +223,11 @@ class NativeRun:
         stores = [part.store for part in layers]
         self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
         self._in_place = all(isinstance(store, InPlace) for store in stores)
+        self._states = [
+            part.store
+            for part in layers
+            if isinstance(part.layer.attention, StateBlock) and isinstance(part.store, StateLayer)
+        ]
         blocks = (part.layer.attention for part in layers)
         self._tables = list(
             dict.fromkeys(each.params.rotary for each in blocks if isinstance(each, AttentionBlock))
@@ -225,6 +274,7 @@ class NativeRun:
             window = min(filter(None, (window, store.window)), default=0)
         else:
             places = ([], "", [], "", 0, False, False)
+        if not isinstance(store, InPlace) and not isinstance(attention, StateBlock):
             of = attention if isinstance(attention, nn.Module) else (params, head_dim)
             self._questions.append(_attention_of(store, of))
         act = "silu"  # of nothing
@@ -242,6 +292,9 @@ class NativeRun:
             *(params.scale, window, params.softcap),
             *places,
         )
+        if isinstance(attention, StateBlock):
+            assert isinstance(store, StateLayer), "see _stretch"
+            _add_mixer(run, attention, store)
         if isinstance(mlp, ExpertsBlock):
             _add_experts(run, mlp)
         of_attention = isinstance(attention, AttentionBlock)
@@ -250,6 +303,8 @@ class NativeRun:
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
         if self._one_by_one and lengths.chunk > 1:
+            return False
+        if self._states and lengths.snapshot_at:
             return False
         tokens = len(lengths.new) * lengths.chunk
         mixed = isinstance(lengths.adapters, tuple)
@@ -306,6 +361,8 @@ class NativeRun:
         handle, questions = self._handle, self._questions
         if handle is None:
             return None
+        for state in self._states:
+            state.begin(lengths)
         padded = min(lengths.new) < lengths.chunk
         x = devices.move(x, devices.CPU)  # earlier units may be on another device
         arguments = (
@@ -329,7 +386,7 @@ class NativeRun:
         return out if self._head is None or logits == Logits.NONE else _scaled(out, self._head)
 
     def release(self) -> None:
-        self._handle, self._questions, self._head = None, [], None
+        self._handle, self._questions, self._head, self._states = None, [], None, []
 
 
 def _of_tokens(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
@@ -373,9 +430,42 @@ def _hidden_of(layers: Sequence[BoundLayer]) -> int:
         attention, mlp = part.layer.attention, part.layer.mlp
         if isinstance(attention, AttentionBlock):
             return attention.query.weight.size[1]
+        if isinstance(attention, StateBlock):
+            return attention.output.weight.size[0]
         if isinstance(mlp, GatedBlock | ExpertsBlock):
             return mlp.gate.weight.size[1]
     raise AssertionError("one is native: see bind")
+
+
+def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
+    """Add the layer with a state to the layer that was added last, in attention's place."""
+    states = state.in_rows()
+    of = block.recurrence
+    named = (block.times, block.gate, of and of.step, of and of.beta)
+    torch.ops.exkv.add_mixer(
+        run,
+        "conv" if of is None else of.rule,
+        *_matrices(*(projection.weight for projection in block.projections)),
+        [projection.bias for projection in block.projections],
+        *(list(block.sources), [n for each in (*named, *block.mixed) for n in _numbers(each)]),
+        *(block.convolution.weight, block.convolution.bias),
+        *_of_recurrence(of),
+        *(states["conv"], states.get("recurrent")),
+    )
+
+
+def _numbers(of: Outputs | None) -> tuple[int, ...]:
+    """As the op takes them; -1 first for none."""
+    return (-1, 0, 1, 0, 0) if of is None else (
+        of.projection, of.offset, of.size, of.step, of.count
+    )  # fmt: skip
+
+
+def _of_recurrence(of: Recurrence | None) -> tuple[Any, ...]:
+    if of is None:
+        return None, None, None, None, 0.0, False, 1, 1, 1.0, 0.0, 0.0
+    numbers = (of.step_bias, of.rates, of.skip, of.norm.weight, of.norm.eps)
+    return (*numbers, of.sigmoid, of.groups, of.order, of.largest_beta, *of.limits)
 
 
 def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:

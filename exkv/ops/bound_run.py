@@ -44,6 +44,21 @@ define_native(
     "bool normalize, float min_sum, int groups, int top_k_groups, int best_of_group, float scale) "
     "-> ()"
 )
+#: A layer with a state, in the place of attention of the layer that was added last, without one:
+#: "delta" for ``gated_delta``, "ssd" for ``ssd``, or "conv" for none, behind a causal convolution
+#: with SiLU, or without in the last case. Weights, layouts and biases: of its projections, that of
+#: the output last. ``sources``: of each before, an earlier one whose outputs it takes, or -1 for
+#: the layer's input. ``outputs``: five numbers, a projection, an offset, a size, a step and a
+#: count, for each of what the convolution's inputs are multiplied by, the gate, steps and betas,
+#: -1 first where there are none; and of what is convolved, side by side. What follows: see
+#: ``exkv.layers.descriptions.Recurrence``. States of all rows: ``inputs`` (B, K - 1, C) of the
+#: convolution, and float32 (B, heads, keys, values), whose rows may lie apart.
+define_native(
+    "add_mixer(Tensor run, str rule, Tensor[] weights, int[] layouts, Tensor?[] biases, "
+    "int[] sources, int[] outputs, Tensor conv, Tensor? conv_bias, Tensor? step_bias, "
+    "Tensor? rates, Tensor? skip, Tensor? norm, float eps, bool sigmoid, int groups, int order, "
+    "float largest_beta, float least_step, float most_step, Tensor inputs, Tensor? state) -> ()"
+)
 define_native(
     "add_head(Tensor run, Tensor norm, Tensor? norm_bias, float eps, int kind, Tensor[] weight, "
     "int[] layout, Tensor? bias) -> ()"

@@ -695,6 +695,36 @@ void AddExpertsCpu(const Tensor& run, std::vector<Tensor> weights, std::vector<i
       {top_k, sigmoid, normalize, min_sum, groups, top_k_groups, best_of_group, scale}});
 }
 
+void AddMixerCpu(const Tensor& run, StringHandle rule, std::vector<Tensor> weights,
+                 std::vector<int64_t> layouts, std::vector<std::optional<Tensor>> biases,
+                 std::vector<int64_t> sources, std::vector<int64_t> outputs, const Tensor& conv,
+                 std::optional<Tensor> conv_bias, std::optional<Tensor> step_bias,
+                 std::optional<Tensor> rates, std::optional<Tensor> skip,
+                 std::optional<Tensor> norm, double eps, bool sigmoid, int64_t groups,
+                 int64_t order, double largest_beta, double least_step, double most_step,
+                 const Tensor& inputs, std::optional<Tensor> state) {
+  Runs().Find(run)->Add(StateArguments{TakeText(rule),
+                                       SplitWeights(weights, layouts),
+                                       std::move(biases),
+                                       std::move(sources),
+                                       std::move(outputs),
+                                       conv,
+                                       conv_bias,
+                                       step_bias,
+                                       rates,
+                                       skip,
+                                       norm,
+                                       eps,
+                                       sigmoid,
+                                       groups,
+                                       order,
+                                       largest_beta,
+                                       least_step,
+                                       most_step,
+                                       inputs,
+                                       state});
+}
+
 void AddLowRankCpu(const Tensor& run, int64_t projection, const Tensor& a, const Tensor& b,
                    int64_t first, int64_t last) {
   Runs().Find(run)->Add(LowRankArguments{projection, a, b, first, last});
@@ -783,6 +813,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("add_embedding", TORCH_BOX(&exkv::AddEmbeddingCpu));
   m.impl("add_layer", TORCH_BOX(&exkv::AddLayerCpu));
   m.impl("add_experts", TORCH_BOX(&exkv::AddExpertsCpu));
+  m.impl("add_mixer", TORCH_BOX(&exkv::AddMixerCpu));
   m.impl("add_low_rank", TORCH_BOX(&exkv::AddLowRankCpu));
   m.impl("add_head", TORCH_BOX(&exkv::AddHeadCpu));
   m.impl("bound_run", TORCH_BOX(&exkv::BoundRunCpu));

@@ -127,6 +127,8 @@ struct ExpertsArguments {
   RouterArguments router;
 };
 
+struct StateArguments;  // state_mixer_binding.h
+
 struct LayerArguments {
   std::vector<std::optional<Tensor>> norms;
   std::vector<double> eps;
@@ -152,6 +154,7 @@ struct LayerArguments {
   bool paged;  // the stores are pools of pages
   std::vector<LowRankArguments> low_rank = {};
   std::optional<ExpertsArguments> experts = {};
+  std::shared_ptr<const StateArguments> state = {};
 
   // Its weights are the projections from the first to before the last: all, or without those of
   // attention, or of the MLP.
@@ -296,6 +299,12 @@ class BoundTensors {
   std::vector<std::pair<Tensor, const void*>> noted_;
 };
 
+}  // namespace exkv
+
+#include "state_mixer_binding.h"
+
+namespace exkv {
+
 // The params of a layer's experts.
 inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_t layer) {
   const std::string name = "layer " + std::to_string(layer) + "'s ";
@@ -380,6 +389,12 @@ class LayerBinding {
                     a_.residual, " must be 1 in a parallel layer");
     STD_TORCH_CHECK(!a_.parallel || (a_.norms[kBeforeAttention] && !normed), "bound run: ", name_,
                     "norms must stand before attention and not behind it, in a parallel layer");
+    if (a_.state != nullptr) {
+      params.mixer =
+          std::make_shared<StateMixer>(MixerBinding(&tensors_, *a_.state, index_).Params());
+      params.asks_attention = params.asks_whole = false;
+      return params;
+    }
     params.rotary = a_.rotary;
     STD_TORCH_CHECK(a_.rotary >= 0, "bound run: ", name_, "rotary table ", a_.rotary,
                     " must be 0 or more");
@@ -590,6 +605,17 @@ class BoundRun {
     layer.asks_mlp = false;
     questions_.pop_back();
     layers_.back().experts = std::move(experts);
+  }
+  // To the layer that was added last, in the place of attention.
+  void Add(StateArguments state) {
+    const bool there = !layers_.empty() && params_.layers.size() == layers_.size();
+    STD_TORCH_CHECK(there && params_.layers.back().asks_whole,
+                    "bound run: there is no layer without attention for a state");
+    layers_.back().state = std::make_shared<const StateArguments>(std::move(state));
+    const size_t index = layers_.size() - 1;
+    while (!questions_.empty() && questions_.back().layer == index) questions_.pop_back();
+    params_.layers.pop_back();
+    BindLayer(index);
   }
   void Add(HeadArguments head) {
     head_ = std::move(head);
@@ -844,6 +870,13 @@ class BoundRun {
     int64_t page = 0, pages = 0;
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
       if (params_.layers[layer].asks_attention) continue;
+      if (const auto& mixer = params_.layers[layer].mixer) {
+        STD_TORCH_CHECK(call->rows <= mixer->rows && call->store_rows == nullptr,
+                        "bound run: layer ", layer, " has states of ", mixer->rows,
+                        " rows, and the call ", call->rows,
+                        call->store_rows == nullptr ? "" : " that are tokens of some");
+        continue;
+      }
       const AppendParams& append = params_.layers[layer].append;
       if (params_.layers[layer].paged) {
         // Layers of one cache have pools of one shape: looked at once.
@@ -879,7 +912,7 @@ class BoundRun {
     }
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
       const LayerParams& params = params_.layers[layer];
-      if (params.asks_whole) continue;
+      if (params.asks_whole || params.mixer != nullptr) continue;
       const auto given = static_cast<int64_t>(call->rotary.size());
       STD_TORCH_CHECK(params.rotary < given && call->rotary[params.rotary].width <= params.dim,
                       "bound run: layer ", layer, " rotates heads of ", params.dim, " by table ",

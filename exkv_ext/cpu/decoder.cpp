@@ -11,6 +11,7 @@
 #include "float_types.h"
 #include "half.inc"
 #include "scratch.h"
+#include "state_mixer.h"
 #include "team.h"
 
 namespace exkv {
@@ -50,6 +51,7 @@ struct Buffers {
   char* attended;  // H * D
   char* part;      // H * D float32, of attention over a part
   char* lse;       // H float32, likewise
+  char* mixer;     // what a layer with a state has: see MixerBuffers
   char* gate;      // inner
   char* up;        // inner
   char* low;       // ranks of the matrices of one input, where they have adapters
@@ -130,6 +132,10 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->lse = take(widths.heads, sizeof(float));
   const int64_t after_attention = end;
   end = shared;
+  b->mixer = space + end;
+  for (const LayerParams& layer : p.layers) end = std::max(end, shared + MixerBytes(layer, call));
+  const int64_t after_mixer = end;
+  end = shared;
   b->gate = take(widths.inner, item);
   b->up = take(widths.inner, item);
   b->scores = take(widths.scores, sizeof(float));
@@ -138,7 +144,7 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   const int64_t after_mlp = end;
   end = shared;
   b->wanted = take(p.hidden, item);
-  return std::max({after_attention, after_mlp, end});
+  return std::max({after_attention, after_mixer, after_mlp, end});
 }
 
 void Narrowed(const float* from, int64_t count, FloatType dtype, char* to) {
@@ -252,7 +258,7 @@ class Decoder {
     for (const LayerParams& layer : p_.layers) {
       layers_.emplace_back();
       attention_.emplace_back();
-      if (layer.asks_attention) continue;
+      if (layer.asks_attention || layer.mixer != nullptr) continue;
       Fill(layer, call_, b_, &layers_.back());
       attention_.back().emplace(kernels_.attention, layers_.back().attention);
     }
@@ -332,8 +338,8 @@ class Decoder {
                    &layer.norms[kAfterAttention], layer.residual};
       return Mlp(index, residual, thread);
     }
-    const char* attended = answered ? static_cast<const char*>(call_.answer) : b_.attended;
-    Linear({{layer.projections[kOut], b_.added}}, attended, call_.tokens(), thread, [&] {
+    const char* attended = answered ? static_cast<const char*>(call_.answer) : Attended(layer);
+    Linear({{Output(layer), b_.added}}, attended, call_.tokens(), thread, [&] {
       if (layer.mixture != nullptr) Ask(layer.mixture->gate, thread);
       if (layer.mixture == nullptr && !layer.asks_mlp) Ask(layer.projections[kGate], thread);
     });
@@ -351,6 +357,10 @@ class Decoder {
     const LayerParams& layer = p_.layers[index];
     const Matrix* of = layer.projections;
     const char* x = Join(residual, layer.norms[kBeforeAttention], thread);
+    if (layer.mixer != nullptr) {
+      Advance(*layer.mixer, x, thread);
+      return false;
+    }
     if (layer.asks_whole) return true;
     Linear({{of[kQ], b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x, call_.tokens(), thread,
            [&] { Ask(of[kOut], thread); });
@@ -362,11 +372,12 @@ class Decoder {
     return false;
   }
 
+#include "decoder_states.inc"
+
   bool Mlp(size_t index, Residual* residual, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
     const Matrix* of = layer.projections;
-    const Matrix* next =
-        index + 1 < p_.layers.size() ? p_.layers[index + 1].projections : &p_.logits;
+    const Matrix* next = index + 1 < p_.layers.size() ? First(p_.layers[index + 1]) : &p_.logits;
     const NormWeights none{};  // of a parallel layer, whose input was normed before
     const char* y = Join(residual, layer.parallel ? none : layer.norms[kBeforeMlp], thread);
     if (layer.parallel) y = b_.normed;
@@ -526,7 +537,7 @@ class Decoder {
 
   // A x, (its rows, rank) for each part of each matrix, one behind the other. Then the matrices'
   // own stages add what B makes of it.
-  void Lower(std::initializer_list<Wanted> all, const char* x, int64_t rows, Team::Member* thread) {
+  void Lower(const std::vector<Wanted>& all, const char* x, int64_t rows, Team::Member* thread) {
     struct Part {
       LinearParams linear;
       int64_t blocks;
@@ -588,7 +599,7 @@ class Decoder {
 
   // Linear layers of one input, as one row of outputs.
   template <typename Meanwhile>
-  void Linear(std::initializer_list<Wanted> all, const char* x, int64_t rows, Team::Member* thread,
+  void Linear(const std::vector<Wanted>& all, const char* x, int64_t rows, Team::Member* thread,
               const Meanwhile& meanwhile) {
     int64_t blocks = 0;
     for (const Wanted& wanted : all) blocks += Blocks(wanted.matrix.outputs);

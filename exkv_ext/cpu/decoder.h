@@ -85,14 +85,17 @@ struct Mixture {
   int64_t shared_inner;  // or 0
 };
 
+struct StateMixer;  // state_mixer.h
+
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
 // answer.
 struct LayerParams {
-  bool asks_attention;               // then nothing is known of its stores
-  bool asks_whole;                   // then it has no projections of attention either
-  bool asks_mlp;                     // then it has no gate, up and down, and no experts
-  std::shared_ptr<Mixture> mixture;  // or null
-  int64_t dim;                       // D
+  bool asks_attention;                // then nothing is known of its stores
+  bool asks_whole;                    // then it has no projections of attention either
+  bool asks_mlp;                      // then it has no gate, up and down, and no experts
+  std::shared_ptr<Mixture> mixture;   // or null
+  std::shared_ptr<StateMixer> mixer;  // in the place of attention, which is not asked for; or null
+  int64_t dim;                        // D
   NormWeights norms[kNorms];
   Matrix projections[kProjections];
   bool gelu;

@@ -1,7 +1,7 @@
 // Norms, gates, rotary positions and what layers with a state compute on the CPU, whose work is a
 // row at a time: one table of kernels for each instruction set. The arithmetic is in norm.inc,
-// gate.inc, rope.inc, delta.inc, ssd.inc and scan.inc, which each instruction set's file compiles
-// once; that of a prompt's chunks in delta_chunks.inc and ssd_chunks.inc.
+// gate.inc, rope.inc, delta.inc, ssd.inc, scan.inc and states.inc, which each instruction set's
+// file compiles once; that of a prompt's chunks in delta_chunks.inc and ssd_chunks.inc.
 #pragma once
 
 #include <algorithm>
@@ -157,6 +157,57 @@ struct ScanParams {
   void* out;                // (B, T, channels)
 };
 
+// Features of tokens, in heads: the i-th of a token is at
+// data + token * step + i / size * head + i % size.
+struct Features {
+  const void* data;  // or null
+  int64_t step;      // values from a token to the next
+  int64_t size;      // of a head
+  int64_t head;      // values from a head to the next
+};
+
+// A causal convolution of few tokens. A row is some channels of a sequence.
+constexpr int64_t kConvChannels = 128;
+constexpr int64_t kConvInputs = 3;
+
+struct ConvRowsParams {
+  FloatType dtype;
+  int64_t rows;    // B * blocks()
+  int64_t length;  // T
+  int64_t channels;
+  int64_t taps;
+  Features inputs[kConvInputs];  // (B, T, ends[i] - ends[i - 1]) each: the channels, side by side
+  int64_t ends[kConvInputs];     // the first channel behind each
+  Features times;                // (B, T, channels) that inputs are multiplied by first; or none
+  Features behind;               // likewise, that outputs are multiplied by
+  const void* weight;            // (channels, taps), the newest input's factor last
+  const void* bias;              // (channels), or null
+  bool silu;                     // of outputs
+  const int32_t* new_lens;       // (B,), real tokens; null for all
+  void* state;                   // (B, taps - 1, channels), the inputs before
+  int64_t state_row;             // values from a sequence's state to the next
+  void* out;                     // (B, T, channels)
+
+  int64_t blocks() const { return (channels + kConvChannels - 1) / kConvChannels; }
+};
+
+// A root-mean-square norm of each of a token's groups of features, times its gate's activation:
+// before the norm, and then all in float32, or behind it. A row is a group.
+struct GatedNormParams {
+  FloatType dtype;
+  int64_t groups;  // of a token
+  int64_t dim;     // of a group
+  const void* x;   // (N, groups, dim)
+  Features gate;   // (N, groups * dim), whose groups lie together
+  const void* weight;
+  int64_t weight_step;  // values from a group's weights to the next's, or 0
+  float eps;
+  bool sigmoid;  // of the gate, and not SiLU
+  bool gate_first;
+  int64_t heads;  // groups are groups / heads times so many, and written the other way around
+  void* out;      // (N, groups, dim)
+};
+
 // The kernels work on rows [begin, end).
 struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
@@ -171,6 +222,8 @@ struct RowKernels {
   void (*ssd)(const SsdParams& params, float* space, int64_t begin, int64_t end);
   // `space` is for 2 * state_dim floats.
   void (*scan)(const ScanParams& params, float* space, int64_t begin, int64_t end);
+  void (*conv)(const ConvRowsParams& params, int64_t begin, int64_t end);
+  void (*gated_norm)(const GatedNormParams& params, int64_t begin, int64_t end);
 };
 
 extern const RowKernels kRowsPortable;

@@ -24,6 +24,7 @@
 #include "chunks.inc"
 #include "delta.inc"
 #include "ssd.inc"
+#include "states.inc"
 // Written with theirs:
 #include "delta_chunks.inc"
 #include "scan.inc"
@@ -31,7 +32,7 @@
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, AddTimes, Rope, Delta,
-                              Ssd,  Scan};
+const RowKernels kRowsAvx2 = {Norm,  Gate<Silu>, Gate<GeluTanh>, Add,      AddTimes, Rope,
+                              Delta, Ssd,        Scan,           Convolve, GatedNorm};
 }  // namespace exkv
 #endif

@@ -18,12 +18,13 @@
 #include "chunks.inc"
 #include "delta.inc"
 #include "ssd.inc"
+#include "states.inc"
 // Written with theirs:
 #include "delta_chunks.inc"
 #include "scan.inc"
 #include "ssd_chunks.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, AddTimes, Rope, Delta,
-                                  Ssd,  Scan};
+const RowKernels kRowsPortable = {Norm,  Gate<Silu>, Gate<GeluTanh>, Add,      AddTimes, Rope,
+                                  Delta, Ssd,        Scan,           Convolve, GatedNorm};
 }  // namespace exkv
