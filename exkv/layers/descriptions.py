@@ -267,9 +267,10 @@ class ExpertsBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
-    and its norms; None stands for no norm. A layer with a state has that in attention's place. If ``parallel``, the MLP runs beside attention instead
-    of after it: its input is before_mlp(x), or attention's input if that is None. Attention and an
-    MLP without a description are kept as modules."""
+    and its norms; None stands for no norm. A layer with a state has that in attention's place. If
+    ``parallel``, the MLP runs beside attention instead of after it: its input is before_mlp(x), or
+    attention's input if that is None. Attention and an MLP without a description are kept as
+    modules."""
 
     attention: AttentionBlock | StateBlock | nn.Module
     mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module

@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 ROUTED = (
     *("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"),
     *("MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "DeepseekV2ForCausalLM"),
-    *("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM"),
 )
 #: The first is run; rows of unlike lengths, as few and as many as a run takes.
 LENGTHS = ((1,), (8, 5), (1,) * 8, (2, 1, 0, 2, 1, 2, 2, 1), (3, 1, 2, 1), (1, 1))

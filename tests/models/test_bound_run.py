@@ -41,12 +41,17 @@ STEPS = (
     *((1, None, True) for _ in range(6)),  # past the windows
 )
 
+#: Their layers' kinds: a recurrence with one step a head, one a channel, of another rule, and none.
+WITH_STATES = (
+    *("Qwen3NextForCausalLM", "KimiLinearForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM"),
+)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {
         name: tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path_factory.mktemp(name))
-        for name in dict.fromkeys((*tiny.IN_ALL_WAYS, "DeepseekV3ForCausalLM"))
+        for name in dict.fromkeys((*tiny.IN_ALL_WAYS, "DeepseekV3ForCausalLM", *WITH_STATES))
     }
 
 
@@ -321,7 +326,7 @@ def taken_at_most(call) -> int:
     "name",
     [
         *("Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"),
-        *("Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"),
+        *("Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM", *WITH_STATES),
     ],
 )
 def test_a_plan_promises_no_less_than_a_run_takes(folders, name, kind):
