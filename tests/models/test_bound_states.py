@@ -12,7 +12,8 @@ from test_bound_run import loaded
 
 from exkv import CACHES, Model
 from exkv.layers.descriptions import StateBlock
-from exkv.layers.linear import linear_at
+from exkv.layers.linear import TransposedLinear, linear_at
+from exkv.layers.recurrent import GatedDelta
 from exkv.models.native_run import BoundLayer, _stretch
 
 pytestmark = needs_kernels
@@ -100,6 +101,23 @@ def test_logits_and_states_are_those_of_the_readable_way(folders, name, dtype):
 def test_projections_of_integers_too(folders, weights):
     model = Model(folders["Qwen3NextForCausalLM"], dtype=torch.bfloat16, weights=weights)
     model.load(devices=["cpu"])
+    assert_bound(model)
+
+
+def test_columns_in_the_order_of_a_files_blocks_too(folders):
+    """Qwen 3.5's output projection in GGUF files."""
+    model = loaded(folders["Qwen3_5ForCausalLM"])
+    for unit in model.units[1:-1]:
+        delta = unit.module.self_attn
+        if not isinstance(delta, GatedDelta):
+            continue
+        sizes, own = delta.settings, delta.out_proj
+        groups, heads = sizes.linear_num_key_heads, sizes.linear_num_value_heads
+        assert 1 < groups < heads
+        outputs, inputs = own.size
+        each = {"groups": groups, "heads": heads // groups, "dtype": model.dtype}
+        delta.out_proj = TransposedLinear(inputs, outputs, **each)
+        delta.out_proj.weight.data = own.weight.data
     assert_bound(model)
 
 
