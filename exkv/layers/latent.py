@@ -14,8 +14,10 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.ops.attention import AttentionParams
+from exkv.weights.floats import FLOATS
 
 from .attention import Attend, in_halves
+from .descriptions import LatentBlock, NotDescribed, Weight, describe, describes, parameter
 from .linear import Linear, PlainModule, weight
 from .low_rank import side_by_side
 from .norm import RMSNorm
@@ -107,6 +109,34 @@ class LatentAttention(PlainModule):
         """What attention returns, (B, T, H, D) -> all heads' values (B, T, H * v)."""
         latent = out[..., self.sizes.qk_rope_head_dim :]
         return each_head(latent, self.value_up).flatten(2)
+
+
+@describes(LatentAttention)
+def _latent(attention: LatentAttention) -> LatentBlock:
+    if attention.scaled:
+        raise NotDescribed("queries scaled by their positions")
+    low = attention.sizes.q_lora_rank is not None
+    return LatentBlock(
+        query=describe(attention.q_b_proj if low else attention.q_proj),
+        latent=describe(attention.kv_a_proj_with_mqa),
+        output=describe(attention.o_proj),
+        query_down=describe(attention.q_a_proj) if low else None,
+        query_norm=describe(attention.q_a_layernorm) if low else None,
+        latent_norm=describe(attention.kv_a_layernorm),
+        key_up=_of_heads(parameter(attention, "key_up")),
+        value_up=_of_heads(parameter(attention, "value_up")),
+        rotated=attention.sizes.qk_rope_head_dim,
+        interleaved=attention.interleaved,
+        params=attention.params,
+    )
+
+
+def _of_heads(matrices: Tensor) -> tuple[Weight, ...]:
+    """Each head's matrix of (H, out, in)."""
+    floats, (outputs, inputs) = FLOATS[matrices.dtype], matrices.shape[1:]
+    return tuple(
+        Weight(format=floats, tensors={"weight": each}, size=(outputs, inputs)) for each in matrices
+    )
 
 
 def each_head(x: Tensor, matrices: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from exkv.layers.descriptions import (
     EmbeddingTable,
     ExpertsBlock,
     GatedBlock,
+    LatentBlock,
     Layer,
     LogitsHead,
     Norm,
@@ -35,7 +36,7 @@ from exkv.layers.descriptions import (
 )
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
-from exkv.ops.bound_run import CENTERED, GATE, HEAD, OFFSET
+from exkv.ops.bound_run import CENTERED, GATE, HEAD, KEY, OFFSET, OUTPUT, QUERY, VALUE
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import PlacedUnit
@@ -57,7 +58,11 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     heads = max(map(config.query_heads, range(config.num_hidden_layers)))
     item = dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
+    made = 2 * q  # with gates
+    if (latent := config.latent) is not None:
+        made = heads * latent.qk_head_dim
+        q = max(q, heads * latent.v_head_dim, latent.q_lora_rank or 0)
+    between = item * (made + 3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
     between = max(between, 2 * item * config.intermediate_size, _of_experts(config, item))
     between += 3 * item * rank
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
@@ -114,6 +119,8 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
             whole = isinstance(part.attention, nn.Module)
             asked = whole or part.attention.params.sinks is not None
             store = None if asked else kept_layer.in_place(dtype)
+            if store is None and isinstance(part.attention, LatentBlock):
+                part = replace(part, attention=unit.module.get_submodule("self_attn"))
             part = BoundLayer(layer=part, store=store or kept_layer)
         yield part
 
@@ -181,7 +188,7 @@ class NativeRun:
         self._in_place = all(isinstance(store, InPlace) for store in stores)
         blocks = (part.layer.attention for part in layers)
         self._tables = list(
-            dict.fromkeys(each.params.rotary for each in blocks if isinstance(each, AttentionBlock))
+            dict.fromkeys(each.params.rotary for each in blocks if not isinstance(each, nn.Module))
         )
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
@@ -219,7 +226,9 @@ class NativeRun:
             rotary, window = self._tables.index(params.rotary), params.window
         else:
             norms += [None, None]
-        if isinstance(store, InPlace):
+        if isinstance(attention, LatentBlock):
+            places = ([], "", [], "", 0, False, False)  # see _add_latent
+        elif isinstance(store, InPlace):
             keys, values = (store.keys, store.key_format), (store.values, store.value_format)
             places = (*keys, *values, store.ring, store.hadamard, store.paged)
             window = min(filter(None, (window, store.window)), default=0)
@@ -241,7 +250,11 @@ class NativeRun:
             *(head_dim, act, interleaved, layer.residual, layer.parallel, rotary),
             *(params.scale, window, params.softcap),
             *places,
+            isinstance(attention, AttentionBlock) and attention.gated,
         )
+        if isinstance(attention, LatentBlock):
+            assert isinstance(store, InPlace), "see _stretch"
+            _add_latent(run, attention, store, self._tables.index(attention.params.rotary))
         if isinstance(mlp, ExpertsBlock):
             _add_experts(run, mlp)
         of_attention = isinstance(attention, AttentionBlock)
@@ -373,9 +386,29 @@ def _hidden_of(layers: Sequence[BoundLayer]) -> int:
         attention, mlp = part.layer.attention, part.layer.mlp
         if isinstance(attention, AttentionBlock):
             return attention.query.weight.size[1]
+        if isinstance(attention, LatentBlock):
+            return attention.latent.weight.size[1]
         if isinstance(mlp, GatedBlock | ExpertsBlock):
             return mlp.gate.weight.size[1]
     raise AssertionError("one is native: see bind")
+
+
+def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: int) -> None:
+    """Add the attention of the layer that was added last, and its adapters."""
+    projections, ups = block.projections, (*block.key_up, *block.value_up)
+    norms = (block.latent_norm, block.query_norm)
+    window = min(filter(None, (block.params.window, store.window)), default=0)
+    torch.ops.exkv.add_latent(
+        run,
+        [None if norm is None else norm.weight for norm in norms],
+        [0.0 if norm is None else norm.eps for norm in norms],
+        *_matrices(*(projection.weight for projection in projections), *ups),
+        [*(projection.bias for projection in projections), *([None] * len(ups))],
+        *(len(block.key_up), block.rotated, block.interleaved, rotary, block.params.scale, window),
+        *(store.keys, store.key_format, store.ring, store.hadamard, store.paged),
+    )
+    for index, projection in zip((QUERY, KEY, OUTPUT, VALUE), projections, strict=False):
+        _add_low_rank(run, index, projection)
 
 
 def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:
