@@ -337,7 +337,7 @@ def _runs(value: object) -> bool:
     return callable(value) or isinstance(value, property)
 
 
-def _weight(matrix: Matrix) -> Weight:
+def weight_of(matrix: Matrix) -> Weight:
     """Describe a matrix; raise NotDescribed if native code doesn't know its format."""
     format = matrix.format
     if format.native(matrix.size) is None:
@@ -349,7 +349,7 @@ def _weight(matrix: Matrix) -> Weight:
 @describes(Linear)
 def _linear(linear: Linear) -> Projection:
     bias = None if linear._parameters["bias"] is None else parameter(linear, "bias")
-    return Projection(weight=_weight(linear), bias=bias)
+    return Projection(weight=weight_of(linear), bias=bias)
 
 
 @describes(ExactLinear)
@@ -363,4 +363,4 @@ def _exact(linear: ExactLinear) -> Projection:
 def _embedding(embedding: Embedding) -> EmbeddingTable:
     if embedding.format.transform:
         raise NotDescribed(f"a table in {embedding.format.name}")
-    return EmbeddingTable(weight=_weight(embedding), scale=embedding.multiplier)
+    return EmbeddingTable(weight=weight_of(embedding), scale=embedding.multiplier)

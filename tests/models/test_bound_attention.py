@@ -11,7 +11,9 @@ import torch
 from adapters import linears_of, write_adapter
 from native import assert_right_on, each_isa, needs_kernels
 from on_cpu import on_cpu
+from packers.gguf import in_types, write_gguf
 from runs import Readable, bound_runs
+from safetensors.torch import load_file
 from test_bound_run import assert_the_readable_ways_bits, loaded
 
 from exkv import CACHES, Model
@@ -83,6 +85,22 @@ def test_attention_beside_states_is_the_readable_ways_to_the_bit(folders, name, 
     assert len(bound(model, "fp16")._questions) <= states
     kinds = {kind: CACHES[kind] for kind in ("fp16", "4bit", "paged", "kivi")}
     assert all(assert_the_readable_ways_bits(model, kinds).values())
+
+
+def test_what_makes_each_heads_keys_and_values_stays_in_the_files_format(tmp_path):
+    """Q8_0 and Q4_0 in turn: at the file's number of bytes, and the readable way's bits."""
+    name = "DeepseekV3ForCausalLM"
+    theirs = tiny.reference(tiny.TINY[name](**dict.fromkeys(tiny.LATENT, 32)))
+    tensors = load_file(tiny.save(theirs, tmp_path / "saved") / "model.safetensors")
+    theirs.config.architectures = [name]
+    write_gguf(tmp_path / "model.gguf", theirs.config, tensors, in_types("Q8_0", "Q4_0"))
+    model = loaded(tmp_path / "model.gguf", torch.bfloat16)
+    matrices = [each for block in attention_of(model) for each in (*block.key_up, *block.value_up)]
+    assert {each.format.name for each in matrices} == {"gguf Q8_0", "gguf Q4_0"}
+    assert {each.size for each in matrices} == {(32, 32)}
+    kinds = {kind: CACHES[kind] for kind in ("fp16", "paged")}
+    assert all(assert_the_readable_ways_bits(model, kinds).values())
+    assert not bound(model, "fp16")._questions
 
 
 @torch.no_grad()
