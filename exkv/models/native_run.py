@@ -226,14 +226,12 @@ class NativeRun:
             rotary, window = self._tables.index(params.rotary), params.window
         else:
             norms += [None, None]
-        if isinstance(attention, LatentBlock):
-            places = ([], "", [], "", 0, False, False)  # see _add_latent
-        elif isinstance(store, InPlace):
+        places: tuple[Any, ...] = ([], "", [], "", 0, False, False)
+        if isinstance(store, InPlace) and not isinstance(attention, LatentBlock):
             keys, values = (store.keys, store.key_format), (store.values, store.value_format)
             places = (*keys, *values, store.ring, store.hadamard, store.paged)
             window = min(filter(None, (window, store.window)), default=0)
-        else:
-            places = ([], "", [], "", 0, False, False)
+        elif not isinstance(store, InPlace):
             of = attention if isinstance(attention, nn.Module) else (params, head_dim)
             self._questions.append(_attention_of(store, of))
         act = "silu"  # of nothing
