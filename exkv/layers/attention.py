@@ -171,12 +171,13 @@ class FusedAttention(Attention):
 @describes(SinkAttention)
 def _with_sinks(attention: SinkAttention) -> AttentionBlock:
     params = replace(attention.params, sinks=parameter(attention, "sinks"))
-    return replace(_separate(attention), params=params)
+    return replace(describe_separate(attention), params=params)
 
 
 @describes(WideNormAttention)
 @describes(Attention)
-def _separate(attention: Attention) -> AttentionBlock:
+def describe_separate(attention: Attention) -> AttentionBlock:
+    """Attention with three input projections."""
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _block(attention, *map(describe, projections))
 

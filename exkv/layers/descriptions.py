@@ -119,7 +119,8 @@ class Projection:
 class AttentionBlock:
     """Projections of the normed input, optional norms of queries and keys, rotary positions,
     attention (``params``: scale, window, soft cap, rotary table, sinks), and the output projection.
-    The first ``interleaved`` features of heads are rotated in interleaved pairs."""
+    The first ``interleaved`` features of heads are rotated in interleaved pairs. If ``gated``, each
+    head's queries are followed by gates, whose sigmoids attention's output is multiplied by."""
 
     query: Projection
     key: Projection
@@ -130,6 +131,32 @@ class AttentionBlock:
     head_dim: int
     interleaved: int
     params: AttentionParams
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentBlock:
+    """Attention over latent vectors (``exkv.layers.latent``). Queries are made of the normed output
+    of ``query_down``, or of the input if that is None; ``latent`` makes what is stored, before its
+    norm. ``key_up`` and ``value_up``: a matrix of each head."""
+
+    query: Projection
+    latent: Projection
+    output: Projection
+    query_down: Projection | None
+    query_norm: Norm | None
+    latent_norm: Norm
+    key_up: tuple[Weight, ...]
+    value_up: tuple[Weight, ...]
+    rotated: int
+    interleaved: int
+    params: AttentionParams
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Those of one input each, of queries' low ranks last if there are any."""
+        parts = (self.query, self.latent, self.output)
+        return parts if self.query_down is None else (*parts, self.query_down)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +299,7 @@ class Layer:
     attention's input if that is None. Attention and an MLP without a description are kept as
     modules."""
 
-    attention: AttentionBlock | StateBlock | nn.Module
+    attention: AttentionBlock | LatentBlock | StateBlock | nn.Module
     mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module
     before_attention: Norm | None
     after_attention: Norm | None

@@ -14,9 +14,11 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.ops.attention import AttentionParams
+from exkv.weights import WeightFormat
 
 from .attention import Attend, in_halves
-from .linear import Linear, PlainModule, weight
+from .descriptions import LatentBlock, NotDescribed, Weight, describe, describes, weight_of
+from .linear import Linear, Matrix, PlainModule, parameters_of
 from .low_rank import side_by_side
 from .norm import RMSNorm
 from .rope import QUERIES, rotary_name
@@ -25,14 +27,38 @@ from .rope import QUERIES, rotary_name
 _EPS = 1e-6
 
 
+class EachHead(Matrix):
+    """A matrix (out, in) of each head, one below the other: x (B, T, H, in) -> (B, T, H, out).
+    They are floats, or in a format that can be split between heads."""
+
+    heads = 1
+
+    def __init__(self, heads: int, inputs: int, outputs: int, *, dtype: torch.dtype) -> None:
+        super().__init__((heads * outputs, inputs), dtype)
+        self.heads, self._floats = heads, self.format
+
+    @property
+    def rows(self) -> int:
+        """Of a head's matrix."""
+        return self.size[0] // self.heads
+
+    def use_format(self, format: WeightFormat) -> None:
+        super().use_format(format if format.splits_at(self.rows) else self._floats)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1).transpose(0, 1).contiguous()  # (H, B * T, in)
+        out = self.format.heads(tokens, parameters_of(self))
+        return out.transpose(0, 1).unflatten(0, x.shape[:2])
+
+
 class LatentAttention(PlainModule):
     """Projections, rotary positions, attention over latent vectors by the cache, and the output
     projection.
 
     Attributes:
-        key_up: (H, rank, nope), each head's matrix that makes unrotated keys of latent vectors, by
+        key_up: each head's matrix (rank, nope) that makes unrotated keys of latent vectors, by
             rows of the latent vector: queries are multiplied by it.
-        value_up: (H, v, rank), the same that makes values.
+        value_up: (v, rank), the same that makes values.
 
     Args:
         layer: index of the decoder layer, which selects windows and positions in the config.
@@ -60,8 +86,8 @@ class LatentAttention(PlainModule):
             self.q_b_proj = Linear(low, width, bias=False, dtype=dtype)
         self.kv_a_proj_with_mqa = Linear(hidden, sizes.stored, bias=bias, dtype=dtype)
         self.kv_a_layernorm = RMSNorm(rank, _EPS, dtype=dtype)
-        self.key_up = weight(heads, rank, sizes.qk_nope_head_dim, dtype=dtype)
-        self.value_up = weight(heads, sizes.v_head_dim, rank, dtype=dtype)
+        self.key_up = EachHead(heads, sizes.qk_nope_head_dim, rank, dtype=dtype)
+        self.value_up = EachHead(heads, rank, sizes.v_head_dim, dtype=dtype)
         self.o_proj = Linear(heads * sizes.v_head_dim, hidden, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
@@ -91,7 +117,7 @@ class LatentAttention(PlainModule):
         if self.latent_scale != 1:
             latent.mul_(self.latent_scale)
         k = torch.cat((k_rotated, latent.unsqueeze(2)), dim=-1)
-        plain = each_head(plain, self.key_up)
+        plain = self.key_up(plain)
         return torch.cat((q_rotated, plain), dim=-1), k
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,14 +132,33 @@ class LatentAttention(PlainModule):
     def values(self, out: Tensor) -> Tensor:
         """What attention returns, (B, T, H, D) -> all heads' values (B, T, H * v)."""
         latent = out[..., self.sizes.qk_rope_head_dim :]
-        return each_head(latent, self.value_up).flatten(2)
+        return self.value_up(latent).flatten(2)
 
 
-def each_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """x (B, T, H, in) by each head's matrix of (H, out, in) -> (B, T, H, out)."""
-    tokens = x.flatten(0, 1).transpose(0, 1).contiguous()  # (H, B * T, in)
-    out = torch.ops.exkv.linear_heads(tokens, matrices)
-    return out.transpose(0, 1).unflatten(0, x.shape[:2])
+@describes(LatentAttention)
+def _latent(attention: LatentAttention) -> LatentBlock:
+    if attention.scaled:
+        raise NotDescribed("queries scaled by their positions")
+    low = attention.sizes.q_lora_rank is not None
+    return LatentBlock(
+        query=describe(attention.q_b_proj if low else attention.q_proj),
+        latent=describe(attention.kv_a_proj_with_mqa),
+        output=describe(attention.o_proj),
+        query_down=describe(attention.q_a_proj) if low else None,
+        query_norm=describe(attention.q_a_layernorm) if low else None,
+        latent_norm=describe(attention.kv_a_layernorm),
+        key_up=describe(attention.key_up),
+        value_up=describe(attention.value_up),
+        rotated=attention.sizes.qk_rope_head_dim,
+        interleaved=attention.interleaved,
+        params=attention.params,
+    )
+
+
+@describes(EachHead)
+def _each(matrices: EachHead) -> tuple[Weight, ...]:
+    whole, rows = weight_of(matrices), matrices.rows
+    return tuple(whole.rows(i * rows, (i + 1) * rows) for i in range(matrices.heads))
 
 
 def score_scale(config: ModelConfig) -> float:

@@ -116,6 +116,4 @@ def _kimi(delta: KimiDelta) -> StateBlock:
     mixed, low = (delta.q_proj, delta.k_proj, delta.v_proj), (delta.g_a_proj, delta.f_a_proj)
     inputs = (*mixed, delta.b_proj, *low, delta.g_b_proj, delta.f_b_proj)
     *outputs, beta, _, _, gate, step = _whole(inputs)
-    return delta_block(
-        delta, inputs, outputs, gate, beta, step, sources={6: 4, 7: 5}, sigmoid=True
-    )
+    return delta_block(delta, inputs, outputs, gate, beta, step, sources={6: 4, 7: 5}, sigmoid=True)

@@ -12,13 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from exkv.checkpoint import LatentHeads, ModelConfig, RoutedExpertsConfig, has_tensors
+from exkv.checkpoint import (
+    ExpectedTensor,
+    LatentHeads,
+    ModelConfig,
+    RoutedExpertsConfig,
+    has_tensors,
+)
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import is_int, is_number
 from exkv.layers import MLP, LatentAttention, mixture_or_mlp, routed_experts
-from exkv.weights import FormatOf, Source, formats_of
-from exkv.weights.floats import FLOATS
+from exkv.layers.latent import EachHead
+from exkv.weights import FormatOf, Source, WeightFormat, formats_of
+from exkv.weights.floats import FLOATS, FloatFormat
 
 from . import qwen2_moe
 from .decoder import Decoder
@@ -71,9 +78,10 @@ def latent_units(
     of_attention = ups_of(config, dtype)
 
     def ups(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-        if not isinstance(layer.get_submodule("self_attn"), LatentAttention):
+        attention = layer.get_submodule("self_attn")
+        if not isinstance(attention, LatentAttention):
             return []
-        return of_attention(f"{name}.self_attn")
+        return of_attention(f"{name}.self_attn", attention)
 
     def made(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
         return [*ups(config, dtype, name, layer), *beside(config, dtype, name, layer)]
@@ -86,7 +94,7 @@ def latent_units(
     decoder = Decoder(
         attention=attention,
         mlp_of_layer=mlp_of_layer,
-        rename=rename,
+        rename={**rename, **_OF_HEADS},
         rename_of_layer=rename_of_layer,
         made=made,
         made_apart=made_apart,
@@ -94,9 +102,11 @@ def latent_units(
     return decoder(config, dtype)
 
 
-def ups_of(config: ModelConfig, dtype: torch.dtype) -> Callable[[str], list[Source]]:
-    """From what the checkpoint calls an attention module, to sources of ``key_up`` and
-    ``value_up``."""
+def ups_of(
+    config: ModelConfig, dtype: torch.dtype
+) -> Callable[[str, LatentAttention], list[Source]]:
+    """From what the checkpoint calls an attention module, and the module, to sources of ``key_up``
+    and ``value_up``."""
     formats = formats_of(config, dtype)
     layer = next((i for i in range(config.num_hidden_layers) if not config.state(i)), 0)
     apart = has_tensors(config, f"model.layers.{layer}.self_attn.k_b_proj.weight")
@@ -104,31 +114,70 @@ def ups_of(config: ModelConfig, dtype: torch.dtype) -> Callable[[str], list[Sour
 
 
 def _ups_in_one(
-    config: ModelConfig, dtype: torch.dtype, formats: FormatOf, attention: str
+    config: ModelConfig,
+    dtype: torch.dtype,
+    formats: FormatOf,
+    attention: str,
+    module: LatentAttention,
 ) -> list[Source]:
     """``key_up`` and ``value_up`` of one matrix, which has each head's keys before its values."""
     sizes, heads = _sizes(config)
     keys, both = sizes.qk_nope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
     parts = {
-        _KEY_UP: lambda x: x.unflatten(0, (heads, both))[:, :keys].transpose(1, 2),
-        _VALUE_UP: lambda x: x.unflatten(0, (heads, both))[:, keys:],
+        _KEY_UP: lambda x: x.unflatten(0, (heads, both))[:, :keys].transpose(1, 2).flatten(0, 1),
+        _VALUE_UP: lambda x: x.unflatten(0, (heads, both))[:, keys:].flatten(0, 1),
     }
     shape = heads * both, sizes.kv_lora_rank
     return [_dequantized(f"{attention}.kv_b_proj", shape, formats, dtype, parts)]
 
 
 def _ups_of_heads(
-    config: ModelConfig, dtype: torch.dtype, formats: FormatOf, attention: str
+    config: ModelConfig,
+    dtype: torch.dtype,
+    formats: FormatOf,
+    attention: str,
+    module: LatentAttention,
 ) -> list[Source]:
-    """The same of a matrix for each head, as GGUF files have both since April 2025."""
+    """The same of a matrix for each head, as GGUF files have both since April 2025: in the file's
+    format if that can be split between heads."""
     sizes, heads = _sizes(config)
     keys = heads, sizes.kv_lora_rank, sizes.qk_nope_head_dim
     values = heads, sizes.v_head_dim, sizes.kv_lora_rank
-    whole: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
     return [
-        _dequantized(f"{attention}.k_b_proj", keys, formats, dtype, {_KEY_UP: whole}),
-        _dequantized(f"{attention}.v_b_proj", values, formats, dtype, {_VALUE_UP: whole}),
+        _of_heads(f"{attention}.k_b_proj", keys, formats, dtype, _KEY_UP, module.key_up),
+        _of_heads(f"{attention}.v_b_proj", values, formats, dtype, _VALUE_UP, module.value_up),
     ]
+
+
+def _of_heads(
+    matrix: str,
+    shape: tuple[int, int, int],
+    formats: FormatOf,
+    dtype: torch.dtype,
+    parameter: str,
+    module: EachHead,
+) -> Source:
+    """A stored matrix for each head."""
+    format, name = module.format, parameter.removesuffix(".weight")
+    if isinstance(format, FloatFormat):
+        return _dequantized(matrix, shape, formats, dtype, {parameter: lambda x: x.flatten(0, 1)})
+    stored = _stored(matrix, shape, format)
+
+    def convert(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        flat = {each.rpartition(".")[2]: found[each].flatten(0, 1) for each in stored}
+        return {f"{name}.{each}": x for each, x in format.convert(flat).items()}
+
+    parameters = tuple(f"{name}.{each}" for each in format.names)
+    return Source(stored=stored, parameters=parameters, convert=convert)
+
+
+def _stored(matrix: str, shape: tuple[int, ...], format: WeightFormat) -> dict[str, ExpectedTensor]:
+    """The tensors of a matrix of this shape, or of one for each head."""
+    expected = format.stored((math.prod(shape[:-1]), shape[-1]))
+    return {
+        f"{matrix}.{each}": replace(x, shape=(*shape[:-1], *x.shape[1:])) if shape[2:] else x
+        for each, x in expected.items()
+    }
 
 
 def _sizes(config: ModelConfig) -> tuple[LatentHeads, int]:
@@ -148,14 +197,10 @@ def _dequantized(
     rows of it than a linear layer does."""
     size = math.prod(shape[:-1]), shape[-1]
     format = formats(matrix, size)
-    expected = format.stored(size)
+    expected, stored = format.stored(size), _stored(matrix, shape, format)
     if expected.keys() == {"weight"} and dtype in expected["weight"].dtypes:
         format = FLOATS[dtype]  # and not one that floats are converted to
     of_heads = len(shape) > 2
-    stored = {
-        f"{matrix}.{each}": replace(x, shape=(*shape[:-1], *x.shape[1:])) if of_heads else x
-        for each, x in expected.items()
-    }
 
     def convert(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         flat = {each: found[f"{matrix}.{each}"] for each in expected}
@@ -170,7 +215,9 @@ def _dequantized(
     return Source(stored=stored, parameters=tuple(parts), convert=convert)
 
 
-_KEY_UP, _VALUE_UP = "self_attn.key_up", "self_attn.value_up"
+_KEY_UP, _VALUE_UP = "self_attn.key_up.weight", "self_attn.value_up.weight"
+#: What files with a matrix for each head call these.
+_OF_HEADS = {"self_attn.key_up": "self_attn.k_b_proj", "self_attn.value_up": "self_attn.v_b_proj"}
 #: Checkpoints name an expert's matrices like those of an MLP.
 NAMES = {**qwen2_moe.NAMES, "mlp.shared_expert.": "mlp.shared_experts."}
 

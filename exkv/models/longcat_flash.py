@@ -165,11 +165,13 @@ def _made(
     name: str,
     layer: nn.Module,
     *,
-    ups: Callable[[str], list[Source]],
+    ups: Callable[[str, LatentAttention], list[Source]],
     unused: FormatOf | None,
 ) -> list[Source]:
     assert isinstance(layer, HalfLayer)
-    sources = ups(f"{name}.self_attn.{0 if layer.shortcut is not None else 1}")
+    attention = layer.self_attn
+    assert isinstance(attention, LatentAttention)
+    sources = ups(f"{name}.self_attn.{0 if layer.shortcut is not None else 1}", attention)
     if unused is not None and layer.shortcut is not None:
         sources.append(_with_unused(config, name, unused))
     return sources

@@ -27,6 +27,7 @@ from exkv.layers.descriptions import (
     EmbeddingTable,
     ExpertsBlock,
     GatedBlock,
+    LatentBlock,
     Layer,
     LogitsHead,
     Norm,
@@ -40,7 +41,7 @@ from exkv.layers.descriptions import (
 )
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
-from exkv.ops.bound_run import CENTERED, GATE, HEAD, OFFSET
+from exkv.ops.bound_run import CENTERED, GATE, HEAD, KEY, OFFSET, OUTPUT, QUERY, VALUE
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import PlacedUnit
@@ -62,7 +63,11 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     heads = max(map(config.query_heads, range(config.num_hidden_layers)))
     item = dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
+    made = 2 * q  # with gates
+    if (latent := config.latent) is not None:
+        made = heads * latent.qk_head_dim
+        q = max(q, heads * latent.v_head_dim, latent.q_lora_rank or 0)
+    between = item * (made + 3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
     between = max(between, 2 * item * config.intermediate_size, _of_experts(config, item))
     between = max(between, _of_states(config, item))
     between += 3 * item * rank
@@ -133,12 +138,14 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
                 part = replace(part, mlp=unit.module.get_submodule("mlp"))
             assert unit.spec.layer is not None
             kept_layer = kept.layers[unit.spec.layer]
-            store = None
-            if isinstance(part.attention, StateBlock):
-                if not _is_native_state(part.attention, kept_layer, dtype):
-                    part = replace(part, attention=unit.module.get_submodule("self_attn"))
-            elif isinstance(part.attention, AttentionBlock) and part.attention.params.sinks is None:
-                store = kept_layer.in_place(dtype)
+            attention, store = part.attention, None
+            if isinstance(attention, AttentionBlock | LatentBlock):
+                store = None if attention.params.sinks is not None else kept_layer.in_place(dtype)
+            asks = isinstance(attention, LatentBlock) and store is None
+            if isinstance(attention, StateBlock):
+                asks = not _is_native_state(attention, kept_layer, dtype)
+            if asks:
+                part = replace(part, attention=unit.module.get_submodule("self_attn"))
             part = BoundLayer(layer=part, store=store or kept_layer)
         yield part
 
@@ -230,7 +237,11 @@ class NativeRun:
         ]
         blocks = (part.layer.attention for part in layers)
         self._tables = list(
-            dict.fromkeys(each.params.rotary for each in blocks if isinstance(each, AttentionBlock))
+            dict.fromkeys(
+                each.params.rotary
+                for each in blocks
+                if isinstance(each, AttentionBlock | LatentBlock)
+            )
         )
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
@@ -268,13 +279,12 @@ class NativeRun:
             rotary, window = self._tables.index(params.rotary), params.window
         else:
             norms += [None, None]
-        if isinstance(store, InPlace):
+        places: tuple[Any, ...] = ([], "", [], "", 0, False, False)
+        if isinstance(store, InPlace) and not isinstance(attention, LatentBlock):
             keys, values = (store.keys, store.key_format), (store.values, store.value_format)
             places = (*keys, *values, store.ring, store.hadamard, store.paged)
             window = min(filter(None, (window, store.window)), default=0)
-        else:
-            places = ([], "", [], "", 0, False, False)
-        if not isinstance(store, InPlace) and not isinstance(attention, StateBlock):
+        elif not isinstance(store, InPlace) and not isinstance(attention, StateBlock):
             of = attention if isinstance(attention, nn.Module) else (params, head_dim)
             self._questions.append(_attention_of(store, of))
         act = "silu"  # of nothing
@@ -291,10 +301,14 @@ class NativeRun:
             *(head_dim, act, interleaved, layer.residual, layer.parallel, rotary),
             *(params.scale, window, params.softcap),
             *places,
+            isinstance(attention, AttentionBlock) and attention.gated,
         )
         if isinstance(attention, StateBlock):
             assert isinstance(store, StateLayer), "see _stretch"
             _add_mixer(run, attention, store)
+        if isinstance(attention, LatentBlock):
+            assert isinstance(store, InPlace), "see _stretch"
+            _add_latent(run, attention, store, self._tables.index(attention.params.rotary))
         if isinstance(mlp, ExpertsBlock):
             _add_experts(run, mlp)
         of_attention = isinstance(attention, AttentionBlock)
@@ -432,6 +446,8 @@ def _hidden_of(layers: Sequence[BoundLayer]) -> int:
             return attention.query.weight.size[1]
         if isinstance(attention, StateBlock):
             return attention.output.weight.size[0]
+        if isinstance(attention, LatentBlock):
+            return attention.latent.weight.size[1]
         if isinstance(mlp, GatedBlock | ExpertsBlock):
             return mlp.gate.weight.size[1]
     raise AssertionError("one is native: see bind")
@@ -466,6 +482,24 @@ def _of_recurrence(of: Recurrence | None) -> tuple[Any, ...]:
         return None, None, None, None, 0.0, False, 1, 1, 1.0, 0.0, 0.0
     numbers = (of.step_bias, of.rates, of.skip, of.norm.weight, of.norm.eps)
     return (*numbers, of.sigmoid, of.groups, of.order, of.largest_beta, *of.limits)
+
+
+def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: int) -> None:
+    """Add the attention of the layer that was added last, and its adapters."""
+    projections, ups = block.projections, (*block.key_up, *block.value_up)
+    norms = (block.latent_norm, block.query_norm)
+    window = min(filter(None, (block.params.window, store.window)), default=0)
+    torch.ops.exkv.add_latent(
+        run,
+        [None if norm is None else norm.weight for norm in norms],
+        [0.0 if norm is None else norm.eps for norm in norms],
+        *_matrices(*(projection.weight for projection in projections), *ups),
+        [*(projection.bias for projection in projections), *([None] * len(ups))],
+        *(len(block.key_up), block.rotated, block.interleaved, rotary, block.params.scale, window),
+        *(store.keys, store.key_format, store.ring, store.hadamard, store.paged),
+    )
+    for index, projection in zip((QUERY, KEY, OUTPUT, VALUE), projections, strict=False):
+        _add_low_rank(run, index, projection)
 
 
 def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:

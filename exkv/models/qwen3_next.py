@@ -4,7 +4,7 @@ others attention with a gate; experts beside a shared one in place of the MLP.""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,8 @@ from exkv.layers import (
     SplitGatedDelta,
     mixture_or_mlp,
 )
-from exkv.layers.attention import Attend
+from exkv.layers.attention import Attend, describe_separate
+from exkv.layers.descriptions import describes
 
 from . import qwen2_moe
 from .decoder import Decoder, rms_norm
@@ -61,7 +62,12 @@ class QueryGatedAttention(Attention):
         projected[0] = q.flatten(2)
         q, k, v = self.rotated(projected, batch)
         attended = self.attend(q, k, v, batch, cache)
-        return self.o_proj((attended * gate.sigmoid()).flatten(2))
+        gate = gate.contiguous()
+        torch.ops.exkv.sigmoid_(gate)
+        return self.o_proj(gate.mul_(attended).flatten(2))
+
+
+describes(QueryGatedAttention)(lambda attention: replace(describe_separate(attention), gated=True))
 
 
 def linear_or_attention(

@@ -27,13 +27,24 @@ define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float sca
 #: value, output, gate, up and down; without the first four, or the last three, the layer asks.
 #: ``act``: an activation that is ``native``. ``interleaved``, ``residual`` and ``parallel``: see
 #: ``exkv.layers.descriptions``. ``rotary``: index of the pair of a call's factors. Stores are as in
-#: ``append_kv``; ``paged``: they are pools of pages.
+#: ``append_kv``; ``paged``: they are pools of pages. ``gated``: each head's queries are followed by
+#: gates.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] kinds, Tensor?[] norm_biases, "
     "Tensor[] weights, int[] layouts, Tensor?[] biases, int head_dim, str act, int interleaved, "
     "float residual, bool parallel, int rotary, float scale, int window, float softcap, "
     "Tensor[] k_stored, str k_format, Tensor[] v_stored, str v_format, int ring, bool hadamard, "
-    "bool paged=False) -> ()"
+    "bool paged=False, bool gated=False) -> ()"
+)
+#: Attention over latent vectors (``exkv.layers.latent``) of the layer that was added last, without
+#: attention. Norms: of latent vectors, and of queries' low ranks or None. Weights, layouts and
+#: biases: of queries, of what is stored, of the output, of queries' low ranks if they have a norm;
+#: of what makes each head's keys, (rank, nope), and then of what makes each head's values,
+#: (values, rank). ``rotated``: features of a head.
+define_native(
+    "add_latent(Tensor run, Tensor?[] norms, float[] eps, Tensor[] weights, int[] layouts, "
+    "Tensor?[] biases, int heads, int rotated, int interleaved, int rotary, float scale, "
+    "int window, Tensor[] stored, str format, int ring, bool hadamard, bool paged) -> ()"
 )
 #: The experts of the layer that was added last, without an MLP. Weights, layouts and biases: of the
 #: router; of the gate, up and down of each of ``experts``, and of the one that all tokens take if
@@ -64,10 +75,12 @@ define_native(
     "int[] layout, Tensor? bias) -> ()"
 )
 #: An adapter's change b (a x) to a projection of the last added layer, by its index in
-#: ``add_layer`` (:data:`GATE` is that of the gate), or of the head (:data:`HEAD`), for the rows
+#: ``add_layer`` (:data:`GATE` is that of the gate; that of queries' low ranks is :data:`VALUE`), or
+#: of the head (:data:`HEAD`), for the rows
 #: [first, last) of a call; for all if last is -1. Changes of one projection are added in the order
 #: of their rows.
-HEAD, GATE = -1, 4
+HEAD = -1
+QUERY, KEY, VALUE, OUTPUT, GATE = range(5)
 define_native(
     "add_low_rank(Tensor run, int projection, Tensor a, Tensor b, int first, int last) -> ()"
 )

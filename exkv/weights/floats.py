@@ -53,6 +53,9 @@ class FloatFormat(WeightFormat):
     def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
         return {"weight": tensors["weight"][begin:end]}
 
+    def splits_at(self, rows: int) -> bool:
+        return True
+
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return tensors["weight"].to(dtype)
 

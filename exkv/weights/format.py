@@ -97,6 +97,17 @@ class WeightFormat(ABC):
         there are none such."""
         return None
 
+    def splits_at(self, rows: int) -> bool:
+        """Whether matrices of so many rows, one below the other in one matrix, can be multiplied by
+        one by one: by :meth:`heads`, and by their :meth:`part`."""
+        return False
+
+    def heads(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """x (H, N, in), each by its own of H matrices that lie one below the other -> (H, N,
+        out)."""
+        whole = self.dequantize(tensors, x.dtype)
+        return torch.ops.exkv.linear_heads(x, whole.unflatten(0, (len(x), -1)))
+
     def together(
         self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
     ) -> Source | None:

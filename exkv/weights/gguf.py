@@ -19,8 +19,8 @@ import torch
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
 from exkv.checkpoint.gguf.header import TENSOR_TYPES, TensorType
-from exkv.ops.registry import define_op
-from exkv.ops.weight_groups import BLOCK
+from exkv.ops.registry import HOST, computes_on, define_op
+from exkv.ops.weight_groups import BLOCK, is_decode_sized
 
 from .finite import check_finite
 from .floats import FLOATS
@@ -120,6 +120,25 @@ class SplitFormat(GroupFormat):
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = torch.ops.exkv.split_blocks(stored["weight"], _NUMBERS[self.type.name])
         return dict(zip(self.names, made, strict=True))
+
+    def splits_at(self, rows: int) -> bool:
+        return rows % BLOCK == 0
+
+    def heads(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Of few rows by the codes on the host, where a call costs less than to dequantize."""
+        outputs = len(tensors["scale"])
+        if computes_on(x) in HOST and is_decode_sized(x[0]):
+            each = outputs // len(x)
+            return torch.stack(
+                [
+                    self.linear(row, self.part(tensors, i * each, (i + 1) * each) or {}, None)
+                    for i, row in enumerate(x)
+                ]
+            )
+        whole = torch.ops.exkv.dequantize_weight(
+            self._parts(tensors), list(self.groups), 0, outputs, x.dtype
+        )
+        return torch.ops.exkv.linear_heads(x, whole.unflatten(0, (len(x), -1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -652,7 +652,7 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                  int64_t head_dim, StringHandle act, int64_t interleaved, double residual,
                  bool parallel, int64_t rotary, double scale, int64_t window, double softcap,
                  std::vector<Tensor> k_stored, StringHandle k_format, std::vector<Tensor> v_stored,
-                 StringHandle v_format, int64_t ring, bool hadamard, bool paged) {
+                 StringHandle v_format, int64_t ring, bool hadamard, bool paged, bool gated) {
   const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
   const bool gelu = IsGelu(TakeText(act));
   Runs().Find(run)->Add(LayerArguments{std::move(norms),
@@ -676,7 +676,30 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                                        v_name,
                                        ring,
                                        hadamard,
-                                       paged});
+                                       paged,
+                                       gated});
+}
+
+void AddLatentCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
+                  std::vector<double> eps, std::vector<Tensor> weights,
+                  std::vector<int64_t> layouts, std::vector<std::optional<Tensor>> biases,
+                  int64_t heads, int64_t rotated, int64_t interleaved, int64_t rotary, double scale,
+                  int64_t window, std::vector<Tensor> stored, StringHandle format, int64_t ring,
+                  bool hadamard, bool paged) {
+  LayerArguments beside{};
+  beside.interleaved = interleaved;
+  beside.rotary = rotary;
+  beside.scale = scale;
+  beside.window = window;
+  beside.k_stored = std::move(stored);
+  beside.k_format = TakeText(format);
+  beside.ring = ring;
+  beside.hadamard = hadamard;
+  beside.paged = paged;
+  Runs().Find(run)->Add(
+      LatentArguments{std::move(norms), std::move(eps), SplitWeights(weights, layouts),
+                      std::move(biases), heads, rotated},
+      std::move(beside));
 }
 
 void AddExpertsCpu(const Tensor& run, std::vector<Tensor> weights, std::vector<int64_t> layouts,
@@ -812,6 +835,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));
   m.impl("add_embedding", TORCH_BOX(&exkv::AddEmbeddingCpu));
   m.impl("add_layer", TORCH_BOX(&exkv::AddLayerCpu));
+  m.impl("add_latent", TORCH_BOX(&exkv::AddLatentCpu));
   m.impl("add_experts", TORCH_BOX(&exkv::AddExpertsCpu));
   m.impl("add_mixer", TORCH_BOX(&exkv::AddMixerCpu));
   m.impl("add_low_rank", TORCH_BOX(&exkv::AddLowRankCpu));

@@ -3,6 +3,7 @@
 // What the arguments are: exkv/ops/bound_run.py.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -129,6 +130,18 @@ struct ExpertsArguments {
 
 struct StateArguments;  // state_mixer_binding.h
 
+// Latent attention of a layer. Weights and biases: of queries, of what is stored, of the output,
+// and of queries' low ranks if they have a norm; then of each head's keys, and of each one's
+// values.
+struct LatentArguments {
+  std::vector<std::optional<Tensor>> norms;  // of latent vectors, and of queries' low ranks
+  std::vector<double> eps;
+  std::vector<WeightArguments> weights;
+  std::vector<std::optional<Tensor>> biases;
+  int64_t heads;
+  int64_t rotated;
+};
+
 struct LayerArguments {
   std::vector<std::optional<Tensor>> norms;
   std::vector<double> eps;
@@ -152,9 +165,11 @@ struct LayerArguments {
   int64_t ring;
   bool hadamard;
   bool paged;  // the stores are pools of pages
+  bool gated;  // queries' projection makes gates, too
   std::vector<LowRankArguments> low_rank = {};
   std::optional<ExpertsArguments> experts = {};
   std::shared_ptr<const StateArguments> state = {};
+  std::optional<LatentArguments> latent = {};
 
   // Its weights are the projections from the first to before the last: all, or without those of
   // attention, or of the MLP.
@@ -354,6 +369,57 @@ inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_
   return mixture;
 }
 
+// The params of a layer's latent attention, and the projections of the layer.
+inline Latent LatentOf(BoundTensors* tensors, const LatentArguments& a, const std::string& name,
+                       Matrix* projections) {
+  constexpr Projection kOrder[] = {kQ, kK, kOut, kV};
+  const auto count = static_cast<int64_t>(a.weights.size());
+  const bool low = a.norms.size() == 2 && a.norms[1];
+  const int64_t first = 3 + low;
+  STD_TORCH_CHECK(a.norms.size() == 2 && a.eps.size() == 2 && a.norms[0] && a.heads > 0 &&
+                      count == first + 2 * a.heads && a.biases.size() == a.weights.size(),
+                  "bound run: ", name, a.norms.size(), " norms, ", count, " matrices and ",
+                  a.biases.size(), " biases are not those of latent attention of ", a.heads,
+                  " heads");
+  const int64_t q = a.weights[0].outputs(), stored = a.weights[1].outputs();
+  Latent latent{};
+  latent.heads = a.heads;
+  latent.rotated = a.rotated;
+  latent.plain = q / a.heads - a.rotated;
+  latent.rank = stored - a.rotated;
+  latent.values = a.weights[first + a.heads].outputs();
+  STD_TORCH_CHECK(q % a.heads == 0 && a.rotated > 0 && a.rotated % 2 == 0 && latent.plain > 0 &&
+                      latent.rank > 0 && latent.values > 0,
+                  "bound run: ", name, q, " queries of ", a.heads, " heads and ", stored,
+                  " stored features don't have ", a.rotated, " rotated ones each");
+  const int64_t hidden = tensors->hidden(), inputs = low ? a.weights[3].outputs() : hidden;
+  const int64_t shapes[][2] = {
+      {q, inputs}, {stored, hidden}, {hidden, a.heads * latent.values}, {inputs, hidden}};
+  for (int64_t i = 0; i < first; ++i) {
+    const std::string of = name + (i == 3 ? "queries' low ranks" : kProjectionNames[kOrder[i]]);
+    Matrix& matrix = projections[kOrder[i]];
+    matrix = tensors->MatrixOf(of, a.weights[i], shapes[i][0], shapes[i][1]);
+    if (a.biases[i]) matrix.bias = tensors->Data(of + "'s bias", *a.biases[i], {matrix.outputs});
+  }
+  const auto norm = [&](size_t i, const char* of, int64_t dim) {
+    const void* data = tensors->Data(name + of, *a.norms[i], {dim});
+    return NormWeights{data, dim, static_cast<float>(a.eps[i]), false, false, nullptr};
+  };
+  latent.norm = norm(0, "norm of latent vectors", latent.rank);
+  if (low) latent.query_norm = norm(1, "norm of queries' low ranks", inputs);
+  for (int64_t head = 0; head < a.heads; ++head) {
+    const std::string of = name + "head " + std::to_string(head) + "'s ";
+    const int64_t keys = first + head, values = keys + a.heads;
+    STD_TORCH_CHECK(!a.biases[keys] && !a.biases[values], "bound run: ", of,
+                    "keys and values take no bias");
+    latent.key_up.push_back(
+        tensors->MatrixOf(of + "keys", a.weights[keys], latent.rank, latent.plain));
+    latent.value_up.push_back(
+        tensors->MatrixOf(of + "values", a.weights[values], latent.values, latent.rank));
+  }
+  return latent;
+}
+
 // One layer's params, of arguments that fit each other and the run.
 class LayerBinding {
  public:
@@ -364,9 +430,10 @@ class LayerBinding {
     LayerParams params{};
     CheckCounts();
     params.asks_attention = a_.k_stored.empty() && a_.v_stored.empty();
-    params.asks_whole = a_.first() == kGate || a_.weights.empty();
+    params.asks_whole = !a_.latent && (a_.first() == kGate || a_.weights.empty());
     params.asks_mlp = a_.last() <= kGate && !a_.experts;
     params.dim = a_.head_dim;
+    params.gated = a_.gated;
     SetProjections(&params);
     SetNorms(&params);
     STD_TORCH_CHECK(!params.asks_whole || (params.asks_attention && !a_.parallel &&
@@ -431,14 +498,18 @@ class LayerBinding {
 
   void SetProjections(LayerParams* params) {
     const int64_t hidden = tensors_.hidden();
-    const int64_t q = Outputs(kQ), kv = Outputs(kK);
+    const int64_t made = Outputs(kQ), kv = Outputs(kK), q = a_.gated ? made / 2 : made;
     const int64_t inner = Outputs(kGate);
-    STD_TORCH_CHECK(
-        params->asks_whole || (a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
-                               kv % a_.head_dim == 0 && q % kv == 0),
-        "bound run: ", name_, q, " queries and ", kv, " keys of a token are not of heads of ",
-        a_.head_dim);
-    const int64_t shapes[kProjections][2] = {{q, hidden},    {kv, hidden},    {kv, hidden},
+    if (a_.latent) {
+      params->latent =
+          std::make_shared<Latent>(LatentOf(&tensors_, *a_.latent, name_, params->projections));
+    }
+    STD_TORCH_CHECK(params->asks_whole || a_.latent ||
+                        (a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
+                         kv % a_.head_dim == 0 && q % kv == 0),
+                    "bound run: ", name_, q, " queries and ", kv,
+                    " keys of a token are not of heads of ", a_.head_dim);
+    const int64_t shapes[kProjections][2] = {{made, hidden}, {kv, hidden},    {kv, hidden},
                                              {hidden, q},    {inner, hidden}, {inner, hidden},
                                              {hidden, inner}};
     for (size_t i = a_.first(); i < a_.last(); ++i) {
@@ -460,7 +531,7 @@ class LayerBinding {
       if (!a_.norms[i]) continue;
       const Tensor& weight = *a_.norms[i];
       const int64_t dim = weight.dim() == 1 ? weight.size(0) : 0;
-      const int64_t all = i == kOfQueries ? params->projections[kQ].outputs
+      const int64_t all = i == kOfQueries ? params->queries()
                           : i == kOfKeys  ? params->projections[kK].outputs
                                           : tensors_.hidden();
       const bool of_heads = i == kOfQueries || i == kOfKeys;
@@ -514,7 +585,7 @@ class LayerBinding {
     const AppendSide &k = params->append.sides[0], &v = params->append.sides[1];
     AttentionParams& attention = params->attention;
     attention.dtype = params->append.dtype;
-    attention.heads = params->projections[kQ].outputs / a_.head_dim;
+    attention.heads = params->queries() / a_.head_dim;
     attention.kv_heads = params->append.heads;
     attention.dim = a_.head_dim;
     attention.k = k.values;
@@ -608,14 +679,29 @@ class BoundRun {
   }
   // To the layer that was added last, in the place of attention.
   void Add(StateArguments state) {
-    const bool there = !layers_.empty() && params_.layers.size() == layers_.size();
-    STD_TORCH_CHECK(there && params_.layers.back().asks_whole,
-                    "bound run: there is no layer without attention for a state");
-    layers_.back().state = std::make_shared<const StateArguments>(std::move(state));
-    const size_t index = layers_.size() - 1;
-    while (!questions_.empty() && questions_.back().layer == index) questions_.pop_back();
-    params_.layers.pop_back();
-    BindLayer(index);
+    CheckAddsAttention("a state");
+    LayerArguments with = layers_.back();
+    with.state = std::make_shared<const StateArguments>(std::move(state));
+    Replace(std::move(with));
+  }
+  // To the layer that was added last, which had no attention; `stored`: what else that has.
+  void Add(LatentArguments latent, LayerArguments stored) {
+    CheckAddsAttention("that over latent vectors");
+    STD_TORCH_CHECK(latent.weights.size() > 1, "bound run: attention over latent vectors has ",
+                    latent.weights.size(), " matrices");
+    LayerArguments with = layers_.back();
+    with.head_dim = latent.weights[1].outputs();
+    with.interleaved = stored.interleaved;
+    with.rotary = stored.rotary;
+    with.scale = stored.scale;
+    with.window = stored.window;
+    with.k_stored = with.v_stored = std::move(stored.k_stored);
+    with.k_format = with.v_format = std::move(stored.k_format);
+    with.ring = stored.ring;
+    with.hadamard = stored.hadamard;
+    with.paged = stored.paged;
+    with.latent = std::move(latent);
+    Replace(std::move(with));
   }
   void Add(HeadArguments head) {
     head_ = std::move(head);
@@ -629,8 +715,9 @@ class BoundRun {
       head_->low_rank.push_back(std::move(low_rank));
     } else {
       const auto of = static_cast<size_t>(low_rank.projection);
-      const bool there = !layers_.empty() && low_rank.projection >= 0 &&
-                         layers_.back().first() <= of && of < layers_.back().last();
+      const bool own = !layers_.empty() && low_rank.projection >= 0 &&
+                       layers_.back().first() <= of && of < layers_.back().last();
+      const bool there = own || (!layers_.empty() && layers_.back().latent && of <= kOut);
       STD_TORCH_CHECK(there, "bound run: there is no projection ", low_rank.projection,
                       " for a low-rank part");
       layers_.back().low_rank.push_back(std::move(low_rank));
@@ -678,6 +765,23 @@ class BoundRun {
   FloatType dtype() const { return params_.dtype; }
 
  private:
+  void CheckAddsAttention(const char* what) const {
+    const bool there = !layers_.empty() && params_.layers.size() == layers_.size();
+    STD_TORCH_CHECK(there && params_.layers.back().asks_whole,
+                    "bound run: there is no layer without attention for ", what);
+  }
+
+  // In the place of the layer that was added last, which asked for attention.
+  void Replace(LayerArguments with) {
+    const size_t index = layers_.size() - 1;
+    LayerParams params = LayerBinding(&tensors_, with, index).Params();
+    questions_.erase(std::find_if(questions_.begin(), questions_.end(), [&](const Question& each) {
+      return each.begin == Begin::kAfterAttention && each.layer == index;
+    }));
+    params_.layers.back() = std::move(params);
+    layers_.back() = std::move(with);
+  }
+
   struct Question {
     Begin begin;  // with the answer
     size_t layer;
@@ -710,7 +814,7 @@ class BoundRun {
     if (!call->asks_attention || params_.layers[next.layer].asks_whole) {
       call->y = make(params_.hidden);
     } else {
-      call->q = make(of[kQ].outputs);
+      call->q = make(params_.layers[next.layer].queries());
       call->k = make(of[kK].outputs);
       call->v = make(of[kV].outputs);
     }
@@ -914,8 +1018,9 @@ class BoundRun {
       const LayerParams& params = params_.layers[layer];
       if (params.asks_whole || params.mixer != nullptr) continue;
       const auto given = static_cast<int64_t>(call->rotary.size());
-      STD_TORCH_CHECK(params.rotary < given && call->rotary[params.rotary].width <= params.dim,
-                      "bound run: layer ", layer, " rotates heads of ", params.dim, " by table ",
+      const int64_t most = params.latent == nullptr ? params.dim : params.latent->rotated;
+      STD_TORCH_CHECK(params.rotary < given && call->rotary[params.rotary].width <= most,
+                      "bound run: layer ", layer, " rotates ", most, " features by table ",
                       params.rotary, " of ", given);
     }
   }

@@ -30,7 +30,7 @@ constexpr int64_t kStep = 4;
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kStagesOfLayer = 16;
+constexpr int64_t kStagesOfLayer = 24;
 constexpr int64_t kStagesBeside = 5;  // embedding, last norm, logits
 
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
@@ -47,6 +47,7 @@ struct Buffers {
   char* q;       // H * D
   char* k;       // H_kv * D
   char* v;       // H_kv * D
+  char* made_q;  // as a projection makes them, where they are not q yet
   char* rotated_q;
   char* attended;  // H * D
   char* part;      // H * D float32, of attention over a part
@@ -68,6 +69,7 @@ struct Buffers {
 // The largest of what layers need of each.
 struct Widths {
   int64_t q = 0;
+  int64_t made_q = 0;
   int64_t kv = 0;
   int64_t inner = 0;
   int64_t part = 0;
@@ -80,7 +82,12 @@ struct Widths {
 
   explicit Widths(const RunParams& p) {
     for (const LayerParams& layer : p.layers) {
-      q = std::max(q, layer.projections[kQ].outputs);
+      q = std::max(q, layer.queries());
+      const bool beside = layer.gated || layer.latent != nullptr;
+      if (beside) made_q = std::max(made_q, layer.projections[kQ].outputs);
+      if (layer.latent != nullptr) {  // which has low ranks and values in places of queries
+        q = std::max({q, layer.projections[kV].outputs, layer.projections[kOut].inputs});
+      }
       kv = std::max(kv, layer.projections[kK].outputs);
       inner = std::max(inner, layer.projections[kGate].outputs);
       asks = asks || layer.asks_attention || layer.asks_mlp;
@@ -97,7 +104,7 @@ struct Widths {
         answers = std::max(answers, (top_k + mixture.shared) * p.hidden);
       }
       if (!layer.in_part) continue;
-      part = std::max(part, layer.projections[kQ].outputs);
+      part = std::max(part, layer.queries());
       heads = std::max(heads, layer.attention.heads);
     }
     low = std::max(low, p.logits.most_rank());
@@ -126,6 +133,7 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->q = take(widths.q, item);
   b->k = take(widths.kv, item);
   b->v = take(widths.kv, item);
+  b->made_q = take(widths.made_q, item);
   b->rotated_q = take(widths.q, item);
   b->attended = take(widths.q, item);
   b->part = take(widths.part, sizeof(float));
@@ -198,7 +206,7 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   const int64_t dim = append.dim, token = append.heads * dim;
   append.rows = call.rows;
   append.length = call.length;
-  append.width = rotary.width;
+  append.width = layer.latent == nullptr ? rotary.width : 0;  // there they come rotated
   append.cos = rotary.cos;
   append.sin = rotary.sin;
   append.past_lens = call.past_lens;
@@ -209,7 +217,7 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   }
   append.store_rows = call.store_rows;
   append.sides[0].x = {b.k, call.length * token, token, dim};
-  append.sides[1].x = {b.v, call.length * token, token, dim};
+  append.sides[1].x = {layer.latent == nullptr ? b.v : b.k, call.length * token, token, dim};
 
   AttentionParams& attention = out->attention = layer.attention;
   const int64_t queries = attention.heads * dim;
@@ -339,6 +347,8 @@ class Decoder {
       return Mlp(index, residual, thread);
     }
     const char* attended = answered ? static_cast<const char*>(call_.answer) : Attended(layer);
+    if (layer.latent != nullptr) attended = RaiseValues(layer, thread);
+    if (layer.gated) attended = Gated(layer, attended, thread);
     Linear({{Output(layer), b_.added}}, attended, call_.tokens(), thread, [&] {
       if (layer.mixture != nullptr) Ask(layer.mixture->gate, thread);
       if (layer.mixture == nullptr && !layer.asks_mlp) Ask(layer.projections[kGate], thread);
@@ -362,9 +372,14 @@ class Decoder {
       return false;
     }
     if (layer.asks_whole) return true;
-    Linear({{of[kQ], b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x, call_.tokens(), thread,
-           [&] { Ask(of[kOut], thread); });
-    thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
+    if (layer.latent != nullptr) {
+      LatentHeads(index, x, thread);
+    } else {
+      Linear({{of[kQ], layer.gated ? b_.made_q : b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x,
+             call_.tokens(), thread, [&] { Ask(of[kOut], thread); });
+      thread->Stage(call_.tokens(), 1,
+                    [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
+    }
     if (layer.asks_attention) return true;
     AttentionCall& call = *attention_[index];
     thread->Stage(call.items(), 1, [&](int64_t item, int64_t) { call.Run(item, item + 1); });
@@ -911,11 +926,12 @@ class Decoder {
   void Heads(size_t index, int64_t begin, int64_t end) const {
     const LayerParams& layer = p_.layers[index];
     const LayerCall& call = layers_[index];
-    NormHeads(layer.norms[kOfQueries], b_.q, layer.projections[kQ].outputs, begin, end);
-    NormHeads(layer.norms[kOfKeys], b_.k, layer.projections[kK].outputs, begin, end);
+    if (layer.gated) TakeQueries(layer, begin, end);
+    NormHeads(layer.norms[kOfQueries], b_.q, layer.queries(), begin, end);
+    NormHeads(layer.norms[kOfKeys], b_.k, layer.keys(), begin, end);
     if (layer.interleaved > 0) {
-      Halve(layer, b_.q, layer.projections[kQ].outputs, begin, end);
-      Halve(layer, b_.k, layer.projections[kK].outputs, begin, end);
+      Halve(layer, b_.q, layer.queries(), begin, end);
+      Halve(layer, b_.k, layer.keys(), begin, end);
     }
     if (layer.asks_attention) {
       Rotate(layer, static_cast<char*>(call_.q), static_cast<char*>(call_.k), begin, end);
@@ -927,6 +943,57 @@ class Decoder {
     Rotate(layer, b_.rotated_q, nullptr, begin, end);
     Transform(call, b_.rotated_q, begin, end);
     AppendTokens(call.append, kernels_.rows, kernels_.quant, begin, end);
+  }
+
+  // Queries from before their gates.
+  void TakeQueries(const LayerParams& layer, int64_t begin, int64_t end) const {
+    const int64_t heads = layer.queries() / layer.dim, size = layer.dim * item_;
+    for (int64_t i = begin * heads; i < end * heads; ++i) {
+      std::memcpy(b_.q + i * size, b_.made_q + 2 * i * size, size);
+    }
+  }
+
+  // What attention has found, times the sigmoids of the gates; each rounded.
+  const char* Gated(const LayerParams& layer, const char* attended, Team::Member* thread) {
+    const int64_t dim = layer.dim, heads = call_.tokens() * layer.queries() / dim;
+    thread->Stage(heads, kStep, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * dim; i < end * dim; ++i) {
+        alignas(float) char rounded[sizeof(float)];
+        const int64_t gate = (2 * (i / dim) + 1) * dim + i % dim;
+        NarrowAt(SigmoidOf(WideAt(b_.made_q, p_.dtype, gate)), p_.dtype, rounded, 0);
+        const float product = WideAt(attended, p_.dtype, i) * WideAt(rounded, p_.dtype, 0);
+        NarrowAt(product, p_.dtype, b_.attended, i);
+      }
+    });
+    return b_.attended;
+  }
+
+  // Latent attention, in latent.inc: queries and keys as attention meets them, and keys into their
+  // stores.
+  void LatentHeads(size_t index, const char* x, Team::Member* thread);
+  void LatentKeys(size_t index, int64_t begin, int64_t end) const;
+  void LatentQueries(const LayerParams& layer, int64_t head, int64_t first, int64_t last) const;
+  void RotateToken(const LayerParams& layer, const char* from, int64_t token, char* to) const;
+  // The values of what attention has found, (tokens, H * values).
+  const char* RaiseValues(const LayerParams& layer, Team::Member* thread);
+  // Outputs [first, last) of a head's matrix, for the inputs of all tokens; steps are in bytes.
+  void RaiseHead(const Matrix& matrix, const char* x, int64_t x_step, int64_t first, int64_t last,
+                 char* out, int64_t out_step) const;
+  void AskHeads(const std::vector<Matrix>& heads, Team::Member* thread) const;
+
+  // run(head, first, last) for all outputs of each head's matrix.
+  template <typename Run>
+  void ForHeads(const std::vector<Matrix>& heads, Team::Member* thread, const Run& run) {
+    const int64_t outputs = heads[0].outputs, each = Blocks(outputs);
+    thread->Stage(static_cast<int64_t>(heads.size()) * each, kStep,
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t at = begin, next; at < end; at = next) {
+                      const int64_t head = at / each;
+                      next = std::min(end, (head + 1) * each);
+                      run(head, (at - head * each) * kBlock,
+                          std::min((next - head * each) * kBlock, outputs));
+                    }
+                  });
   }
 
   // In place: heads one by one, or all heads of a token together.
@@ -964,7 +1031,7 @@ class Decoder {
     const auto heads = [&](char* x, int64_t width, char* out) {
       return RopeHeads{{x, call_.length * width, width, layer.dim}, width / layer.dim, out};
     };
-    const int64_t queries = layer.projections[kQ].outputs, keys = layer.projections[kK].outputs;
+    const int64_t queries = layer.queries(), keys = layer.keys();
     const RopeParams rope{
         p_.dtype,
         call_.tokens(),
@@ -998,7 +1065,7 @@ class Decoder {
     const LayerParams& layer = p_.layers[index];
     const LayerCall& call = layers_[index];
     if (!layer.in_part && call.append.block == 0) return;
-    const int64_t width = layer.projections[kQ].outputs;
+    const int64_t width = layer.queries();
     thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
       if (layer.in_part) {
         const float* from = reinterpret_cast<const float*>(b_.part) + begin * width;
@@ -1038,6 +1105,11 @@ class Decoder {
 };
 
 }  // namespace
+}  // namespace exkv
+
+#include "latent.inc"
+
+namespace exkv {
 
 HadamardParams TransformOf(const Matrix& m, FloatType dtype, int64_t rows, const void* x,
                            void* out) {

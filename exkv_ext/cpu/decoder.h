@@ -87,6 +87,21 @@ struct Mixture {
 
 struct StateMixer;  // state_mixer.h
 
+// Latent attention (exkv/layers/latent.py): one head of keys, which are the values, too. The
+// layer's projections are those of queries, of what is stored, and of the output; in the place of
+// values', that of queries' low ranks, or without a weight.
+struct Latent {
+  int64_t heads;
+  int64_t plain;                 // features of a head's queries that aren't rotated
+  int64_t rotated;               // those that are
+  int64_t rank;                  // of latent vectors
+  int64_t values;                // of a head
+  NormWeights query_norm;        // of queries' low ranks
+  NormWeights norm;              // of latent vectors
+  std::vector<Matrix> key_up;    // (rank, plain) of each head
+  std::vector<Matrix> value_up;  // (values, rank) of each head
+};
+
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
 // answer.
 struct LayerParams {
@@ -94,10 +109,12 @@ struct LayerParams {
   bool asks_whole;                    // then it has no projections of attention either
   bool asks_mlp;                      // then it has no gate, up and down, and no experts
   std::shared_ptr<Mixture> mixture;   // or null
+  std::shared_ptr<Latent> latent;     // or null
   std::shared_ptr<StateMixer> mixer;  // in the place of attention, which is not asked for; or null
   int64_t dim;                        // D
   NormWeights norms[kNorms];
   Matrix projections[kProjections];
+  bool gated;  // a head's queries are followed by gates of what attention returns for it
   bool gelu;
   int64_t interleaved;        // features of a head, the first ones, of which neighbours are rotated
   float residual;             // times what attention and MLP add
@@ -108,6 +125,18 @@ struct LayerParams {
   bool paged;                 // rows of the stores are pages
   bool in_part;               // stores that only attention over parts can read
   PartParams part;            // likewise
+
+  // Values of a token's queries as attention meets them, and of its keys.
+  int64_t queries() const {
+    if (latent != nullptr) return latent->heads * dim;
+    return projections[kQ].outputs / (gated ? 2 : 1);
+  }
+  int64_t keys() const { return projections[kK].outputs; }
+  // What is read first.
+  const Matrix& first() const {
+    const bool low = latent != nullptr && projections[kV].weight != nullptr;
+    return projections[low ? kV : kQ];
+  }
 };
 
 struct RunParams {

@@ -23,7 +23,7 @@ from exkv.models.runs import bind
 pytestmark = needs_kernels
 BF16 = torch.bfloat16
 #: Softmax with and without normalization, with a shared expert, with and without its gate; sigmoids
-#: with a correction, by an exact router, of groups; behind attention that is not described.
+#: with a correction, by an exact router, of groups; behind attention of every kind.
 ROUTED = (
     *("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"),
     *("MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "DeepseekV2ForCausalLM"),
@@ -169,7 +169,7 @@ def test_adapters_of_a_dense_mlp_behind_attention_that_is_asked_for(folders, tmp
     only = r".*layers\.0\.mlp\.(gate|up|down)_proj"
     adapter = write_adapter(tmp_path / "adapter", linears, rank=3, target_modules=only)
     model.load_adapter(adapter, "one")
-    first, second, without = (CACHES["fp16"](model, 64) for _ in range(3))
+    first, second, without = (CACHES["kivi"](model, 64) for _ in range(3))
     with bound_runs() as runs:
         found = model.forward(IDS[:1, :3], first, adapter="one")
     assert runs == [len(model.units)]

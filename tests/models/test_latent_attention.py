@@ -86,8 +86,8 @@ def test_weights_that_are_converted_on_load_leave_these_as_floats(tmp_path):
         model.load(devices=["cpu"])
     before, after = (model.units[1].module.self_attn for model in (floats, converted))
     assert before.q_b_proj.format.name == "bf16" != after.q_b_proj.format.name
-    assert torch.equal(before.key_up, after.key_up)
-    assert torch.equal(before.value_up, after.value_up)
+    assert torch.equal(before.key_up.weight, after.key_up.weight)
+    assert torch.equal(before.value_up.weight, after.value_up.weight)
 
 
 def test_jobs_of_an_engine_get_the_tokens_that_they_get_alone(folder):
@@ -133,8 +133,8 @@ def test_a_plan_of_deepseek_v3_counts_one_latent_vector_a_token(tmp_path):
     quantized = CACHES["4bit"].layer_specs(Model(config), 4096)
     assert sum(spec.nbytes(4096) for spec in quantized) == 4096 * 61 * 576 * 5 // 8
     attention = Model(config).units[4].shapes
-    assert attention["self_attn.key_up"].shape == (128, 512, 128)
-    assert attention["self_attn.value_up"].shape == (128, 128, 512)
+    assert attention["self_attn.key_up.weight"].shape == (128 * 512, 128)
+    assert attention["self_attn.value_up.weight"].shape == (128 * 128, 512)
 
 
 def test_the_temperature_of_long_texts_is_in_the_scale():
@@ -182,7 +182,9 @@ def test_a_latent_matrix_that_is_damaged_is_named(folder, tmp_path):
     tensors[key][3, 5] = torch.nan
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{key}: self_attn.key_up: number \d+ is NaN"):
+    with pytest.raises(
+        CheckpointError, match=rf"{key}: self_attn.key_up.weight: number \d+ is NaN"
+    ):
         Model(tmp_path).load(devices=["cpu"])
 
 
