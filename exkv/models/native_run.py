@@ -457,7 +457,8 @@ def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
     """Add the layer with a state to the layer that was added last, in attention's place."""
     states = state.in_rows()
     of = block.recurrence
-    named = (block.times, block.gate, of and of.step, of and of.beta)
+    made = (None, None) if of is None else (of.step, of.beta)
+    named = (block.times, block.gate, *made)
     torch.ops.exkv.add_mixer(
         run,
         "conv" if of is None else of.rule,

@@ -76,9 +76,7 @@ def test_latent_attention_is_the_readable_ways_to_the_bit(folders, name, dtype):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*GATED, "KimiLinearForCausalLM"])
-def test_attention_beside_states_is_the_readable_ways_to_the_bit(
-    folders, name, dtype, monkeypatch
-):
+def test_attention_beside_states_is_the_readable_ways_to_the_bit(folders, name, dtype, monkeypatch):
     """States themselves are asked for here: their sums have another order."""
     monkeypatch.setattr(native_run, "_is_native_state", lambda *given: False)
     model = loaded(folders[name], dtype)
