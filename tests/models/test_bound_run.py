@@ -31,6 +31,8 @@ from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 pytestmark = needs_kernels
 OTHERS = (torch.float32, torch.float16)
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
+#: With attention of their own kinds: see test_bound_attention.py.
+BESIDE = ("DeepseekV3ForCausalLM", "Qwen3NextForCausalLM")
 #: A step of each kind: tokens a row, new_lens, last_id_only.
 STEPS = (
     *((1, None, last) for last in (True, False)),
@@ -46,7 +48,7 @@ STEPS = (
 def folders(tmp_path_factory):
     return {
         name: tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path_factory.mktemp(name))
-        for name in dict.fromkeys((*tiny.IN_ALL_WAYS, "DeepseekV3ForCausalLM"))
+        for name in dict.fromkeys((*tiny.IN_ALL_WAYS, *BESIDE))
     }
 
 
@@ -321,7 +323,7 @@ def taken_at_most(call) -> int:
     "name",
     [
         *("Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"),
-        *("Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"),
+        *("Qwen2MoeForCausalLM", *BESIDE),
     ],
 )
 def test_a_plan_promises_no_less_than_a_run_takes(folders, name, kind):
