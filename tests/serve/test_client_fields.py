@@ -92,13 +92,13 @@ def text(address):
     return complete
 
 
-def test_what_sillytavern_sends_is_answered(text):
+def test_sillytavern_requests_are_answered(text):
     assert text() == ANSWER
     assert text(stop=None, stopping_strings=[" kitchen"]) == "The key is in the"
     assert text(max_tokens=None, max_new_tokens=2) == "The key"
 
 
-def test_settings_that_are_on_count(text, serving):
+def test_settings_that_are_on_take_effect(text, serving):
     (kitchen,) = serving.model.engine.tokenizer.encode(" kitchen", False)
     assert "kitchen" not in text(banned_strings=["kitchen"])
     assert "kitchen" not in text(custom_token_bans=f"{kitchen}")
@@ -106,7 +106,7 @@ def test_settings_that_are_on_count(text, serving):
     assert json.loads(text(json_schema={"enum": ["garden", "tower"]})) in ("garden", "tower")
     assert text(guidance_scale=1.5, negative_prompt="The key is in the garden.") == ANSWER
     once = {"dry_multiplier": 50, "dry_allowed_length": 1, "dry_sequence_breakers": []}
-    assert text(**once) != ANSWER  # "in the kitchen" would be said once more
+    assert text(**once) != ANSWER  # which repeats "in the kitchen"
     assert text(**{**once, "dry_sequence_breakers": [" the", " in", " key", " kitchen"]}) == ANSWER
 
 
@@ -114,21 +114,21 @@ def test_settings_that_are_on_count(text, serving):
     ("name", "value"),
     [("mirostat_mode", 2), ("best_of", 2), ("modalities", ["audio"]), ("grammar_string", "x")],
 )
-def test_a_setting_that_exkv_lacks_is_refused_by_its_name(address, name, value):
+def test_unknown_setting_is_refused_by_name(address, name, value):
     body = {**SILLY, "prompt": "a", name: value}
     status, answer = post(f"{address}/v1/completions", body)
     assert status == 400
     assert answer["error"]["message"].startswith(f"{name} is {value!r}, and exkv has no such")
 
 
-def test_two_things_to_hold_a_completion_to_are_refused(address):
+def test_two_grammars_are_refused(address):
     body = {"prompt": "a", "regex_pattern": "a", "response_format": {"type": "json_object"}}
     status, answer = post(f"{address}/v1/completions", body)
     assert status == 400
     assert "response_format and regex_pattern" in answer["error"]["message"]
 
 
-def test_own_names_come_first_and_lists_may_be_texts():
+def test_aliases_and_lists_as_strings_are_translated():
     given = {"max_new_tokens": 3, "max_length": 4, "typical": 0.5, "typical_p": 0.9, "seed": 7}
     assert translated(given) == {"max_tokens": 3, "typical_p": 0.9, "seed": 7}
     assert translated({"custom_token_bans": "3,4"}) == {"banned_tokens": [3, 4]}
