@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,8 @@ def add_to(commands: Any) -> None:
     add("--max-jobs", type=count, default=256, metavar="N", help="jobs before status 429 (256)")
     add(
         "--no-exchange",
-        action="store_true",
+        dest="exchange_experts",
+        action="store_false",
         help="never move often chosen experts from host memory to cards",
     )
     parser.set_defaults(run=run, lasts=True)
@@ -140,24 +142,11 @@ def port(text: str) -> int:
 
 def options(args: argparse.Namespace) -> ServeOptions:
     """Load options from the command line."""
-    return ServeOptions(
-        max_seq_len=args.max_seq_len,
-        cache=args.cache,
-        page=args.page,
-        host_tokens=args.host_tokens,
-        away_tokens=args.away_tokens,
-        max_running=args.max_running,
-        chunk_size=args.chunk_size,
-        devices=tuple(args.devices) if args.devices else None,
-        gpu_split=tuple(args.gpu_split) if args.gpu_split else None,
-        reserve=tuple(args.reserve) if isinstance(args.reserve, list) else args.reserve,
-        weights=args.weights,
-        calibration=args.calibration,
-        dtype=args.dtype,
-        embed_cpu=args.embed_cpu,
-        objective=args.objective,
-        order=args.order,
-        host_experts=args.host_experts,
-        draft=Path(args.draft) if args.draft and args.draft != OWN_HEAD else args.draft,
-        exchange_experts=not args.no_exchange,
-    )
+    same = {each.name: getattr(args, each.name) for each in fields(ServeOptions)}
+    changed = {
+        "devices": tuple(args.devices) if args.devices else None,
+        "gpu_split": tuple(args.gpu_split) if args.gpu_split else None,
+        "reserve": tuple(args.reserve) if isinstance(args.reserve, list) else args.reserve,
+        "draft": Path(args.draft) if args.draft and args.draft != OWN_HEAD else args.draft,
+    }
+    return ServeOptions(**same | changed)

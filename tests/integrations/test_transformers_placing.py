@@ -104,8 +104,8 @@ def test_planned_map_generates_where_auto_overflows(folder):
 
 
 def generated_in_segments(folder, by_segments):
-    """Generate on devices that allocate in segments, with exactly the memory that the plan reserves,
-    or only the bytes that it counts without the allocator's."""
+    """Generate on devices that allocate in segments, with exactly the memory that the plan
+    reserves, or only with the bytes that it counts without the allocator's."""
     promise = Promise(max_seq_len=LENGTH, batch_size=ROWS, cache=KIND)
     budgets = make_budgets(["sim:0"])
     _, plan = plan_blocks(CONFIG, promise, budgets, dtype=torch.float32)

@@ -20,6 +20,7 @@ from exkv.serve.server import bound, config
 from exkv.serve.serving import Serving
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+CAPTURED = Path(__file__).parent / "captured"
 QUESTION = [{"role": "user", "content": "Anna put the key in the kitchen. Where is the key?"}]
 ANSWER = "The key is in the kitchen."
 TOKENS = 1024

@@ -5,79 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from running import ANSWER, QUESTION, post
+from running import ANSWER, CAPTURED, post
 
 from exkv.serve.client_fields import translated
 
-#: What SillyTavern 1.13 sends "TabbyAPI" for a text completion, with its samplers switched off.
-SILLY = {
-    "model": "demo",
-    "max_new_tokens": 40,
-    "max_tokens": 40,
-    "temperature": 0,
-    "top_p": 1,
-    "typical_p": 1,
-    "typical": 1,
-    "min_p": 0,
-    "repetition_penalty": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "top_k": 0,
-    "skew": 0,
-    "min_tokens": 0,
-    "add_bos_token": True,
-    "smoothing_factor": 0,
-    "smoothing_curve": 1,
-    "dry_allowed_length": 2,
-    "dry_multiplier": 0,
-    "dry_base": 1.75,
-    "dry_sequence_breakers": '["\\n", ":", "\\"", "*"]',
-    "dry_penalty_last_n": 0,
-    "max_tokens_second": 0,
-    "stopping_strings": ["\nUser:", "\nAnna:"],
-    "stop": ["\nUser:", "\nAnna:"],
-    "truncation_length": 4096,
-    "ban_eos_token": False,
-    "skip_special_tokens": True,
-    "include_reasoning": True,
-    "top_a": 0,
-    "tfs": 1,
-    "mirostat_mode": 0,
-    "mirostat_tau": 5,
-    "mirostat_eta": 0.1,
-    "custom_token_bans": "",
-    "banned_strings": [],
-    "api_type": "tabby",
-    "api_server": "http://127.0.0.1:5000/",
-    "xtc_threshold": 0.1,
-    "xtc_probability": 0,
-    "nsigma": 0,
-    "top_n_sigma": 0,
-    "min_keep": 0,
-    "adaptive_target": -0.01,
-    "adaptive_decay": 0.9,
-    "n": 1,
-    "rep_pen": 1,
-    "rep_pen_range": 0,
-    "repetition_decay": 0,
-    "repetition_penalty_range": 0,
-    "temperature_last": True,
-    "speculative_ngram": False,
-    "guidance_scale": 1,
-    "negative_prompt": "",
-    "grammar_string": "",
-    "json_schema": {},
-    "repeat_penalty": 1,
-    "tfs_z": 1,
-    "repeat_last_n": 0,
-    "n_predict": 40,
-    "num_predict": 40,
-    "mirostat": 0,
-    "ignore_eos": False,
-    "rep_pen_slope": 1,
-    "stream": False,
-}
-PROMPT = f"<|user|> {QUESTION[0]['content']}<|end|><|assistant|>"
+#: A text completion of SillyTavern 1.13 for "TabbyAPI", with all samplers off.
+SILLY = json.loads((CAPTURED / "sillytavern-1.13.json").read_text())[0]["body"]
+PROMPT = SILLY["prompt"]
 
 
 @pytest.fixture

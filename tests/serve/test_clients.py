@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
-from running import ANSWER, DEMO, QUESTION, events, get, post
+from running import ANSWER, CAPTURED, DEMO, QUESTION, events, get, post
 from transformers import AutoModelForCausalLM
 
-CAPTURED = sorted((Path(__file__).parent / "captured").glob("*.json"))
 BODIES = [
     pytest.param(each["path"], each["body"], id=f"{file.stem}-{number}")
-    for file in CAPTURED
+    for file in sorted(CAPTURED.glob("*.json"))
     for number, each in enumerate(json.loads(file.read_text()))
 ]
 CHAT = {"messages": QUESTION, "temperature": 0}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import DEMO
 
 from exkv import Tokenizer
 from exkv.serve.tools import (
@@ -22,7 +23,6 @@ from exkv.serve.tools import (
 )
 from exkv.text.chat_template import ChatTemplate
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 FIND = {
     "name": "find",
     "description": "Finds a thing",
