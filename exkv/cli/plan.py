@@ -44,7 +44,6 @@ from exkv.planning.answer import (
     weights_chosen,
 )
 from exkv.planning.budgets import devices_to_load
-from exkv.planning.expected_time import Expected
 from exkv.planning.launches import missing_kernels
 from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.solve import largest_batch, longest
@@ -315,7 +314,10 @@ def _print(
     for line in [
         *weights_chosen(answer),
         *experts_placed(answer),
-        *map(_expected, expectations(answer)),
+        *(
+            f"Predicted with full caches: {each}, by bandwidths of {each.bandwidths}."
+            for each in expectations(answer)
+        ),
         *prompts_sent(answer),
         *_host_cache(answer),
     ]:
@@ -325,10 +327,6 @@ def _print(
         say(console, f"  would fit: {remedy}")
     for gain in gains(answer):
         say(console, f"  with {gain}")
-
-
-def _expected(each: Expected) -> str:
-    return f"Predicted with full caches: {each}, by bandwidths of {each.bandwidths}."
 
 
 def _host_cache(answer: Answer) -> Iterator[str]:

@@ -928,10 +928,8 @@ def test_byte_vocabulary_streams_whole_characters(tmp_path):
     ids = [i for chunk in chunks for i in chunk["chunk_token_ids"][0].tolist()]
     made = generator.sequence_ids[0, 5:].tolist()
     assert ids == made[: len(ids)] and len(ids) > 90
-    text = "".join(chunk["chunk"] for chunk in chunks)
-    assert text.rstrip("\ufffd") == tokenizer.exkv.decode(ids).rstrip(
-        "\ufffd"
-    )  # half a character is held
+    text = "".join(chunk["chunk"] for chunk in chunks)  # half a character may be held back
+    assert text.rstrip("\ufffd") == tokenizer.exkv.decode(ids).rstrip("\ufffd")
 
 
 def test_timer_measures_seconds():

@@ -62,6 +62,12 @@ def generator(parts):
     made.exkv.close()
 
 
+def asynchronous(parts):
+    model, tokenizer = parts
+    cache = ExLlamaV2Cache(model, max_seq_len=512)
+    return ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+
+
 def job(parts, prompt=PROMPTS[0], most=12, **options):
     options = {"gen_settings": GREEDY, **options}
     return ExLlamaV2DynamicJob(parts[1].encode(prompt), most, **options)
@@ -216,8 +222,7 @@ def test_jobs_run_in_an_event_loop(parts, texts):
     model, tokenizer = parts
 
     async def all_texts():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        made = asynchronous(parts)
 
         async def text(prompt, most):
             ids, found = tokenizer.encode(prompt), ""
@@ -243,8 +248,7 @@ def test_cancel_from_another_task_ends_the_loop_and_frees_pages(parts, results):
     model, tokenizer = parts
 
     async def cancelled():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        made = asynchronous(parts)
         ids, seen = tokenizer.encode(PROMPTS[0]), []
         one = ExLlamaV2DynamicJobAsync(made, ids, 200, gen_settings=GREEDY)
         step = made.generator.iterate
@@ -511,8 +515,7 @@ def test_failed_job_does_not_affect_others(parts, texts):
             return set(), set()
 
     async def both():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        made = asynchronous(parts)
         ids = tokenizer.encode(PROMPTS[0])
         options = {"gen_settings": GREEDY, "filters": [Broken(model, tokenizer, [], 0)]}
         broken = ExLlamaV2DynamicJobAsync(made, ids, 12, **options)

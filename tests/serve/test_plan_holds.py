@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from heads import agreeing, with_head
-from running import DEMO
 from simproc import run_sim
 
 from exkv import Job, PlacementError, SamplingParams, sim
@@ -19,6 +18,7 @@ from exkv.serve.guard import Limits
 from exkv.serve.hosting import Prepared, ServeOptions
 from exkv.serve.serving import Serving
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 WORDS = "the key is in a kitchen and anna put it there where tom had his lamp".split()  # noqa: SIM905
 OPTIONS = ServeOptions(page=16, chunk_size=64)
 LONG = {"max_position_embeddings": 2048, "vocab_size": 320}

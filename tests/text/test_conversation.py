@@ -63,17 +63,10 @@ def test_dropped_turns_are_counted_once():
     assert made.prompt(6)[1] == 0
 
 
-def test_assistants_greeting_is_dropped_first():
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_greetings_and_consecutive_user_messages_are_turns(role):
     made = Conversation(CountingTokenizer(), 12)
-    made.add("assistant", "hello")
-    made.add("user", "hi")
-    assert made.prompt(5)[1] == 1
-    assert contents(made) == ["hi"]
-
-
-def test_consecutive_user_messages_are_separate_turns():
-    made = Conversation(CountingTokenizer(), 12)
-    made.add("user", "first")
+    made.add(role, "hello")
     made.add("user", "then")
     assert made.prompt(4)[1] == 1
     assert contents(made) == ["then"]

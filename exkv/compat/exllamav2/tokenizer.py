@@ -198,21 +198,10 @@ class ExLlamaV2Tokenizer(Adapter):
         pieces = self.get_id_to_piece_list(include_special_tokens=True)
         return {piece: i for i, piece in reversed(list(enumerate(pieces)))}
 
-    @property
-    def bos_token(self) -> str | None:
-        return self._spelling(self.bos_token_id)
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._spelling(self.eos_token_id)
-
-    @property
-    def pad_token(self) -> str | None:
-        return self._spelling(self.pad_token_id)
-
-    @property
-    def unk_token(self) -> str | None:
-        return self._spelling(self.unk_token_id)
+    bos_token = property(lambda self: self._spelling(self.bos_token_id))
+    eos_token = property(lambda self: self._spelling(self.eos_token_id))
+    pad_token = property(lambda self: self._spelling(self.pad_token_id))
+    unk_token = property(lambda self: self._spelling(self.unk_token_id))
 
     @property
     def unk_token_id(self) -> int | None:

@@ -45,6 +45,22 @@ _STATES = ("conv", "linear_attention", "dummy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerKind:
+    """How one of the model's layers is cached.
+
+    Attributes:
+        type, arguments: transformers' own.
+        window: the layer's sliding window; 0 for none.
+        spec: without its shape; None for transformers' own layer, a state of fixed size.
+    """
+
+    type: str
+    arguments: dict[str, Any]
+    window: int
+    spec: LayerSpec | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Windows:
     """A ``LayerWindows`` of one layer."""
 
@@ -92,22 +108,13 @@ class HFCache(DynamicCache):
     ) -> None:
         text = config.get_text_config(decoder=True)
         limit = max_cache_len if max_seq_len is None else max_seq_len
-        specs = layer_specs(config, kind, limit, **options)
-        rotates = any(isinstance(spec.retention, Sinks) for spec in specs if spec is not None)
+        kinds = _layer_kinds(text, kind, limit, options)
+        rotates = any(each.spec and isinstance(each.spec.retention, Sinks) for each in kinds)
         batches = Batches(_rotary_tables(text, kind) if rotates else None)
-        layer_types, arguments = get_layer_types_and_kwargs(text)
         # No mask hides a cross-attention cache's padding after the encoder's tokens.
         static = kind in STATIC and limit is not None and not config.is_encoder_decoder
-        Cache.__init__(
-            self,
-            layers=[
-                _layer(
-                    *(layer_type, kwargs, spec, batches),
-                    *(_window(layer_type, kwargs, kind), dtype, kind, static),
-                )
-                for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
-            ],
-        )
+        shared = {"batches": batches, "dtype": dtype, "static": static}
+        Cache.__init__(self, layers=[_layer(each, kind in STATIC, shared) for each in kinds])
         self.kind, self._config = kind, text
         self._snapshots: dict[int, list[Any]] = {}
         self._chain()
@@ -402,15 +409,10 @@ def _is_recurrent(layer: Any) -> bool:
     return any(getattr(layer, "is_recurrent_states_initialized", {}).values())
 
 
-def layer_specs(
-    config: PretrainedConfig, kind: str, max_seq_len: int | None = None, **options: Any
-) -> list[LayerSpec | None]:
-    """Each layer's spec without its shape; None for layers with a state of fixed size.
-
-    Raises:
-        ValueError, TypeError: as :class:`HFCache` does.
-    """
-    text = config.get_text_config(decoder=True)
+def _layer_kinds(
+    text: PretrainedConfig, kind: str, max_seq_len: int | None, options: dict[str, Any]
+) -> list[_LayerKind]:
+    """The kinds of the layers of a cache; arguments and errors are those of :class:`HFCache`."""
     layer_types, arguments = get_layer_types_and_kwargs(text)
     _check_layer_types(layer_types)
     made, grows = cache_kind(kind), max_seq_len is None and kind not in STATIC
@@ -420,17 +422,17 @@ def layer_specs(
         batch_size=1, max_seq_len=max_seq_len, num_heads=1, head_dim=1, dtype=torch.float32
     )
     known = made.known_options(options)
-    specs: list[LayerSpec | None] = []
+    kinds = []
     for layer, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
-        window = _window(layer_type, kwargs, kind)
-        one = None
+        window, one = _window(layer_type, kwargs, kind), None
         if layer_type in _ATTENTION:
             windows = _Windows(sliding_window=window or None, cache_layers=len(layer_types))
             one = _without_pages(made.compose(spec, windows, layer, **known))
             if window and kind in STATIC:  # as in stock static caches
                 one = replace(one, retention=Window(window))
-        specs.append(_growing(one) if one is not None and grows else one)
-    return specs
+            one = _growing(one) if grows else one
+        kinds.append(_LayerKind(type=layer_type, arguments=kwargs, window=window, spec=one))
+    return kinds
 
 
 def _growing(spec: LayerSpec) -> LayerSpec:
@@ -454,27 +456,23 @@ def _window(layer_type: str, arguments: Mapping[str, Any], kind: str) -> int:
     return arguments["sliding_window"] if layer_type in slides else 0
 
 
-def _layer(
-    layer_type: str,
-    arguments: dict[str, Any],
-    spec: LayerSpec | None,
-    batches: Batches,
-    window: int,
-    dtype: torch.dtype | None,
-    kind: str,
-    padded: bool,
-) -> Any:
-    """Make exkv's layer for keys and values, or transformers' own for a state of fixed size."""
+def _layer(kind: _LayerKind, is_static: bool, shared: Mapping[str, Any]) -> Any:
+    """Make exkv's layer for keys and values, or transformers' own for a state of fixed size.
+
+    Args:
+        shared: further arguments of :class:`HFLayer`.
+    """
+    spec, hybrid = kind.spec, kind.type in _HYBRID
     if spec is None:
-        return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind.type](**kind.arguments)
     made = layer_class(
-        slides=bool(window) and spec.retention == Window(window),
-        static=kind in STATIC,
+        slides=bool(kind.window) and spec.retention == Window(kind.window),
+        static=is_static,
         lossless=spec.storage.lossless,
-        hybrid=layer_type in _HYBRID,
+        hybrid=hybrid,
     )
-    states = (arguments["number_of_states"],) if layer_type in _HYBRID else ()
-    return made(spec, *states, window=window, dtype=dtype, batches=batches, static=padded)
+    states = (kind.arguments["number_of_states"],) if hybrid else ()
+    return made(spec, *states, window=kind.window, **shared)
 
 
 def _check_layer_types(layer_types: Sequence[str]) -> None:

@@ -336,7 +336,8 @@ def _units_of(model: PreTrainedModel) -> list[Unit]:
     """Split a model in registration order; modules without parameters follow the first unit."""
     blocks = set(model._no_split_modules or ())
     whole = {name for name, module in model.named_modules() if type(module).__name__ in blocks}
-    holders = {outer for name in whole for outer in _outer_names(name)} - whole
+    parts = [name.split(".") for name in whole]
+    holders = {".".join(each[:n]) for each in parts for n in range(1, len(each))} - whole
     units: list[Unit] = []
     follows: dict[str, dict[int, int]] = {}
     for name, module in _children(model, "", holders):
@@ -347,30 +348,21 @@ def _units_of(model: PreTrainedModel) -> list[Unit]:
             follows[name] = tensors
     for name in ("", *sorted(holders)):
         own = f"{name}.".lstrip(".")
-        for inner, x in _own_tensors(model.get_submodule(name)):
-            follows[own + inner] = {_key(x): rounded(x.nbytes)}
+        holder = model.get_submodule(name)
+        for named in (holder.named_parameters, holder.named_buffers):
+            follows |= {
+                own + inner: {_key(x): rounded(x.nbytes)} for inner, x in named(recurse=False)
+            }
     units[0].follows = list(follows)
     for tensors in follows.values():
         units[0].tensors |= tensors
     return units
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of the module itself, without those of its children."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
 def _key(x: torch.Tensor) -> int:
     """A tensor's storage, which identifies it."""
     meta = x.meta if isinstance(x, ShapeTensor) else x
     return meta.untyped_storage()._cdata
-
-
-def _outer_names(name: str) -> Iterator[str]:
-    """Names of the modules that contain this one."""
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 def _children(module: nn.Module, prefix: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
