@@ -22,7 +22,7 @@ from exkv.decode import Engine, Event, Handle, Job
 from exkv.model import Model
 from exkv.planning.plan import UNBOUNDED
 
-from .answers import RequestError, error_body
+from .answers import RequestError, error_body, error_line
 from .bounds import GrammarTrials
 from .guard import Limits
 from .hosting import ModelFolder, Prepared, ServedModel, ServeOptions
@@ -259,7 +259,7 @@ class Serving:
             await self._remove(now)
             await self._install(prepared, messages)
         except Exception as error:  # noqa: BLE001 # reported to the client
-            reason = f"{prepared.name}: {type(error).__name__}: {str(error)[:500]}"
+            reason = f"{prepared.name}: {error_line(error)}"
         else:
             reason = ""
         try:

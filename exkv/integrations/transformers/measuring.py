@@ -436,6 +436,6 @@ def _kind(module: nn.Module, layers: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _argument_key(value: Any) -> Any:
-    if isinstance(value, LazyTensor):  # asked for no more, or it would be made
+    if isinstance(value, LazyTensor):  # only its shape and dtype, or it would be made
         return tuple(value.shape), value.dtype, str(value.source)
     return argument_key(value)

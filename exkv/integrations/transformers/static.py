@@ -138,7 +138,7 @@ class HFStaticLayer(HFLayer):
         """Tokens of the longest row, including left padding; a tensor in a graph, from which 4.57
         can't make positions."""
         if SINCE_5 and torch.compiler.is_compiling() and self._can_be_traced():
-            return self._length  # type: ignore[return-value]  # as of stock layers
+            return self._length  # type: ignore[return-value]  # like stock layers
         return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:

@@ -34,15 +34,18 @@ from .sampler import Settings, most_likely
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_NONE = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
 class _Token:
     """A token that is held back, with the requested probabilities and logits."""
 
     id: int
-    probability: Tensor  # (1,)
-    top_tokens: Tensor  # (k,)
-    top_probabilities: Tensor
-    logits: Tensor  # (V,)
+    probability: Tensor = _NONE  # (1,)
+    top_tokens: Tensor = _NONE  # (k,)
+    top_probabilities: Tensor = _NONE
+    logits: Tensor = _NONE  # (V,)
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
@@ -237,10 +240,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
         """Accepted tokens as a share of all and of proposed tokens, and the three counts."""
-        total, proposed, accepted = (
-            *(self.total_tokens, self.total_draft_tokens),
-            self.accepted_draft_tokens,
-        )
+        total, proposed = self.total_tokens, self.total_draft_tokens
+        accepted = self.accepted_draft_tokens
         of_all, of_proposed = accepted / max(total, 1), accepted / max(proposed, 1)
         return of_all, of_proposed, total, proposed, accepted
 
@@ -338,19 +339,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return self._chunk(text, eos=True)
 
     def _token(self, event: Event) -> _Token:
-        none = torch.empty(0)
-        probability = top_tokens = top_probabilities = logits = none
         assert event.token is not None
-        if event.logprobs is not None and event.logprobs.logits is not None:
-            logits = event.logprobs.logits
-            probability, top_tokens, top_probabilities = self._probabilities(logits, event.token)
-        return _Token(
-            id=event.token,
-            probability=probability,
-            top_tokens=top_tokens,
-            top_probabilities=top_probabilities,
-            logits=logits,
-        )
+        if event.logprobs is None or event.logprobs.logits is None:
+            return _Token(event.token)
+        logits = event.logprobs.logits
+        return _Token(event.token, *self._probabilities(logits, event.token), logits)
 
     def _probabilities(self, logits: Tensor, token: int) -> tuple[Tensor, Tensor, Tensor]:
         """Probability of a token, the most likely tokens, and theirs, as sampled from."""
