@@ -408,8 +408,8 @@ def _added(words: _TokenTable) -> Iterator[Any]:
 
 def _around(settings: Settings) -> list[str | None]:
     """The tokens around a text, with None for the text itself."""
-    bos = settings.named["bos_token"] if settings.add_bos else None
-    eos = settings.named["eos_token"] if settings.add_eos else None
+    bos = settings.named["bos_token"] if settings.flag("add_bos_token") else None
+    eos = settings.named["eos_token"] if settings.flag("add_eos_token") else None
     return [*filter(None, [bos]), None, *filter(None, [eos])]
 
 

@@ -151,9 +151,9 @@ class SentencePieceVocabulary:
     def __init__(self, file: Path, settings: Settings, model: bytes) -> None:
         self.file = file
         self._begin, self._bare = _open_sentencepiece(file, model)
-        if settings.add_prefix_space is False:
+        if settings.flag("add_prefix_space") is False:
             self._begin = self._bare
-        self._middle = self._begin if settings.legacy else self._bare
+        self._middle = self._begin if settings.flag("legacy") else self._bare
         self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
         own_ids = range(self._begin.get_piece_size())
         with named_errors(file, "is not usable as a sentencepiece model"):
@@ -167,8 +167,10 @@ class SentencePieceVocabulary:
             | {token.id for token in added if token.special}
             | {self._ids[text] for text in settings.extra if text in self._ids}
         )
-        self.prefix = self._ids_named("bos_token") if settings.add_bos is not False else []
-        self.suffix = self._ids_named("eos_token") if settings.add_eos else []
+        self.prefix = (
+            self._ids_named("bos_token") if settings.flag("add_bos_token") is not False else []
+        )
+        self.suffix = self._ids_named("eos_token") if settings.flag("add_eos_token") else []
         by_content = {token.content: token for token in added}
         for token in self.special_ids:
             piece = self._pieces[token]
@@ -411,21 +413,9 @@ class Settings:
             eos_ids=tuple(token for token in eos if is_int(token) and token >= 0),
         )
 
-    @property
-    def add_bos(self) -> bool | None:
-        return self.tokenizer.get("add_bos_token")
-
-    @property
-    def add_eos(self) -> bool | None:
-        return self.tokenizer.get("add_eos_token")
-
-    @property
-    def legacy(self) -> bool:
-        return bool(self.tokenizer.get("legacy"))
-
-    @property
-    def add_prefix_space(self) -> bool | None:
-        return self.tokenizer.get("add_prefix_space")
+    def flag(self, name: str) -> bool | None:
+        """A flag of tokenizer_config.json; None if it isn't set."""
+        return self.tokenizer.get(name)
 
     @property
     def model_vocab_size(self) -> int:
