@@ -16,19 +16,16 @@ from .flags import Parser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; ``arguments`` default to the process's own."""
-    # Collecting garbage among the objects that importing torch creates takes a large part of a
-    # short command's time, most of it at exit.
+    # Garbage collection of the objects that importing torch creates takes much of a short
+    # command's time, most of it at exit.
     gc.disable()
     atexit.register(gc.freeze)
-    parser = Parser(prog="exkv", description="Language models over the devices that you have.")
+    parser = Parser(prog="exkv", description="Run language models over the devices you have.")
     parser.add_argument("--version", action="version", version=f"exkv {__version__}")
     parser.set_defaults(lasts=False)  # whether a command runs until it is stopped
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan.add_to(commands)
-    chat.add_to(commands)
-    quantize.add_to(commands)
-    serve.add_to(commands)
-    cluster.add_to(commands)
+    for command in (plan, chat, quantize, serve, cluster):
+        command.add_to(commands)
     parsed = parser.parse_args(arguments)
     if parsed.lasts:
         gc.freeze()

@@ -17,31 +17,31 @@ def add_to(commands: Any) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
         "cluster",
-        help="be a host of a model that lies on several",
+        help="make this machine a host of a model that spans several",
         description="Every host runs `exkv cluster up` with the driver's address; the driver is a "
-        f"program with exkv.cluster.Cluster.listen. {SECRET} holds the secret that all know. "
-        "Nothing between hosts is encrypted: see docs/cluster.md.",
+        f"program that calls exkv.cluster.Cluster.listen. {SECRET} holds the shared secret. "
+        "Traffic between hosts is not encrypted: see docs/cluster.md.",
     )
     doing = parser.add_subparsers(dest="doing", required=True, metavar="up | status")
-    up = doing.add_parser("up", help="join a driver, and hold units until it ends")
+    up = doing.add_parser("up", help="join a driver and run units for it until it ends")
     up.add_argument("address", metavar="HOST:PORT", help="where the driver listens")
-    up.add_argument("--name", default=socket.gethostname(), help="of this host (the machine's)")
+    up.add_argument("--name", default=socket.gethostname(), help="this host's name (the machine's)")
     up.add_argument(
         "--model",
         type=Path,
         metavar="FOLDER",
-        help="this host's copy (where the driver's lies; if there's none, weights are sent)",
+        help="this host's copy (the driver's path; without a copy, the driver sends the weights)",
     )
     up.add_argument(
-        "--stream", action="store_true", help="have the driver send weights, though there is a copy"
+        "--stream", action="store_true", help="let the driver send weights even if there is a copy"
     )
     up.set_defaults(run=_up, lasts=True)
-    status = doing.add_parser("status", help="what hosts' devices offer")
+    status = doing.add_parser("status", help="list the hosts' devices")
     status.add_argument(
         "address",
         metavar="HOST:PORT",
         nargs="?",
-        help="where the driver listens; without it, what this machine would offer",
+        help="where the driver listens; without it, list this machine's devices",
     )
     status.set_defaults(run=_status)
 

@@ -1,4 +1,4 @@
-"""The loading flags: one declaration for ``exkv plan``, ``chat`` and ``serve``, each of which may
+"""The loading flags, declared once for ``exkv plan``, ``chat`` and ``serve``, each of which may
 leave out or change some.
 """
 
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists what there is)\n")
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists all arguments)\n")
 
 
 def add_loading_flags(
@@ -36,13 +36,20 @@ def add_loading_flags(
 
     Args:
         leave_out: flags that the command doesn't have.
-        changes: flag -> arguments of ``add_argument`` that replace the usual ones.
+        changes: flag -> arguments of ``add_argument`` that replace the default ones.
     """
     changes = changes or {}
     assert {*leave_out, *changes} <= {names[0] for names in _FLAGS}, "unknown flag"
-    for names, usual in _FLAGS.items():
+    for names, default in _FLAGS.items():
         if names[0] not in leave_out:
-            flags.add_argument(*names, **{**usual, **changes.get(names[0], {})})
+            flags.add_argument(*names, **{**default, **changes.get(names[0], {})})
+
+
+def unknowns(args: argparse.Namespace) -> list[str]:
+    """The flags whose value the planner is to find, such as "--cache best"."""
+    sought = {"max_seq_len": "max", "batch_size": "max", "cache": "best"}
+    flags = {name: f"--{name.replace('_', '-')} {value}" for name, value in sought.items()}
+    return [flag for name, flag in flags.items() if getattr(args, name) == sought[name]]
 
 
 # Values ------------------------------------------------------------------------------------------
@@ -57,7 +64,7 @@ def gpu_split(text: str) -> list[float] | None:
             return split
         raise ValueError
     except ValueError:
-        message = f"{text!r} is neither auto nor GB for each device, such as 20,24"
+        message = f"{text!r} is neither auto nor GB per device, such as 20,24"
         raise argparse.ArgumentTypeError(message) from None
 
 
@@ -90,7 +97,7 @@ def text_of(name: str) -> str:
     try:
         return Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise argparse.ArgumentTypeError(f"{name!r} can't be read: {reason}") from None
 
 
@@ -104,67 +111,67 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
     ("--devices",): {
         "type": lambda text: text.split(","),
         "metavar": "NAMES",
-        "help": "in the order in which they are filled, such as cuda:0,cuda:1,cpu (all)",
+        "help": "devices in the order in which to fill them, such as cuda:0,cuda:1,cpu (all)",
     },
     ("--gpu-split", "-gs"): {
         "type": gpu_split,
         "metavar": "GB,GB",
-        "help": "GB to use on each device, such as 20,24; or auto (the default): all that is free",
+        "help": "GB to use on each device, such as 20,24; or auto (the default): all free memory",
     },
     ("--reserve", "--reserve-vram"): {
         "dest": "reserve",
         "type": sizes,
         "metavar": "SIZES",
-        "help": "what to leave free on each device: 1G; or on one after the other: 1G,0",
+        "help": "memory to leave free: on every device, 1G; or one size per device, 1G,0",
     },
     ("--cluster",): {
         "metavar": "HOST:PORT",
-        "help": "lie over several hosts: wait there for those of --hosts, which run `exkv cluster "
-        "up HOST:PORT`; torchrun, ray or ray://HOST:PORT: over those that it starts; local: try it "
-        "out with processes of this machine",
+        "help": "use several hosts: listen at this address for those of --hosts, which run `exkv "
+        "cluster up HOST:PORT`; torchrun, ray or ray://HOST:PORT: use the hosts that it starts; "
+        "local: simulate hosts by processes of this machine",
     },
     ("--hosts",): {
         "nargs": "+",
         "metavar": "NAME[=LIST]",
-        "help": "that join this machine, with the most to use of each one's devices: b=24G,24G c",
+        "help": "hosts that join this machine, each with limits for its devices: b=24G,24G c",
     },
     ("--max-seq-len", "--length", "-l"): {
         "type": count,
         "metavar": "TOKENS",
-        "help": "tokens that the cache holds (as many as fit, up to the model's positions)",
+        "help": "capacity of the cache (as many tokens as fit, up to the model's positions)",
     },
     ("--cache",): {
         "choices": [*CACHES, BEST],
         "default": "fp16",
-        "help": "kind of cache (fp16); best for the least lossy that fits, with --calibration by "
-        "layer",
+        "help": "kind of cache (fp16); best: the least lossy that fits, chosen per layer with "
+        "--calibration",
     },
     ("--chunk-size",): {
         "type": count,
         "metavar": "TOKENS",
-        "help": "the most tokens of a prompt to run at once (2048, or fewer that fit)",
+        "help": "most tokens per prefill step (2048, or fewer if only they fit)",
     },
     ("--weights",): {
         "choices": [*BITS, BEST],
-        "help": "turn float weights into integers as they are loaded; best: each unit's into as "
-        "many bits as there is room for, so that least is lost",
+        "help": "quantize float weights while loading; best: the bits per unit that fit and lose "
+        "least",
     },
     ("--calibration",): {
         "type": text_of,
         "metavar": "FILE",
-        "help": "a text by which weights become integers, and on which --weights best measures "
-        "what fewer bits cost, and plans how often each expert is chosen",
+        "help": "a text to calibrate quantization with; --weights best also measures on it what "
+        "fewer bits cost, and plans count how often each expert is chosen",
     },
-    ("--dtype",): {"choices": DTYPES, "help": "of arithmetic and floats (what the model says)"},
+    ("--dtype",): {"choices": DTYPES, "help": "of activations and float weights (the model's)"},
     ("--draft",): {
         "metavar": "MODEL",
-        "help": "a small model whose guesses this one checks, for speed; mtp for guesses of the "
-        "model's own head, if its checkpoint has one",
+        "help": "a small model that proposes tokens for this one to verify, for speed; mtp: the "
+        "model's own head, if the checkpoint has one",
     },
     ("--embed-cpu",): {
         "action": "store_true",
         "default": None,
-        "help": "keep the embedding in host memory (where only that fits)",
+        "help": "keep the embedding in host memory (only if the model doesn't fit otherwise)",
     },
     ("--objective",): {"choices": OBJECTIVES, "default": "pack", "help": _words(OBJECTIVES)},
     ("--order",): {
@@ -175,7 +182,6 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
     ("--no-host-experts",): {
         "dest": "host_experts",
         "action": "store_false",
-        "help": "what cards have no room for goes to the host as whole layers, never as single "
-        "experts",
+        "help": "move whole layers to the host if the cards have no room, never single experts",
     },
 }

@@ -1,16 +1,13 @@
-"""``exkv plan`` for a model that only transformers can run: the same picture, by
-``exkv.integrations.transformers``, if transformers is installed."""
+"""``exkv plan`` for a model that only transformers can run: the same picture, planned by
+``exkv.integrations.transformers`` if transformers is installed."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from exkv.errors import PlacementError, UnsupportedArchitecture
 from exkv.models.transformer import CHUNKS
@@ -18,7 +15,8 @@ from exkv.planning import Budget, Plan
 from exkv.sizes import human
 from exkv.version import __version__
 
-from .picture import draw
+from .flags import unknowns
+from .picture import draw, page_console, say
 
 #: Flags for exkv's own models only.
 _OWN_ONLY = ("draft", "weights", "svg", "simulate", "hosts")
@@ -49,7 +47,7 @@ def plan_foreign(
     text = config.get_text_config(decoder=True)
     length = args.max_seq_len or getattr(text, "max_position_embeddings", None)
     if length is None:
-        raise ValueError("--max-seq-len is needed: the config tells no length")
+        raise ValueError("give --max-seq-len: the config names no length")
     promise = Promise(
         max_seq_len=int(length),
         batch_size=int(args.batch_size),
@@ -72,10 +70,7 @@ def plan_foreign(
 
 
 def _check(args: argparse.Namespace) -> None:
-    given = [f"--{name}" for name in _OWN_ONLY if getattr(args, name)]
-    given += [f"--max-seq-len {args.max_seq_len}"] if args.max_seq_len == "max" else []
-    given += [f"--batch-size {args.batch_size}"] if args.batch_size == "max" else []
-    given += ["--cache best"] if args.cache == "best" else []
+    given = [f"--{name}" for name in _OWN_ONLY if getattr(args, name)] + unknowns(args)
     if given:
         raise ValueError(f"{', '.join(given)}: for models that exkv runs itself")
 
@@ -95,8 +90,7 @@ def _print(
         }
         print(json.dumps(values, indent=1))
         return
-    console = Console() if sys.stdout.isatty() else Console(width=118)
+    console = page_console()
     draw(console, [plan], ["model"])
-    style = "bold green" if where else "bold red"
-    console.print(sentence, style=style, highlight=False, markup=False)
-    console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
+    say(console, sentence, style="bold green" if where else "bold red")
+    say(console, f"Planned in {seconds:.2f} s.", style="dim")

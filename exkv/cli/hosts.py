@@ -13,22 +13,22 @@ from exkv.model import Model
 from exkv.planning.named_hosts import checked_name
 from exkv.sizes import parse_sizes
 
-#: What ``--cluster`` takes beside an address.
+#: Values of ``--cluster`` besides an address.
 LOCAL, TORCHRUN, RAY = "local", "torchrun", "ray"
 
 
 def model_kind(args: argparse.Namespace) -> Callable[..., Model]:
-    """The constructor of the model that the flags ask for: on this machine, or over the hosts that
-    join during this call, which are released when the process ends.
+    """The constructor of a model on this machine, or over the hosts of the flags, which join during
+    this call and are released when the process ends.
 
     Raises:
-        ValueError: one flag without the other, or other hosts joined than those named.
+        ValueError: one flag without the other, or hosts joined that weren't named.
         OSError: the address is in use, or not this machine's.
         SystemExit: torchrun started this process as a host, and the driver has ended.
     """
     named = bool(args.hosts) or args.cluster == TORCHRUN or _is_ray(args.cluster)
     if bool(args.cluster) != named:
-        raise ValueError("--cluster says where hosts join, and --hosts which: give both")
+        raise ValueError("--cluster says where hosts join, --hosts says which: give both")
     if not args.cluster:
         return Model
     return partial(ClusterModel, cluster=_cluster(args.cluster, tuple(args.hosts or ())))
@@ -39,18 +39,18 @@ def _cluster(address: str, pieces: tuple[str, ...]) -> Cluster:
     """One cluster for all models of this process."""
     hosts = _hosts(pieces)
     try:
-        cluster = _gathered(address, hosts)
+        cluster = _gather(address, hosts)
     except (ClusterError, ImportError) as error:
         raise ValueError(error) from None
     atexit.register(cluster.close)
     if hosts and sorted(cluster.names[1:]) != sorted(hosts):
-        came = ", ".join(cluster.names[1:])
-        raise ValueError(f"--hosts names {', '.join(hosts)}, and these have joined: {came}")
+        joined = ", ".join(cluster.names[1:])
+        raise ValueError(f"--hosts names {', '.join(hosts)}, but these joined: {joined}")
     return cluster
 
 
 def _hosts(pieces: Sequence[str]) -> dict[str, str]:
-    """Name -> sizes, or ""."""
+    """Host -> its device sizes as text, "" for no limits."""
     pairs = [piece.partition("=")[::2] for piece in pieces]
     hosts = {checked_name(name): sizes for name, sizes in pairs}
     if len(hosts) < len(pairs):
@@ -58,7 +58,7 @@ def _hosts(pieces: Sequence[str]) -> dict[str, str]:
     return hosts
 
 
-def _gathered(address: str, hosts: dict[str, str]) -> Cluster:
+def _gather(address: str, hosts: dict[str, str]) -> Cluster:
     if address == LOCAL:
         return Cluster.local(list(hosts.values()), names=list(hosts))
     caps = {name: parse_sizes(sizes) for name, sizes in hosts.items() if sizes}

@@ -1,6 +1,6 @@
-"""From loading flags to a model with its cache and its plan, before a weight is read.
+"""From loading flags to a model with its cache and plan, before any weight is read.
 
-``flags`` declares them, ``prepare`` plans, ``Prepared.load`` carries out the plan.
+``flags`` declares the flags, ``prepare`` plans, ``Prepared.load`` carries out the plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Prepared:
     """A model that is planned but not loaded.
 
     Attributes:
-        name: of the folder or file.
+        name: the folder's or file's.
         draft: the draft model's cache; None without one.
         plans: of the model, and of the draft beside it.
         shortened: whether memory limits the cache to fewer tokens than the model has positions.
@@ -58,7 +58,7 @@ class Prepared:
 
         Raises:
             CheckpointError: the files are damaged, or contradict the config.
-            PlacementError: memory that the plan counted on is gone.
+            PlacementError: memory that the plan counted on was taken since.
         """
         before, total = 0, sum(len(model.units) for model in self.models)
         try:
@@ -84,10 +84,10 @@ def _counted_from(
 
 
 def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepared:
-    """Plan what the flags ask for; reads small files, but no weights.
+    """Plan a load by its flags; reads small files, but no weights.
 
     Args:
-        replaced: loaded models that will be unloaded first; planned as if they were gone.
+        replaced: loaded models that will be unloaded first; their memory counts as free.
 
     Raises:
         ValueError, OSError: the flags or the small files are invalid.
@@ -118,7 +118,7 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
 def _with_caches(
     models: Sequence[Model], args: argparse.Namespace, budgets: Sequence[Budget], length: int
 ) -> Scenario:
-    """With caches of this many tokens, of the kind that the flags name, or the best."""
+    """A scenario with caches of ``length`` tokens, of the flags' kind or of the best that fits."""
     kind = CACHES["fp16" if args.cache == BEST else args.cache]
     shapes = [CacheShape.planned(model, kind, length, 1, snapshots=True) for model in models]
     scenario = _scenario(models, shapes, args, budgets)
@@ -143,16 +143,13 @@ def model_of(
 
 
 def budgets(args: argparse.Namespace, model: Model) -> list[Budget]:
-    """Budgets of the devices, within what the flags leave free.
+    """Budgets of the devices, less the flags' reserve.
 
     Raises:
         ValueError: a device doesn't exist, or two flags contradict each other.
     """
     if args.gpu_split is not None and args.reserve is not None:
-        raise ValueError(
-            "--reserve belongs to a split that is made by itself; --gpu-split says itself how much "
-            "to use"
-        )
+        raise ValueError("--reserve and --gpu-split exclude each other: give one of them")
     return model.budgets(args.devices, gpu_split=args.gpu_split, reserve=args.reserve)
 
 
@@ -163,15 +160,14 @@ def _length(
     positions."""
     most = min(model.config.max_position_embeddings for model in models)
     if args.max_seq_len is not None or BEST in (args.weights, args.cache):
-        # It has bits to choose, not tokens.
-        return args.max_seq_len or most, False
+        return args.max_seq_len or most, False  # "best" chooses bits, not tokens
     kind = CACHES[args.cache]
     shapes = [CacheShape.planned(model, kind, most, 1, snapshots=True) for model in models]
     fitting = 0
     for way in ways(_scenario(models, shapes, args, budgets)):
         fitting = max(fitting, longest_in(way, most))
         if fitting > min(workload.promise.max_input_len for workload in way.workloads):
-            break  # smaller chunks would make prompts slower for a few tokens more
+            break  # smaller chunks would slow prefill for a few tokens more
     return fitting or most, 0 < fitting < most
 
 
@@ -181,7 +177,7 @@ def _scenario(
     args: argparse.Namespace,
     budgets: Sequence[Budget],
 ) -> Scenario:
-    """With a draft, logits of each proposed token are needed, otherwise the last token's."""
+    """A draft needs logits of each proposed token; otherwise the last token's are enough."""
     pairs, alone = zip(models, shapes, strict=True), not args.draft
     return Scenario(
         workloads=tuple(Workload.of(m, [shape], last_id_only=alone or None) for m, shape in pairs),

@@ -1,7 +1,7 @@
-"""Drawings of plans: a bar for each device, coloured by what fills it, and a table.
+"""Draw plans: a bar for each device, coloured by what fills it, and a table.
 
-No line is wider than the console, and no word is cut: bars get shorter, and further columns of a
-table follow below.
+No line is wider than the console, and no word is cut: bars get shorter, and a table's remaining
+columns follow below it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ _NAME_WIDTH = 9
 _FREE = "grey30"
 
 
-def page_console() -> Console:
+def page_console(*, stderr: bool = False) -> Console:
     """The terminal, or a page of :data:`PAGE_WIDTH`."""
-    console = Console(soft_wrap=False)
-    return console if console.is_terminal else Console(width=PAGE_WIDTH)
+    console = Console(stderr=stderr, soft_wrap=False)
+    return console if console.is_terminal else Console(stderr=stderr, width=PAGE_WIDTH)
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is, without rich's markup."""
+    console.print(text, style=style, highlight=False, markup=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a bar; the letter stands for it if there are no colours."""
+    """A part of a bar, drawn as its letter if there are no colours."""
 
     name: str
     letter: str
@@ -52,8 +57,8 @@ def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
 
 
 def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
-    """Draw a bar for each device and the legend; then list other models in memory, what was made
-    smaller to fit, and how far from the best a plan may be."""
+    """Draw a bar for each device and the legend; then list other models in memory, what was
+    reduced to fit, and how far from optimal a plan may be."""
     places = _places(plans)
     devices = [stack(plans, names, place) for place in places]
     ledgers, colour = [_ledger(plans[-1], p) for p in places], console.color_system is not None
@@ -78,15 +83,15 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
     console.print(_legend(devices, colour=colour, width=console.width), highlight=False)
     for first in (_ledger(plans[0], place) for place in places):
         for other in first.budget.others:
-            console.print(other, highlight=False, markup=False)
+            say(console, other)
     for name, plan in zip(names, plans, strict=False):
         if plan.fitted:
-            words = ", ".join(plan.fitted)
-            said = f"To fit, the {name} has {words}: the same answers."
-            console.print(said, highlight=False, markup=False)
+            say(console, f"To fit, the {name} has {', '.join(plan.fitted)}: the same answers.")
         if plan.gap:
-            said = f"Some orders of many unlike devices were tried: the {name} is {plan.near_best}."
-            console.print(said, highlight=False, markup=False)
+            say(
+                console,
+                f"Not all orders of the devices were tried: the {name} is {plan.near_best}.",
+            )
 
 
 def _places(plans: Sequence[Plan]) -> list[Place]:
@@ -103,8 +108,8 @@ def _ledger(plan: Plan, place: Place) -> Ledger:
 
 
 def fitted(table: Table, console: Console) -> Iterator[Table]:
-    """Split a table that is wider than the console: each part has the first column, and as many
-    others as fit."""
+    """Split a table into parts that fit the console: the first column, and as many of the others
+    as there is room for."""
     first, *others = table.columns
     while others:
         for count in range(len(others), 0, -1):
@@ -122,8 +127,8 @@ def fitted(table: Table, console: Console) -> Iterator[Table]:
 
 
 def as_svg(console: Console, title: str) -> str:
-    """Export a console's recording with a position for each character, whatever the font's width.
-    rich sets a length for each line instead, which not all programs follow."""
+    """Export a console's recording with a position for each character, which holds in any font.
+    rich sets each line's length instead, which not all programs follow."""
 
     def placed(match: re.Match[str]) -> str:
         start, width = float(match["x"]), float(match["width"])
@@ -181,7 +186,7 @@ def bar(
     parts: Sequence[Part], ledger: Ledger, largest: int, *, colour: bool, width: int = _BAR_WIDTH
 ) -> Text:
     """Cells in proportion to bytes, ``width`` of them for the largest device; up to half as many
-    ``!`` show what exceeds the device."""
+    ``!`` show bytes beyond the device's capacity."""
     length = _length(parts, ledger)
     cells = lambda nbytes: round(nbytes * width / max(largest, 1))  # noqa: E731
     text, end, total = Text(), cells(length), 0

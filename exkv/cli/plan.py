@@ -44,7 +44,6 @@ from exkv.planning.answer import (
     weights_chosen,
 )
 from exkv.planning.budgets import devices_to_load
-from exkv.planning.expected_time import Expected
 from exkv.planning.launches import missing_kernels
 from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.solve import largest_batch, longest
@@ -52,10 +51,10 @@ from exkv.sim import ALLOCATORS
 from exkv.sizes import human
 from exkv.weights.on_load import BEST
 
-from .flags import add_loading_flags
+from .flags import add_loading_flags, unknowns
 from .foreign import plan_foreign
 from .loading import model_of
-from .picture import PAGE_WIDTH, as_svg, draw, page_console
+from .picture import PAGE_WIDTH, as_svg, draw, page_console, say
 
 #: Seconds between two pictures.
 _WATCH_SECONDS = 1.0
@@ -65,21 +64,22 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "--devices": {
         "type": str,
         "metavar": "LIST",
-        "help": "cards by size (24G,24G,8G; they needn't be here) or by name (cuda:0,cuda:2); "
-        "default: all that are here, with what is free on them",
+        "help": "cards by size (24G,24G,8G; they needn't exist) or by name (cuda:0,cuda:2); "
+        "default: this machine's, with their free memory",
     },
     "--max-seq-len": {
         "type": str,
-        "help": "tokens a row (the model's positions); max for the longest that fits",
+        "help": "tokens per row (the model's positions); max: as many as fit",
     },
     "--cache": {"choices": None, "metavar": "KIND", "help": f"{', '.join(CACHES)}, or best (fp16)"},
     "--draft": {
-        "help": "a second model with a cache alike, around the first; or mtp, the model's own head"
+        "help": "a second model with the same kind of cache, placed in the room that the first "
+        "leaves; or mtp, the model's own head"
     },
     "--hosts": {
         "metavar": "NAME=LIST",
-        "help": "cards of several hosts by size: a=24G,24G b=12G,8G,cpu:32G; each host is entered "
-        "once, in this order",
+        "help": "cards of several hosts by size: a=24G,24G b=12G,8G,cpu:32G; hidden states pass "
+        "through the hosts in this order",
     },
 }
 
@@ -88,39 +88,41 @@ def add_to(commands: Any) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
         "plan",
-        help="say what fits where, before a byte is loaded",
+        help="show what fits where, before a byte is loaded",
         description="Place a model and its cache on devices, from its config alone. Exit status: 0 "
-        "it fits, 1 it does not, 2 bad input.",
+        "it fits, 1 it doesn't fit, 2 invalid input.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint's folder, a GGUF file, or a config.json")
     add_loading_flags(parser, leave_out=["--gpu-split", "--cluster"], changes=_CHANGES)
-    add("--link", metavar="RATE,TIME", help="between hosts: 10Gbit,0.2ms; for speed")
-    add("--cpu", metavar="SIZE", help="the host takes what no device has room for: 32G, or free")
-    add("--batch-size", metavar="B", default="1", help="rows; max for the most that fit")
+    add("--link", metavar="RATE,TIME", help="between hosts: 10Gbit,0.2ms; for --objective speed")
+    add("--cpu", metavar="SIZE", help="use the host's memory for the rest: 32G, or free")
+    add("--batch-size", metavar="B", default="1", help="rows (1); max: as many as fit")
     add(
         "--adapter",
         metavar="FOLDER",
         action="append",
         default=[],
-        help="a LoRA adapter of the model, beside it; may be given several times",
+        help="a LoRA adapter to load with the model; may be given several times",
     )
     add("--draft-first", action="store_true", help="place the draft model before the main one")
-    add("--cap", metavar="SIZES", help="the most to use of each device; 0 leaves it out")
-    add("--margin", metavar="SIZES", help="for what no arithmetic sees; a default by device")
+    add("--cap", metavar="SIZES", help="most memory to use of each device; 0 leaves it out")
+    add("--margin", metavar="SIZES", help="memory for what can't be predicted (by device)")
     add(
         "--allocator",
         choices=ALLOCATORS,
         default="cuda",
-        help="how cards give memory: in the segments of torch's caching allocator, with a driver's "
-        "context (cuda), or to the byte (exact)",
+        help="how cards allocate memory: in segments, as torch's caching allocator does, and with "
+        "a driver's context (cuda), or to the byte (exact)",
     )
-    add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
-    add("--last-id-only", action="store_true", help="promise logits of the last token only")
-    add("--simulate", action="store_true", help="carry the plan out on simulated devices")
-    add("--watch", action="store_true", help="draw the bars anew each second, until Ctrl-C")
+    add(
+        "--bandwidth", metavar="LIST", help="GB/s of each device, for --objective speed; or measure"
+    )
+    add("--last-id-only", action="store_true", help="plan logits of the last token only")
+    add("--simulate", action="store_true", help="carry out the plan on simulated devices")
+    add("--watch", action="store_true", help="redraw the bars every second, until Ctrl-C")
     add("--json", action="store_true", help="print the answer and the plan as JSON")
-    add("--svg", metavar="FILE", help="write the picture as SVG too")
+    add("--svg", metavar="FILE", help="also write the picture as SVG")
     parser.set_defaults(run=run)
 
 
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         console = page_console()
         _print(console, args, answer, names, seconds)
         for note in itertools.chain(_notes(args, models, names), _missing(args, answer, names)):
-            console.print(note, style="yellow", highlight=False, markup=False)
+            say(console, note, style="yellow")
     if args.svg:
         _write_svg(Path(args.svg), args, replace(answer, remedies=again), names, seconds)
     if args.simulate and answer.fits:
@@ -162,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace, models: Sequence[Model], names: Sequence[str]) -> int:
-    """Draw what fits as devices are, again and again: other programs take memory, or return it."""
+    """Plan and draw repeatedly, as other programs take and free memory."""
     console = page_console()
     fits = True
     try:
@@ -184,13 +186,13 @@ def _notes(
     limits = [model.config.max_position_embeddings for model in models]
     if args.max_seq_len is None and len(set(limits)) > 1:
         shortest = names[limits.index(min(limits))]
-        yield f"Both caches are of {min(limits):,} tokens, the positions of the {shortest}."
+        yield f"Both caches have {min(limits):,} tokens, the positions of the {shortest}."
     if args.max_seq_len not in (None, "max"):
         for name, limit in zip(names, limits, strict=True):
             if int(args.max_seq_len) > limit:
                 yield (
                     f"--max-seq-len {args.max_seq_len} is beyond the {limit:,} positions that "
-                    f"the {name} was made for: what it writes behind them makes no sense."
+                    f"the {name} was made for: text beyond them makes no sense."
                 )
 
 
@@ -208,29 +210,21 @@ def _missing(args: argparse.Namespace, answer: Answer, names: Sequence[str]) -> 
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check what no other part of exkv would refuse."""
+    """Check combinations of flags that no other code checks."""
     others = {"--json": args.json, "--svg": args.svg, "--simulate": args.simulate}
     if args.watch and (given := [name for name, value in others.items() if value]):
-        raise ValueError(f"--watch and {given[0]}: one of them, --watch draws on the terminal")
+        raise ValueError(f"--watch draws on the terminal: leave {given[0]} out")
     if args.link and not args.hosts:
-        raise ValueError("--link joins hosts: give --hosts NAME=LIST ... too")
+        raise ValueError("--link connects hosts: give --hosts NAME=LIST ... too")
     if args.draft_first and args.draft in (None, OWN_HEAD):
         raise ValueError("--draft-first needs --draft MODEL")
     if args.cache not in (*CACHES, "best"):
         raise ValueError(f"--cache {args.cache!r} is none of {', '.join(CACHES)}, best")
-    unknowns = [
-        name
-        for name, wanted in {
-            "--max-seq-len max": args.max_seq_len == "max",
-            "--batch-size max": args.batch_size == "max",
-            "--cache best": args.cache == "best",
-        }.items()
-        if wanted
-    ]
+    sought = unknowns(args)
     if args.weights == BEST and args.cache != "best":
-        unknowns.append("--weights best")
-    if len(unknowns) > 1:
-        raise ValueError(f"{' and '.join(unknowns)}: one unknown at a time")
+        sought.append("--weights best")
+    if len(sought) > 1:
+        raise ValueError(f"{' and '.join(sought)}: one unknown at a time")
 
 
 def _model(path: str, args: argparse.Namespace, adapters: Sequence[str] = ()) -> Model:
@@ -247,7 +241,7 @@ def _count(name: str, text: str) -> int:
 
 
 def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
-    """Solve what the arguments ask for."""
+    """Build the arguments' scenario, and solve it for its unknown, if any."""
     limit = min(model.config.max_position_embeddings for model in models)
     length = limit
     if args.max_seq_len not in (None, "max"):
@@ -287,7 +281,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
         rates = [_rate(text) for text in args.bandwidth.split(",")]
         if len(rates) != len(budgets):
             raise ValueError(
-                f"--bandwidth gives {len(rates)} rates, and there are {len(budgets)} devices: give "
+                f"--bandwidth gives {len(rates)} rates, but there are {len(budgets)} devices: give "
                 "GB/s for each, or measure"
             )
         budgets = make_budgets(args.devices, cpu=host, hosts=hosts, bandwidth=rates, **sizes)
@@ -298,7 +292,7 @@ def _rate(text: str) -> float:
     try:
         return float(text) * 1e9
     except ValueError:
-        raise ValueError(f"--bandwidth: {text!r} is no number of GB/s") from None
+        raise ValueError(f"--bandwidth: {text!r} is not a number of GB/s") from None
 
 
 # Output -----------------------------------------------------------------------------------------
@@ -310,44 +304,42 @@ def _print(
     workload = answer.scenario.workloads[names.index("model")]
     cache, chunk = workload.promise.caches[0], workload.promise.max_input_len
     kind = answer.found.get("cache") or next(n for n, kind in CACHES.items() if kind is cache.kind)
-    console.print(
+    say(
+        console,
         f"{args.model}: {cache.batch_size} x {cache.max_seq_len:,} tokens, {kind} cache, chunks of "
         f"{chunk:,}, {answer.scenario.objective}",
-        highlight=False,
-        markup=False,
     )
     draw(console, answer.plans, names)
-    style = "bold green" if answer.fits else "bold red"
-    console.print(answer.sentence, style=style, highlight=False, markup=False)
+    say(console, answer.sentence, style="bold green" if answer.fits else "bold red")
     for line in [
         *weights_chosen(answer),
         *experts_placed(answer),
-        *map(_expected, expectations(answer)),
+        *(
+            f"Predicted with full caches: {each}, by bandwidths of {each.bandwidths}."
+            for each in expectations(answer)
+        ),
         *prompts_sent(answer),
+        *_host_cache(answer),
     ]:
-        console.print(line, highlight=False, markup=False)
-    if host_cache_bytes(answer.scenario):
-        console.print(_host_cache(answer), highlight=False, markup=False)
-    console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
+        say(console, line)
+    say(console, f"Planned in {seconds:.2f} s.", style="dim")
     for remedy in answer.remedies:  # after the refusal: they take longer to find
-        console.print(f"  would fit: {remedy}", highlight=False, markup=False)
+        say(console, f"  would fit: {remedy}")
     for gain in gains(answer):
-        console.print(f"  with {gain}", highlight=False, markup=False)
+        say(console, f"  with {gain}")
 
 
-def _expected(each: Expected) -> str:
-    return f"Predicted with full caches: {each}, by bandwidths of {each.bandwidths}."
-
-
-def _host_cache(answer: Answer) -> str:
-    """Describe a cache in host memory, which the bars hardly show."""
+def _host_cache(answer: Answer) -> Iterator[str]:
+    """Describe a cache in host memory, if there is one: the bars may not show it."""
     total = host_cache_bytes(answer.scenario)
+    if not total:
+        return
     ledgers = (ledger for plan in answer.plans for ledger in plan.ledgers)
     shown = sum(ledger.cache for ledger in ledgers if ledger.device.type == "cpu")
     where = "no bar shows it" if not shown else f"the cpu's bar shows {human(shown)} of it"
     if shown == total:
         where = "the cpu's bar shows it"
-    return f"The cache lies in host memory, {human(total)} ({total:,} bytes); {where}."
+    yield f"The cache is in host memory, {human(total)} ({total:,} bytes); {where}."
 
 
 def _write_svg(

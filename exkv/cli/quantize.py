@@ -2,22 +2,23 @@
 integers.
 
 It works unit by unit, with at most one decoder layer in memory. The linear layers of decoder layers
-are quantized; embedding, head, routers, norms and biases are not. Without a text each weight is
-rounded by itself; with one, for the inputs that the text gives it: see
+are quantized; embedding, head, routers, norms and biases are not. Without a calibration text, each
+weight is rounded by itself; with one, to preserve outputs for the text's inputs: see
 ``exkv.loading.calibration``. ``--bits`` and ``--fit`` choose each matrix's bits
-(``exkv.loading.mixes``), by what it loses on the text (``exkv.loading.calibrated_losses``). With
-``--transform hadamard`` the matrices are those of transformed inputs (``exkv.weights.hadamard``).
+(``exkv.loading.mixes``) by its loss on the text (``exkv.loading.calibrated_losses``). With
+``--transform hadamard``, matrices are stored for transformed inputs (``exkv.weights.hadamard``).
 
-A run that was ended goes on where it was: files that are there whole stay, and the text takes its
-way through what they hold. What was asked for lies beside them until the folder is complete.
+An interrupted run can be continued: complete files stay, and calibration runs through their
+weights. The options are stored beside them until the folder is complete.
 
-An OUT that ends in .gguf becomes a file of ggml's types: see ``quantize_gguf``.
+If OUT ends in .gguf, it becomes a file of ggml's types: see ``quantize_gguf``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import shutil
@@ -59,17 +60,17 @@ from exkv.weights.on_load import BITS, OPTIONS, class_of, options_of
 from exkv.weights.rounding import Rounded, rounded
 
 from .flags import count, sizes, text_of
-from .picture import page_console
+from .picture import page_console, say
 from .quantize_gguf import quantize_gguf
 
-#: Beside the files: what was asked for, until all are written; and what was chosen.
+#: Files beside the weights: the options, until the folder is complete; and the chosen mix.
 PROGRESS, REPORT = "exkv-quantize.json", "exkv-mix.json"
-#: Suffixes of files with weights in any form, and of files that are written anew.
+#: Suffixes of files with weights in any form, and of files that are rewritten.
 _NOT_COPIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *(LOSSES, USAGE, PROGRESS, REPORT),
 )
-#: Of a file that is being written.
+#: Suffix of incomplete files.
 _PART = ".part"
 
 
@@ -79,71 +80,74 @@ def add_to(commands: Any) -> None:
         "quantize",
         help="write a model's weights as integers of 8 to 3 bits",
         description="Write a folder of float weights as a compressed-tensors folder, which exkv "
-        "and transformers read. A run that was ended goes on when it is started again. Exit "
-        "status: 0 done, 2 bad input.",
+        "and transformers read. An interrupted run continues when it is started again. Exit "
+        "status: 0 done, 2 invalid input.",
     )
     add = parser.add_argument
-    add("model", metavar="IN", help="a checkpoint's folder, or a GGUF file, of floats")
+    add("model", metavar="IN", help="a checkpoint's folder, or a GGUF file, of float weights")
     add(
         "out",
         metavar="OUT",
-        help="the folder to write, new or empty, or one that was begun; or a file, OUT.gguf, of "
+        help="the folder to write: new, empty, or of an interrupted run; or OUT.gguf for a file of "
         "ggml's types (from a GGUF file, with --bits)",
     )
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--weights", choices=BITS, help="integers to store, the same everywhere")
+    how.add_argument("--weights", choices=BITS, help="one integer type for all layers")
     how.add_argument(
         "--bits",
         type=float,
         metavar="N",
-        help="a weight of the layers, with scales: the mix that loses least, such as 4.25; needs "
-        "--calibration",
+        help="bits per weight of the layers, with scales, such as 4.25: the mix that loses least; "
+        "needs --calibration",
     )
     how.add_argument(
         "--fit",
         metavar="CARDS",
-        help="such as 2x24G: the mix that loses least and fits them; needs --calibration",
+        help="cards such as 2x24G: the mix that fits them and loses least; needs --calibration",
     )
     add(
         "--calibration",
         type=text_of,
         metavar="FILE",
-        help="a text, in the model's language, for whose inputs to round: less is lost, and it "
-        "takes longer",
+        help="a text in the model's language to calibrate rounding with: it loses less, and takes "
+        "longer",
     )
     add(
         "--transform",
         choices=(HADAMARD, NONE),
         default=NONE,
-        help="hadamard: store matrices times the Hadamard transform of their inputs, which go "
-        "through it, too: less is lost at the same bits; for exkv and vLLM, as transformers reads "
-        "no such folders (none)",
+        help="hadamard: apply the Hadamard transform to matrices and their inputs, which loses "
+        "less at the same bits; for exkv and vLLM, not for transformers (none)",
     )
-    add("--device", default="cpu", help="where the text runs, such as cuda:0 (the default: cpu)")
-    add("--cpu", metavar="SIZE", help="of host memory for what cards have no room for, for --fit")
-    add("--max-seq-len", type=count, metavar="TOKENS", help="for --fit (the model's positions)")
-    add("--cache", choices=list(CACHES), help="kind of cache, for --fit (fp16)")
-    add("--reserve", type=sizes, metavar="SIZES", help="to leave free on each card, for --fit: 1G")
+    add("--device", default="cpu", help="where calibration runs, such as cuda:0 (cpu)")
+    add("--cpu", metavar="SIZE", help="with --fit: host memory to use for the rest")
+    add(
+        "--max-seq-len",
+        type=count,
+        metavar="TOKENS",
+        help="with --fit: the cache's capacity (the model's positions)",
+    )
+    add("--cache", choices=list(CACHES), help="with --fit: kind of cache (fp16)")
+    add("--reserve", type=sizes, metavar="SIZES", help="with --fit: bytes to leave free: 1G")
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Work:
     """What to write, and how.
 
     Attributes:
         layers: the model's matrices; a file is written for each of its units.
-        kept: unit's name -> one of ``on_load.OPTIONS``, or a mix.
-        formats: of the matrices that become integers, by their names.
-        rows: of the text, int64 (B, T); None without one.
-        device: where it runs.
-        usage: gets how often each expert is chosen, by the units' names.
+        chosen: unit's name -> one of ``on_load.OPTIONS``, or a mix.
+        formats: name of a matrix that is quantized -> its format.
+        rows: calibration text, int64 (B, T); None without one.
+        device: where calibration runs.
+        usage: unit's name -> how often each expert is chosen; filled by calibration.
     """
 
     checkpoint: Checkpoint
     layers: Layers
-    kept: Mapping[str, str]
-    formats: Mapping[str, GroupFormat]
+    chosen: Mapping[str, str]
     rows: torch.Tensor | None
     device: torch.device
     usage: dict[str, ExpertUsage] = field(default_factory=dict)
@@ -151,6 +155,10 @@ class _Work:
     @property
     def specs(self) -> list[UnitSpec]:
         return self.layers.specs
+
+    @functools.cached_property
+    def formats(self) -> dict[str, GroupFormat]:
+        return self.layers.formats(self.chosen)
 
     def file(self, place: int) -> str:
         return f"model-{place + 1:05}-of-{len(self.specs):05}.safetensors"
@@ -176,64 +184,47 @@ def run(args: argparse.Namespace) -> int:
         mixes = None
         if args.weights is None:
             assert rows is not None  # checked
-            losses = calibrated_losses_of(config, checkpoint, rows, args.transform)
-            model = Transformer(config)
-            usage = usage_of_rows(model, checkpoint, rows)
-            losses = with_usage(losses, model, usage)
-            mixes = Mixes(layers=layers, losses=losses, usage=usage)
-        kept = begun or _kept(args, layers, mixes)
-        work = _Work(
-            checkpoint=checkpoint,
-            layers=layers,
-            kept=kept,
-            formats=layers.formats(kept),
-            rows=rows,
-            device=device,
-        )
+            mixes = _mixes(config, checkpoint, layers, rows, args.transform)
+        chosen = begun or _choose(args, layers, mixes)
+        work = _Work(checkpoint=checkpoint, layers=layers, chosen=chosen, rows=rows, device=device)
         before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
-        with _whole_or_to_be_continued(out, {"asked": asked, "kept": dict(kept)}):
+        with _resumable(out, {"asked": asked, "kept": dict(chosen)}):
             after = _write_weights(work, out)
             _copy_others(folder, out)
             _write_config(folder, work, out)
             if mixes is not None:
-                _report(mixes, kept, out)
+                _report(mixes, chosen, out)
     if rows is not None and work.usage:
         keep_counted(ModelConfig.from_pretrained(out), rows, work.usage)
-    print(
-        f"{out}: {len(work.formats)} layers in {_bits(work)} bits, {human(before)} -> "
-        f"{human(after)}"
-    )
+    options = {format.bits for format in work.formats.values()}
+    bits = str(*options) if len(options) == 1 else f"{layers.bits(chosen):.4g}"
+    print(f"{out}: {len(work.formats)} layers in {bits} bits, {human(before)} -> {human(after)}")
     return 0
 
 
-def _bits(work: _Work) -> str:
-    options = {format.bits for format in work.formats.values()}
-    return str(*options) if len(options) == 1 else f"{work.layers.bits(work.kept):.4g}"
-
-
-# What is asked for ------------------------------------------------------------------------------
+# Options ----------------------------------------------------------------------------------------
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check what no other part of exkv would refuse."""
+    """Check combinations of flags that no other code checks."""
     if args.weights is None and args.calibration is None:
         given = "--bits" if args.fit is None else "--fit"
         raise ValueError(
             f"{given} chooses by what fewer bits cost on a text: give --calibration FILE, a text "
-            "like those that the model is for"
+            "typical of the model's use"
         )
     names = ("cpu", "max_seq_len", "cache", "reserve")
     of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     if args.fit is None and (alone := [name for name, value in of_plan.items() if value]):
-        raise ValueError(f"{alone[0]} is for --fit CARDS, which is not given")
+        raise ValueError(f"{alone[0]} is for --fit CARDS: give that too, or leave it out")
 
 
 def _floats_of(folder: Path) -> ModelConfig:
     config = ModelConfig.from_pretrained(folder)
     if config.path is None or config.path.is_file():
         raise ValueError(
-            f"{config.path} is no folder of safetensors; give a folder of float weights, the one "
-            "that the file was converted from"
+            f"{config.path} is not a folder of safetensors; give the folder of float weights from "
+            "which it was converted"
         )
     if config.quantization is not None:
         raise ValueError(
@@ -243,7 +234,7 @@ def _floats_of(folder: Path) -> ModelConfig:
 
 
 def _scales(checkpoint: Checkpoint) -> dict[str, torch.dtype]:
-    """In which the scales of a matrix are stored."""
+    """Matrix -> the dtype in which its scales are stored."""
     dtypes = {name: checkpoint.info(name).dtype for name in checkpoint.names()}
     return {
         name.removesuffix(".weight"): dtype if dtype in SCALE_DTYPES else torch.float32
@@ -258,12 +249,27 @@ def _check_readable(layers: Layers) -> None:
     except ValueError as error:
         raise ValueError(
             f"{layers.config.path}: a folder of these integers couldn't be loaded "
-            f"({str(error).removeprefix('None: ')}); turn the floats into integers at each load "
-            "instead, with --weights int4"
+            f"({str(error).removeprefix('None: ')}); quantize the floats at each load instead, "
+            "with --weights int4"
         ) from None
 
 
-def _kept(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapping[str, str]:
+def _mixes(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    layers: Layers,
+    rows: torch.Tensor,
+    transform: str,
+) -> Mixes:
+    """Measure what the matrices lose in each format, by the text's inputs and expert usage."""
+    losses = calibrated_losses_of(config, checkpoint, rows, transform)
+    model = Transformer(config)
+    usage = usage_of_rows(model, checkpoint, rows)
+    return Mixes(layers=layers, losses=with_usage(losses, model, usage), usage=usage)
+
+
+def _choose(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapping[str, str]:
+    """Choose each unit's format -> unit's name -> one of ``on_load.OPTIONS``, or a mix."""
     if mixes is None:
         return layers.alike(args.weights)
     if args.bits is not None:
@@ -282,7 +288,7 @@ def _kept(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapp
 
 
 def _asked(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What decides what is written."""
+    """The options that determine the output."""
     names = ("weights", "bits", "fit", "cpu", "transform", "max_seq_len", "cache", "reserve")
     text = args.calibration
     if text is not None:
@@ -292,11 +298,11 @@ def _asked(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _begun(out: Path, asked: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """What units are kept as in a folder that was begun; None for a new one."""
+    """The units' formats in the folder of an interrupted run; None for a new folder."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not (out / PROGRESS).is_file():
-        raise ValueError(f"{out} is there already, and not an empty folder: name a new one")
+        raise ValueError(f"{out} exists already, and is not an empty folder: name a new one")
     begun = read_json_object(out / PROGRESS)
     before = begun.get("asked")
     before = before if isinstance(before, dict) else {}
@@ -304,16 +310,16 @@ def _begun(out: Path, asked: Mapping[str, Any]) -> Mapping[str, str] | None:
         if before.get(name) != value:
             raise ValueError(
                 f"{out} was begun with another {name if name == 'IN' else '--' + name} "
-                f"({before.get(name)}, and now {value}): name a new folder, or delete this one"
+                f"({before.get(name)}, now {value}): name a new folder, or delete this one"
             )
-    kept: Mapping[str, str] = begun["kept"]
-    return kept
+    chosen: Mapping[str, str] = begun["kept"]
+    return chosen
 
 
 @contextlib.contextmanager
-def _whole_or_to_be_continued(out: Path, progress: Mapping[str, Any]) -> Iterator[None]:
-    """Create the folder, with what is asked for beside the files until it is complete; empty it if
-    the model can't be written so."""
+def _resumable(out: Path, progress: Mapping[str, Any]) -> Iterator[None]:
+    """Create the folder, with ``progress`` in a file until it is complete; empty it if the model
+    can't be written."""
     out.mkdir(parents=True, exist_ok=True)
     _replace(out / PROGRESS, json.dumps(progress))
     try:
@@ -326,7 +332,7 @@ def _whole_or_to_be_continued(out: Path, progress: Mapping[str, Any]) -> Iterato
 
 
 def _replace(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     part = file.with_name(file.name + _PART)
     part.write_text(text)
     part.replace(file)
@@ -336,7 +342,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _copy_others(folder: Path, out: Path) -> None:
-    """Copy the tokenizer, the chat template, and all other files without weights."""
+    """Copy the tokenizer, the chat template, and all other files but weights."""
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
             shutil.copy(file, out)
@@ -370,16 +376,15 @@ def _write_weights(work: _Work, out: Path) -> int:
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Of a file that was written before."""
+    """The tensors of a file that an interrupted run wrote."""
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise OSError(f"{file} is damaged ({error}): delete it, and start again") from None
+        raise OSError(f"{file} is damaged ({error}): delete it and start again") from None
 
 
 def _rounded(work: _Work, out: Path) -> Iterator[Mapping[str, Rounded]]:
-    """The matrices of each unit that are rounded for what the text gives them as inputs, by their
-    names; none without a text."""
+    """Yield each unit's matrices, by name, rounded for the text's inputs; none without a text."""
     names = [
         {m.layer: m.name for s in spec.sources for m in s.matrices if m.name in work.formats}
         for spec in work.specs
@@ -407,10 +412,10 @@ def _rounded(work: _Work, out: Path) -> Iterator[Mapping[str, Rounded]]:
 
 
 def _stored(work: _Work, names: list[str], made: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:
-    """These tensors, quantized if their layer is.
+    """These tensors, quantized if they have a format.
 
     Args:
-        made: layers that are rounded already.
+        made: matrices that are rounded already.
     """
     found, checkpoint = {}, work.checkpoint
     for name in names:
@@ -433,7 +438,7 @@ def _stored(work: _Work, names: list[str], made: Mapping[str, Rounded]) -> dict[
 
 def _write_config(folder: Path, work: _Work, out: Path) -> None:
     config = read_json_object(folder / "config.json")
-    settings = work.layers.settings(work.kept)
+    settings = work.layers.settings(work.chosen)
     text = json.dumps({**config, "quantization_config": settings}, indent=2)
     (out / "config.json").write_text(text)
 
@@ -441,39 +446,38 @@ def _write_config(folder: Path, work: _Work, out: Path) -> None:
 # The report -------------------------------------------------------------------------------------
 
 
-def _report(mixes: Mixes, kept: Mapping[str, str], out: Path) -> None:
-    """Say what was chosen, and what more or fewer bits would lose; as JSON beside the files."""
-    curve, chosen = mixes.curve(), _options(mixes.layers, kept)
+def _report(mixes: Mixes, chosen: Mapping[str, str], out: Path) -> None:
+    """Print the chosen mix and what more or fewer bits would lose; write both as JSON."""
+    curve, matrices = mixes.curve(), _options(mixes.layers, chosen)
     values = {
-        "bits": mixes.layers.bits(kept),
-        "loss": mixes.loss(kept),
+        "bits": mixes.layers.bits(chosen),
+        "loss": mixes.loss(chosen),
         "curve": [{"bits": bits, "loss": loss} for bits, loss in curve],
-        "matrices": chosen,
+        "matrices": matrices,
     }
     _replace(out / REPORT, json.dumps(values, indent=1))
     console = page_console()
-    table = Table("matrices", *OPTIONS, title="layers, or groups of experts, in each way")
-    ways: dict[str, list[str]] = {}
-    for name, option in (pair for each in chosen.values() for pair in each.items()):
-        ways.setdefault(parsed(name)[0], []).append(option)
-    for name in sorted(ways):
-        counted = Counter(ways[name])
-        table.add_row(name, *(str(counted[option] or "") for option in OPTIONS))
+    table = Table("matrices", *OPTIONS, title="layers, or groups of experts, by format")
+    counts: dict[str, Counter[str]] = {}
+    for name, option in (pair for each in matrices.values() for pair in each.items()):
+        counts.setdefault(parsed(name)[0], Counter())[option] += 1
+    for name in sorted(counts):
+        table.add_row(name, *(str(counts[name][option] or "") for option in OPTIONS))
     console.print(table)
-    table = Table("bits a weight", "predicted loss, nats a token", title="what other bits lose")
+    table = Table("bits per weight", "predicted loss, nats per token", title="loss of other bits")
     for bits, loss in curve:
         table.add_row(f"{bits:.2f}", f"{loss:.2g}")
     console.print(table)
-    console.print(
-        f"Chosen: {values['bits']:.4g} bits a weight, {values['loss']:.2g} nats a token.",
-        highlight=False,
+    say(
+        console,
+        f"Chosen: {values['bits']:.4g} bits per weight, {values['loss']:.2g} nats per token.",
     )
 
 
-def _options(layers: Layers, kept: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _options(layers: Layers, chosen: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Unit's name -> class of matrices, or group of experts -> option."""
     found: dict[str, dict[str, str]] = {}
-    options = {unit: options_of(each) for unit, each in kept.items()}
+    options = {unit: options_of(each) for unit, each in chosen.items()}
     name_of = {unit: name_among(each) for unit, each in options.items()}
     for layer, matrix in layers.matrices.items():
         of, plain = options[matrix.unit], class_of(layer)

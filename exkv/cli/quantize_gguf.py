@@ -1,11 +1,10 @@
-"""``exkv quantize IN.gguf OUT.gguf --bits N --calibration FILE``: a GGUF file of floats as one of
-ggml's types, the K types among them.
+"""``exkv quantize IN.gguf OUT.gguf --bits N --calibration FILE``: convert a GGUF file of floats to
+ggml's types, K types included.
 
-Metadata and tokenizer are the source's. Each matrix of the decoder layers gets the type by which
-the model loses least on the text at so many bits a weight (``exkv.loading.block_mixes``). A table
-or head of floats becomes Q8_0, where its rows are blocks of it; norms, biases and routers stay.
-Rows whose length is no multiple of 256 can't be of K types: Q4_0, and others of 32, are there for
-them.
+Metadata and tokenizer are the source's. The decoder layers' matrices get the types that lose least
+on the text at N bits per weight (``exkv.loading.block_mixes``). The embedding and the head become
+Q8_0 if their rows can be split into its blocks; norms, biases and routers stay. K types need rows
+whose length is a multiple of 256; others can be of Q4_0 and further types with blocks of 32.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from exkv.loading.mixes import Layers
 from exkv.sizes import human
 from exkv.weights.gguf_rounding import TYPES, blocks_with_factor
 
-#: Table and head, and what they become.
-_ENDS, _OF_ENDS = ("token_embd.weight", "output.weight"), "Q8_0"
-#: Rows of them that are rounded at once.
+#: Embedding and head, and their type.
+_ENDS, _TYPE_OF_ENDS = ("token_embd.weight", "output.weight"), "Q8_0"
+#: Number of their rows that are rounded at once.
 _ROWS = 4096
 
 
 def quantize_gguf(args: argparse.Namespace) -> int:
-    """Carry the command out.
+    """Carry out the command.
 
     Raises:
-        ValueError: the source is no GGUF file of floats, or there are no such bits.
+        ValueError: the source is not a GGUF file of floats, or the bits are out of range.
     """
     source, out = Path(args.model), Path(args.out)
     _check(args, source, out)
@@ -51,14 +50,14 @@ def quantize_gguf(args: argparse.Namespace) -> int:
         tensors = block_tensors(contents, checkpoint, layers)
         types, loss = chosen_types(layers, checkpoint, rows, tensors, args.bits)
         ends = {
-            name: _OF_ENDS
+            name: _TYPE_OF_ENDS
             for name in _ENDS
-            if (placed := contents.tensors.get(name)) and _may_be_blocks(placed)
+            if (placed := contents.tensors.get(name)) and _has_whole_blocks(placed)
         }
         part = out.with_name(f"{out.name}.part")
         file = GGUFRewriter(contents, part, types | ends)
         for name in ends:
-            file.write(name, _rounded_alone(contents.tensors[name]))
+            file.write(name, _round_end(contents.tensors[name]))
         _write_layers(file, contents, checkpoint, config, rows, tensors, types)
         file.copy_others()
         file.close()
@@ -68,7 +67,7 @@ def quantize_gguf(args: argparse.Namespace) -> int:
     counted = Counter(types.values())
     print(
         f"{out}: {', '.join(f'{counted[name]} {name}' for name in TYPES if counted[name])}; "
-        f"{bits:.4g} bits a weight, {loss:.2g} nats a token predicted; "
+        f"{bits:.4g} bits per weight, predicted loss {loss:.2g} nats per token; "
         f"{human(source.stat().st_size)} -> {human(out.stat().st_size)}"
     )
     return 0
@@ -77,27 +76,28 @@ def quantize_gguf(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, source: Path, out: Path) -> None:
     if args.bits is None or args.calibration is None:
         raise ValueError(
-            f"{out}: a GGUF file is written by --bits N and --calibration FILE, of the types that "
-            "lose least at so many bits a weight"
+            f"{out}: a GGUF file needs --bits N and --calibration FILE, which choose the types "
+            "that lose least at N bits per weight"
         )
     if source.suffix != SUFFIX:
         raise ValueError(
-            f"{source} is no GGUF file: exkv writes no tokenizer into one; convert the folder by "
-            f"llama.cpp's convert_hf_to_gguf.py --outtype bf16 first, and give that file"
+            f"{source} is not a GGUF file, and exkv can't write its tokenizer into one: convert "
+            "the folder with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first"
         )
     if out.exists():
-        raise ValueError(f"{out} is there already: name a new file")
+        raise ValueError(f"{out} exists already: name a new file")
 
 
-def _may_be_blocks(placed: PlacedTensor) -> bool:
+def _has_whole_blocks(placed: PlacedTensor) -> bool:
+    """Whether a tensor is of floats, and its rows are whole blocks of the type of both ends."""
     tensor = placed.tensor
-    return tensor.type.dtype is not None and tensor.shape[-1] % TYPES[_OF_ENDS].block == 0
+    return tensor.type.dtype is not None and tensor.shape[-1] % TYPES[_TYPE_OF_ENDS].block == 0
 
 
 def block_tensors(
     contents: GGUFContents, checkpoint: GGUFCheckpoint, layers: Layers
 ) -> dict[str, BlockTensor]:
-    """Those of the file that hold matrices of the layers and nothing else, by their names."""
+    """Name -> tensor of the file, for those that hold only matrices of decoder layers."""
     found = {}
     for name, stored in names_by_tensor(contents).items():
         matrices = [each.removesuffix(".weight") for each in stored]
@@ -109,14 +109,14 @@ def block_tensors(
     return found
 
 
-def _rounded_alone(placed: PlacedTensor) -> bytes:
-    """A matrix of floats in the type of table and head, by itself."""
+def _round_end(placed: PlacedTensor) -> bytes:
+    """Round the embedding or the head, without calibration."""
     tensor = placed.tensor
     assert tensor.type.dtype is not None
     data = bytearray(placed.file.read(tensor.nbytes, tensor.offset))
     floats = torch.frombuffer(data, dtype=tensor.type.dtype).view(tensor.shape)
     root = torch.eye(tensor.shape[-1])
-    blocks = [blocks_with_factor(root, each.float(), _OF_ENDS) for each in floats.split(_ROWS)]
+    blocks = [blocks_with_factor(root, each.float(), _TYPE_OF_ENDS) for each in floats.split(_ROWS)]
     return torch.cat(blocks).numpy().tobytes()
 
 
@@ -146,7 +146,7 @@ def _write_layers(
 def _in_file_order(
     placed: PlacedTensor, checkpoint: GGUFCheckpoint, blocks: dict[str, torch.Tensor]
 ) -> bytes:
-    """Blocks by the matrices' names, with rows as the file has them."""
+    """A tensor's bytes from its matrices' blocks, with rows in the file's order."""
     tensor = placed.tensor
     count = torch.Size(tensor.shape[:-1]).numel()
     (nbytes,) = {each.shape[1] for each in blocks.values()}

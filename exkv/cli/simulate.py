@@ -1,8 +1,7 @@
 """``exkv plan --simulate``: carry out the plan on simulated devices of the same sizes.
 
-The devices run dry: tensors are counted and have no memory behind them. So the loader's own code
-runs without the devices and without the weights, and its report shows predicted beside measured
-bytes.
+The devices run dry: tensors are counted but have no memory. So the loader's own code runs without
+the devices and without the weights, and its report shows measured next to predicted bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _WIDTH = 160
 
 
 class HollowCheckpoint(Checkpoint):
-    """A checkpoint with the config's shapes and no values."""
+    """A checkpoint that has the config's shapes but no values."""
 
     hollow = True
     fingerprint = ""
@@ -60,7 +59,7 @@ def simulate(
     models: Mapping[str, Transformer],
     out: TextIO = sys.stdout,
 ) -> None:
-    """Load the models, by name, in turn, with units on their plan's devices, and print reports.
+    """Load the models one after the other by their plans, and print reports.
 
     Simulated devices run the host's kernels, so the workspace is that of the host, not of a GPU.
 
@@ -77,7 +76,7 @@ def simulate(
     stand_ins = {b.place: Place(torch.device("sim", i)) for i, b in enumerate(cards)}
     budgets = tuple(_simulated(scenario.budgets, stand_ins))
     console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
-    kept: list[KVCache] = []  # their models stay loaded beside the next
+    alive: list[KVCache] = []  # with their models, which stay loaded beside the next
     for workload, plan, name in zip(scenario.workloads, plans, models, strict=True):
         model = models[name]
         model.choose(workload.model.choice)
@@ -89,12 +88,12 @@ def simulate(
         same = plan_where(costs, budgets, where, plan.objective, plan.order)
         alone = replace(scenario, workloads=(real,), budgets=budgets)
         _carry_out(console, model, alone, same, name)
-        kept += caches
+        alive += caches
         budgets = tuple(same.remaining())
 
 
 def _simulated(budgets: Sequence[Budget], stand_ins: Mapping[Place, Place]) -> Iterator[Budget]:
-    """Empty devices of the same sizes, all on this host, which gets all hosts' memory."""
+    """Empty devices of the same sizes, all on this host, which gets the memory of all hosts."""
     memory = [budget for budget in budgets if budget.place not in stand_ins]
     for budget in budgets:
         if budget.place in stand_ins:
@@ -104,7 +103,7 @@ def _simulated(budgets: Sequence[Budget], stand_ins: Mapping[Place, Place]) -> I
 
 
 def _emptied(budgets: Sequence[Budget], place: Place) -> Budget:
-    """One device with the free memory of several."""
+    """One empty device with the free memory of several."""
     free = sum(b.capacity - b.in_use - b.in_use_by_others for b in budgets)
     return replace(
         budgets[0],

@@ -1,1 +1,1 @@
-"""Other projects' names over exkv, for scripts that are written already."""
+"""Other projects' interfaces over exkv, for existing scripts."""

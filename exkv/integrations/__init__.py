@@ -1,1 +1,1 @@
-"""exkv inside other libraries: each subpackage needs its library, and nothing here imports one."""
+"""exkv inside other libraries; importing this package imports none of them."""

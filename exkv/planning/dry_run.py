@@ -22,7 +22,7 @@ from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.registry import FAKES
 
 from .kernel_uses import kernel_use
-from .live_storages import LiveStorages
+from .live_storages import LiveStorages, Trace
 from .op_calls import READING, SHORTER, Call, named_arguments
 from .shapes import result_of
 
@@ -105,14 +105,15 @@ class DryRun(LiveStorages, TorchDispatchMode):
                 self._follow(tensor)
         self.inputs = len(self.trace)
 
-    def measured(self, call: Callable[[], T]) -> tuple[T, int]:
-        """Make a call: its result, and the bytes at its peak beyond what was there."""
-        before, begun = self.peak, self.current
+    def measured(self, call: Callable[[], T]) -> tuple[T, int, Trace]:
+        """Make a call -> its result, the bytes at its peak beyond those before it, and its
+        requests."""
+        before, begun, events = self.peak, self.current, len(self.trace)
         self.peak = begun
         out = call()
         taken = self.peak - begun
         self.peak = max(before, self.peak)
-        return out, taken
+        return out, taken, self.trace[events:]
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None

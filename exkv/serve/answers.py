@@ -17,7 +17,7 @@ from .tools import CallReader, Delta
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
 
-#: Stands for a log-probability of minus infinity, which JSON lacks.
+#: Replaces a log-probability of minus infinity, which JSON lacks.
 _LOWEST_LOGPROB = -9999.0
 
 _as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -54,7 +54,7 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {_as_json(content)}\n\n"
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """One-line description of an error."""
     return f"{type(error).__name__}: {str(error)[:500]}"
 
@@ -74,9 +74,9 @@ class Likelihood:
     offset: int = 0
 
     @classmethod
-    def of(cls, found: TokenLogprobs, spelt: Callable[[int], bytes], offset: int) -> Likelihood:
-        top = tuple((spelt(token), logprob) for token, logprob in found.top)
-        token = spelt(found.token)
+    def of(cls, found: TokenLogprobs, spell: Callable[[int], bytes], offset: int) -> Likelihood:
+        top = tuple((spell(token), logprob) for token, logprob in found.top)
+        token = spell(found.token)
         return cls(token=token, logprob=found.logprob, top=top, offset=offset)
 
     @property
@@ -121,20 +121,20 @@ class Choice:
 
     Args:
         text: the text that it begins with.
-        reasons: tells reasoning from the answer; None where that isn't asked for.
+        reasons: separates reasoning from the answer; None to leave it in the text.
         shows: whether the client wants the reasoning.
         reader: parses tool calls; None without tools.
         marker: the control token that begins calls, if there is one.
-        spelt: maps a token to its bytes, for log-probabilities.
-        echoes: the text is of the prompt, whose log-probabilities come before those of new tokens.
-        only_echoes: without new tokens.
+        spell: maps a token to its bytes, for log-probabilities.
+        echoes: whether ``text`` is the prompt, whose log-probabilities come first.
+        only_echoes: whether no new tokens are wanted.
 
     Attributes:
-        logprobs: of its tokens if requested, without the token that ended it; with that one behind
-            an echoed prompt, since such clients (lm-eval) count the new tokens that they asked for.
+        logprobs: of its tokens if requested, without the token that ended it, except after an
+            echoed prompt: such clients (lm-eval) count the new tokens that they asked for.
         tokens: number of new tokens.
-        reasoning: what comes before the answer.
-        reasoning_tokens: number of new tokens of it.
+        reasoning: text before the answer.
+        reasoning_tokens: number of new tokens of reasoning.
         calls: tool calls in OpenAI's format.
         finish_reason: OpenAI's finish reason; None while it is running.
     """
@@ -144,7 +144,7 @@ class Choice:
         text: str = "",
         reader: CallReader | None = None,
         marker: int | None = None,
-        spelt: Callable[[int], bytes] = lambda token: b"",
+        spell: Callable[[int], bytes] = lambda token: b"",
         echoes: bool = False,
         only_echoes: bool = False,
         reasons: Reader | None = None,
@@ -157,12 +157,12 @@ class Choice:
         self.tokens = 0
         self._sent = self._characters = 0
         self._echoes, self._only_echoes = echoes, only_echoes
-        self._spelt = spelt
+        self._spell = spell
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.handle: Handle | None = None
         self._reader, self._marker = reader, marker
-        self._called: list[Delta] = []  # what began the call that is being written
+        self._called: list[Delta] = []  # the start of the call that is being written
 
     def take(self, each: Event) -> list[Delta]:
         """Add an event -> the deltas that it produced."""
@@ -176,12 +176,12 @@ class Choice:
         if self._reader is not None and each.token is not None and each.token == self._marker:
             self._reader.mark()
         if self._reasons is None:
-            deltas = self._answered(each.text)
+            deltas = self._answer_deltas(each.text)
         else:
             pieces = self._reasons.push(each.text)
             self.reasoning_tokens += self._reasons.reasons and each.token is not None
             pieces += self._reasons.flush() if each.reason else []
-            deltas = [delta for piece in pieces for delta in self._told(piece)]
+            deltas = [delta for piece in pieces for delta in self._piece_deltas(piece)]
         if self._reader is not None and each.reason:
             deltas += self._reader.flush()
         if each.logprobs is not None and (each.reason != "eos" or self._echoes):
@@ -193,8 +193,8 @@ class Choice:
             self.finish_reason = "tool_calls" if self.calls and ended == "stop" else ended
         return deltas
 
-    def _told(self, piece: Piece) -> list[Delta]:
-        """The deltas of a piece that is told from others."""
+    def _piece_deltas(self, piece: Piece) -> list[Delta]:
+        """The deltas of a piece of reasoning, of a call on a channel, or of the answer."""
         if piece.reasoning:
             return [Delta(reasoning=piece.text)] if self._shows else []
         if piece.recipient and self._reader is not None:
@@ -203,26 +203,25 @@ class Choice:
                 return self._called
             if self._called:
                 return [self._reader.more(piece.text)]
-        return self._answered(piece.text)
+        return self._answer_deltas(piece.text)
 
-    def _answered(self, text: str) -> list[Delta]:
-        """The deltas of text of the answer."""
+    def _answer_deltas(self, text: str) -> list[Delta]:
         if self._reader is not None:
             return self._reader.push(text)
         return [Delta(text=text)] if text else []
 
     def _add_prompt(self, handle: Handle) -> None:
-        """The prompt's log-probabilities, if they were requested."""
+        """Add the prompt's log-probabilities, if they were requested."""
         if handle.job.prompt_logprobs is not None:
             first = handle.prompt[0]
-            self.logprobs.append(Likelihood(token=self._spelt(first), logprob=None))
-            if self.text.startswith(self.logprobs[0].text):  # unlike a token that begins texts
+            self.logprobs.append(Likelihood(token=self._spell(first), logprob=None))
+            if self.text.startswith(self.logprobs[0].text):  # a BOS token isn't in the text
                 self._characters += len(self.logprobs[0].text)
             for each in handle.prompt_logprobs:
                 self._add_logprobs(each)
 
     def _add_logprobs(self, found: TokenLogprobs) -> None:
-        self.logprobs.append(Likelihood.of(found, self._spelt, self._characters))
+        self.logprobs.append(Likelihood.of(found, self._spell, self._characters))
         self._characters += len(self.logprobs[-1].text)
 
     def unsent(self) -> list[Likelihood]:
@@ -242,7 +241,7 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
-    """Token counts of a request's jobs; a prompt counts once, however many choices it has."""
+    """Token counts of a request's jobs; a prompt with several choices counts once."""
     handles = [choice.handle for choice in choices if choice.handle is not None]
     each = max(len(handles) // prompts, 1)
     asked = sum(len(handle.prompt) for handle in handles[::each])
@@ -265,8 +264,8 @@ class Form:
     Attributes:
         chat: chat or plain completion.
         model: the model name to report.
-        fingerprint: tells answers of one model with the same options from others.
-        functions: calls are in the form of OpenAI's older ``functions``.
+        fingerprint: identifies the model and its options.
+        functions: whether calls are in OpenAI's older ``functions`` format.
     """
 
     chat: bool
@@ -294,24 +293,19 @@ class Form:
     def part(self, index: int, delta: Delta, likely: Sequence[Likelihood] = ()) -> dict[str, Any]:
         """The event for one delta of a choice."""
         logprobs = self._logprobs(likely)
-        if not self.chat:
-            return self._part(index, {"text": delta.text}, logprobs=logprobs)
+        found = {"delta": self._chat_delta(delta)} if self.chat else {"text": delta.text}
+        return self._part(index, found, logprobs=logprobs)
+
+    def _chat_delta(self, delta: Delta) -> dict[str, Any]:
         if delta.reasoning:
-            thought = {"delta": {"reasoning_content": delta.reasoning}}
-            return self._part(index, thought, logprobs=logprobs)
+            return {"reasoning_content": delta.reasoning}
         if delta.call is None:
-            return self._part(index, {"delta": {"content": delta.text}}, logprobs=logprobs)
+            return {"content": delta.text}
+        function = {**({"name": delta.name} if delta.name else {}), "arguments": delta.arguments}
         if self.functions:
-            name = {"name": delta.name} if delta.name else {}
-            found = {"function_call": {**name, "arguments": delta.arguments}}
-            return self._part(index, {"delta": found}, logprobs=logprobs)
-        call: dict[str, Any] = {"index": delta.call}
-        if delta.name:
-            call |= {"id": delta.id, "type": "function"}
-            call["function"] = {"name": delta.name, "arguments": ""}
-        else:
-            call["function"] = {"arguments": delta.arguments}
-        return self._part(index, {"delta": {"tool_calls": [call]}}, logprobs=logprobs)
+            return {"function_call": function}
+        begins = {"id": delta.id, "type": "function"} if delta.name else {}
+        return {"tool_calls": [{"index": delta.call, **begins, "function": function}]}
 
     def end(
         self, index: int, reason: str | None, likely: Sequence[Likelihood] = ()

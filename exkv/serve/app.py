@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from exkv.version import __version__
 
-from .answers import RequestError, error_body, said
+from .answers import RequestError, error_body, error_line
 from .bounds import in_time
 from .generation import add_generation
 from .guard import Guard
@@ -30,7 +30,7 @@ from .tools import encode_chat
 
 
 def build(serving: Serving) -> FastAPI:
-    """Build the app with all routes, behind its guard."""
+    """Build the app: all routes, behind the guard."""
     app = FastAPI(title="exkv", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, serving.limits, serving.key, serving.hosts)
     _add_errors(app)
@@ -96,18 +96,14 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
 # Errors ---------------------------------------------------------------------------------------
 
-_NOT_IMPLEMENTED = {
-    "/v1/embeddings": "exkv serves language models; it makes no embeddings",
-    "/embeddings": "exkv serves language models; it makes no embeddings",
-}
-
 
 def _add_refusals(app: FastAPI) -> None:
-    for path, why in _NOT_IMPLEMENTED.items():
-
-        @app.post(path, include_in_schema=False)
-        async def refuse(why: str = why) -> None:
-            raise RequestError(why, 501, "not_implemented")
+    @app.post("/embeddings", include_in_schema=False)
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def refuse() -> None:
+        raise RequestError(
+            "exkv serves language models; it makes no embeddings", 501, "not_implemented"
+        )
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -126,20 +122,20 @@ def _add_errors(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404:
             route = f"{request.method} {request.url.path[:80]}"
-            message = f"there is no {route} here: GET /openapi.json lists all routes"
+            message = f"there is no {route}: GET /openapi.json lists all routes"
         body = error_body(message, "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(said(error), "server_error"), 500)
+        return JSONResponse(error_body(error_line(error), "server_error"), 500)
 
 
 def _first_error(error: RequestValidationError) -> str:
-    """The validation error that says most, in one line."""
+    """The most specific validation error, in one line."""
     errors = error.errors()
     first = errors[0]
-    # Of a union: the branch that came furthest into the value, and whose type is not wrong.
+    # For a union, the branch that got furthest into the value, preferably with the right type.
     if any(_BRANCH.match(str(part)) for part in first["loc"]):
         field = _fields_of(first)
         branches = [each for each in errors if _fields_of(each)[: len(field)] == field]
@@ -153,12 +149,12 @@ def _first_error(error: RequestValidationError) -> str:
     return (f"{place}: {message}" if place else message)[:500]
 
 
-#: What pydantic puts into a place for the branch of a union: a type's name or its schema's.
+#: How pydantic marks the branch of a union in an error's location: a type's or schema's name.
 _BRANCH = re.compile(r"^([A-Z]|str$|int$|bool$|float$|[a-z-]+\[|constrained-)")
 
 
 def _fields_of(error: dict[str, Any]) -> list[str]:
-    """The place of an error in the body, without the branches of unions."""
+    """An error's location in the body, without the branches of unions."""
     parts = map(str, error["loc"])
     return [part for part in parts if part != "body" and not _BRANCH.match(part)]
 
@@ -181,11 +177,11 @@ _ERROR = {
         }
     },
 }
-#: Statuses of every route, and of those that take a body.
+#: Error statuses of all routes, and of those with a body.
 _STATUSES = {
-    400: "The request makes no sense; the message names the field.",
+    400: "The request is invalid; the message names the field.",
     401: "The key is missing or wrong.",
-    403: "A page of another site asks.",
+    403: "The request comes from a page of another site.",
     421: "The server doesn't answer for this host.",
 }
 _BODY_STATUSES = {
@@ -197,7 +193,7 @@ _BODY_STATUSES = {
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Have ``/openapi.json`` name the errors that come, in place of FastAPI's own 422."""
+    """Describe the actual error responses in ``/openapi.json``, in place of FastAPI's own 422."""
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -208,13 +204,15 @@ def _describe_errors(app: FastAPI) -> None:
             for operation in [each for path in schema["paths"].values() for each in path.values()]:
                 operation["responses"].pop("422", None)
                 statuses = _STATUSES | (_BODY_STATUSES if "requestBody" in operation else {})
-                operation["responses"] |= {str(code): _said(statuses[code]) for code in statuses}
+                operation["responses"] |= {
+                    str(code): _error_response(why) for code, why in statuses.items()
+                }
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = described  # type: ignore[method-assign]
 
 
-def _said(why: str) -> dict[str, Any]:
+def _error_response(why: str) -> dict[str, Any]:
     schema = {"$ref": "#/components/schemas/Error"}
     return {"description": why, "content": {"application/json": {"schema": schema}}}

@@ -27,8 +27,8 @@ GRAMMAR_BYTES = 1 << 18
 _GRAMMAR_SECONDS = 1  # of CPU time
 _GRAMMAR_MEMORY = 2 << 30
 _GRAMMAR_WAIT = 30.0  # wall-clock seconds, on a busy machine
-_KNOWN = 256  # verdicts to remember
-_TERSE = {"NoExtensionBias": "a rule or a $ref stands for itself alone, which no text can match"}
+_KNOWN = 256  # remembered verdicts
+_TERSE = {"NoExtensionBias": "a rule or a $ref refers only to itself, which no text can match"}
 
 # Reads one grammar per line and writes its error, "" if it is valid.
 _TRIAL = f"""
@@ -94,7 +94,7 @@ class GrammarTrials:
             trial.close()
 
 
-#: Bytes, a number that breaks ties, the grammar (None ends a worker), and its error, "" if valid.
+#: Size in bytes, tie breaker, the grammar (None ends a worker), and its error ("" if valid).
 _Waiting: TypeAlias = "tuple[int, int, Grammar | None, Future[str]]"
 
 
@@ -177,7 +177,7 @@ class _Stoppable:
         self._thread.start()
 
     def stop(self) -> None:
-        """Raise :class:`TimeUp` in it, unless it has finished."""
+        """Raise :class:`TimeUp` in the thread, unless it has finished."""
         self.result.cancel()
         with self._lock:
             if not self._over:
@@ -188,7 +188,7 @@ class _Stoppable:
         try:
             found, error = self._call(work)
             self._loop.call_soon_threadsafe(self._deliver, found, error)
-        except (TimeUp, RuntimeError):  # or the loop is closed
+        except (TimeUp, RuntimeError):  # RuntimeError: the loop is closed
             return
 
     def _call(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:

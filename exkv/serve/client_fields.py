@@ -59,7 +59,7 @@ _NAMES: dict[str, str] = {field: name for name, field in SERVED.items()}
 
 
 def _belonging(row: Entry) -> tuple[str, list[str]] | None:
-    """The only setting that switches a step on, and the settings without effect while it is 0."""
+    """The one setting that switches a step on, and all that have no effect while it is 0."""
     names = [name for name, setting in row.settings.items() if setting.served is not None]
     switches = [name for name in names if row.bounds[name].switches]
     if len(switches) != 1 or len(names) == 1:
@@ -95,24 +95,26 @@ def translated(values: Any) -> Any:
                 found.pop(other, None)
     if found.get("max_tokens") == -1:
         found["max_tokens"] = None
-    if found.get("top_k") == -1:  # off, in vLLM's words
+    if found.get("top_k") == -1:  # vLLM's value for off
         found["top_k"] = 0
     return _with_lists(found)
 
 
 def _with_lists(found: dict[str, Any]) -> dict[str, Any]:
-    """Parse lists that are sent as texts, and drop empty ones."""
-    for name in ("banned_tokens", "dry_sequence_breakers", "banned_strings"):
+    """Parse lists that are sent as strings, and drop empty ones."""
+    if isinstance(text := found.get("banned_strings"), str):
+        found["banned_strings"] = [text]
+    for name in ("banned_tokens", "dry_sequence_breakers"):
         if isinstance(text := found.get(name), str):
-            found[name] = _listed(text) if name != "banned_strings" else [text]
+            found[name] = _parse_list(text)
     for name in ("stop", "logit_bias", "banned_tokens", "banned_strings", "json_schema"):
         if name in found and found[name] in ([], {}, "", [""]):
             del found[name]
     return found
 
 
-def _listed(text: str) -> list[Any]:
-    """``[1, 2]``, ``"\\n", ":"`` or ``1,2`` as a list."""
+def _parse_list(text: str) -> list[Any]:
+    """Parse ``[1, 2]``, ``"\\n", ":"`` or ``1,2``."""
     bare = text.strip()
     try:
         return json.loads(bare if bare.startswith("[") else f"[{bare}]")

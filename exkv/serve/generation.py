@@ -20,7 +20,17 @@ from exkv.sampling import Grammar
 from exkv.text import Tokenizer
 from exkv.text.reasoning import Reader, ReasoningFormat, reasoning_format
 
-from .answers import DONE, UNCACHED, Choice, Form, RequestError, error_body, event, said, usage
+from .answers import (
+    DONE,
+    UNCACHED,
+    Choice,
+    Form,
+    RequestError,
+    error_body,
+    error_line,
+    event,
+    usage,
+)
 from .bounds import in_time
 from .hosting import ServedModel
 from .requests import ChatRequest, CompletionRequest, StreamOptions
@@ -44,15 +54,14 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request's jobs and what their answers need.
+    """A request's jobs, not submitted yet, and what formatting their answers needs.
 
     Attributes:
-        jobs: not submitted yet.
         prompts: number of prompts.
         echoes: the prompt that each choice begins with; None for none.
-        only_echoes: no new tokens.
+        only_echoes: whether no new tokens are wanted.
         tools: the tools that may be called.
-        reasoning: how the answers' reasoning is marked; None where it is not told from the rest.
+        reasoning: how the answers' reasoning is marked; None to leave it in the content.
         shows_reasoning: whether the client wants it.
     """
 
@@ -66,7 +75,7 @@ class Asked:
     shows_reasoning: bool = True
 
     def choices(self) -> list[Choice]:
-        """The jobs' choices, empty as yet."""
+        """The jobs' choices, still empty."""
         tokenizer = self.model.engine.tokenizer
         form = format_of(tokenizer)
         return [
@@ -74,7 +83,7 @@ class Asked:
                 text or "",
                 reader=self._call_reader(form),
                 marker=tokenizer.id_of(form.begin) if form.special else None,
-                spelt=_spelling(tokenizer),
+                spell=_spelling(tokenizer),
                 echoes=text is not None,
                 only_echoes=self.only_echoes,
                 reasons=self._reasoning_reader(job),
@@ -101,12 +110,12 @@ class Asked:
 def _spelling(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     """Map a token to its bytes, and a control token to its name."""
 
-    def spelt(token: int) -> bytes:
+    def spell(token: int) -> bytes:
         found = tokenizer.bytes_of(token)
         known = found or token >= tokenizer.vocab_size
         return found if known else tokenizer.piece_of(token).encode()
 
-    return spelt
+    return spell
 
 
 async def asked_for(
@@ -134,7 +143,7 @@ async def asked_for(
 def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> Asked:
     tokenizer, tools, reasoning = model.engine.tokenizer, None, None
     if request.n > (rows := model.engine.max_running):
-        raise ValueError(f"n is {request.n}, and at most {rows} jobs run at once here")
+        raise ValueError(f"n is {request.n}, but at most {rows} jobs run at once")
     grammar = request.grammar()
     echoes: list[str | None] = [None] * request.choices
     prompts: list[Any]
@@ -142,7 +151,7 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
         tools = request.chosen()
         if tools is not None:
             if grammar is not None:
-                raise ValueError("response_format beside tools: give tool_choice none with it")
+                raise ValueError("response_format excludes tools: set tool_choice to none")
             grammar = tools.grammar(format_of(tokenizer))
         messages = [each.plain() for each in request.messages]
         prompts = [encode_chat(tokenizer, messages, tools, **request.template_variables())]
@@ -155,9 +164,9 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
     room, encode = _room(model, prompts), partial(tokenizer.encode, add_bos=False)
     most, wanted = room, request.most
     if wanted == 0 and None in echoes:
-        raise ValueError("max_tokens is 0: ask for at least 1, or for echo")
+        raise ValueError("max_tokens is 0: ask for at least 1, or set echo")
     if wanted is not None:
-        most = min(wanted, room) or 1  # a job has a token at least
+        most = min(wanted, room) or 1  # a job generates at least one token
     jobs = request.jobs(prompts, model.usual, most, grammar, encode)
     if reasoning is not None:
         shown = reasoning.shown_tokens(tokenizer)
@@ -175,7 +184,7 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
 
 
 def _room(model: ServedModel, prompts: Sequence[Any]) -> int:
-    """Upper bound on new tokens; RequestError if the context has room for none."""
+    """Upper bound on new tokens; RequestError if a prompt fills the context."""
     engine = model.engine
     encode = engine.tokenizer.encode
     lengths = [len(encode(p) if isinstance(p, str) else p) for p in prompts]
@@ -185,7 +194,7 @@ def _room(model: ServedModel, prompts: Sequence[Any]) -> int:
     room = engine.max_tokens - longest + 1  # the last token is never stored
     if room < 1:
         raise RequestError(
-            f"the prompt has {longest} tokens, and the context is of {engine.max_tokens}: "
+            f"the prompt has {longest} tokens, but the context holds {engine.max_tokens}: "
             "shorten it",
             code="context_length_exceeded",
         )
@@ -212,36 +221,32 @@ async def _generate(
     if asked.stream:
         parts = _sse_events(asked, events, form, carried)
         return StreamingResponse(parts, media_type="text/event-stream", headers=UNCACHED)
-    return JSONResponse(await while_connected(request, _collected(events, form, carried)))
+    return JSONResponse(await while_connected(request, _complete(events, form, carried)))
 
 
 async def begun(serving: Serving, request: Request, asked: Asked) -> AsyncGenerator[Found]:
-    """The events of a request's jobs, from the first on; a job's error is raised before that."""
+    """Submit a request's jobs -> their events. Returns at the first one, so that an error before
+    it becomes the response's status."""
     events = serving.events(asked.model, asked.jobs)
     first = await while_connected(request, anext(events))
     if any(each.handle.error is not None for _, each in first):
         await anext(events)  # raises it
-    return _chained(first, events)
+
+    async def all_events() -> AsyncGenerator[Found]:
+        async with contextlib.aclosing(events):
+            yield first
+            async for found in events:
+                yield found
+
+    return all_events()
 
 
-async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerator[Found]:
-    async with contextlib.aclosing(events):
-        yield first
-        async for found in events:
-            yield found
-
-
-async def collected(events: AsyncGenerator[Found], choices: Sequence[Choice]) -> None:
-    """Add all events to the choices."""
+async def _complete(events: AsyncGenerator[Found], form: Form, asked: Asked) -> dict[str, Any]:
+    choices = asked.choices()
     async with contextlib.aclosing(events):
         async for found in events:
             for index, each in found:
                 choices[index].take(each)
-
-
-async def _collected(events: AsyncGenerator[Found], form: Form, asked: Asked) -> dict[str, Any]:
-    choices = asked.choices()
-    await collected(events, choices)
     return form.whole(choices) | {"usage": usage(choices, asked.prompts)}
 
 
@@ -266,9 +271,9 @@ async def _sse_events(
                     used = {"usage": usage(choices, asked.prompts)}
                     parts = [part | used for part in parts]
                 if parts:
-                    yield "".join(map(event, parts))  # at once: a write costs more than its text
+                    yield "".join(map(event, parts))  # one write, which costs more than its text
     except Exception as error:  # noqa: BLE001 # the status is sent already: report in the stream
-        yield event(error_body(said(error), "server_error"))
+        yield event(error_body(error_line(error), "server_error"))
         return
     if options.include_usage:
         yield event(form.last(usage(choices, asked.prompts)))
@@ -276,7 +281,7 @@ async def _sse_events(
 
 
 def _deltas(found: Found, choices: Sequence[Choice], form: Form) -> Iterator[dict[str, Any]]:
-    """The stream's events for some of the engine's."""
+    """The stream's events for these engine events."""
     for index, each in found:
         choice = choices[index]
         for delta in choice.take(each):
@@ -292,16 +297,16 @@ async def while_connected(request: Request, answer: Any) -> Any:
         RequestError: the client has disconnected.
     """
     working = asyncio.ensure_future(answer)
-    gone = asyncio.create_task(_wait_disconnect(request))
+    disconnect = asyncio.create_task(_wait_disconnect(request))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise RequestError("the client has gone", 499)
+            raise RequestError("the client disconnected", 499)
         return working.result()
     finally:
-        for task in (working, gone):
+        for task in (working, disconnect):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
 async def _wait_disconnect(request: Request) -> None:

@@ -23,7 +23,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Half a surrogate pair as JSON escapes it, in any of JSON's encodings.
+#: An unpaired surrogate's JSON escape, in any of JSON's encodings.
 _SURROGATE = re.compile(rb"\\\0*u\0*[dD]\0*[89a-fA-F]")
 
 _HOST = re.compile(r"([\w.~!$&'()*+,;=%-]*|\[[\w:.%]+\])(:[0-9]*)?", re.ASCII)
@@ -87,16 +87,16 @@ class Guard:
 
     def _check_host(self, host: bytes) -> None:
         name = host.decode("latin-1")
-        if _HOST.fullmatch(name) is None:  # URLs that are made of it would raise
-            raise Refused(400, f"the Host header is no host: {name[:80]!r}")
-        if not name.endswith("]"):  # an IPv6 address without a port
+        if _HOST.fullmatch(name) is None:  # building URLs from it would raise
+            raise Refused(400, f"the Host header is not a host: {name[:80]!r}")
+        if not name.endswith("]"):  # which an IPv6 address without a port does
             name = name.rsplit(":", 1)[0]
         if self._hosts is not None and name.lower() not in self._hosts:
             raise Refused(421, f"this server doesn't answer for host {name[:80]!r}")
 
     def _check_origin(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Refuse cross-site requests where there is no key: they could unload the model, or have
-        something planned by the URL of an image, which sends no Origin."""
+        """Without a key, refuse cross-site requests: they could unload the model, or request a
+        plan as the URL of an image, which sends no Origin."""
         if self._key is not None:
             return
         site = headers.get(b"sec-fetch-site", b"none")
@@ -104,8 +104,8 @@ class Guard:
             raise Refused(403, "cross-site requests are refused")
         origin = headers.get(b"origin")
         if origin is not None:
-            _, _, meant = origin.rpartition(b"//")
-            if meant.lower() != headers.get(b"host", b"").lower():
+            host = origin.rpartition(b"//")[2]
+            if host.lower() != headers.get(b"host", b"").lower():
                 name = origin.decode("latin-1")[:80]
                 raise Refused(403, f"cross-site requests are refused: origin {name!r}")
 
@@ -117,7 +117,7 @@ class Guard:
             given = headers.get(b"x-api-key", b"")
         if not hmac.compare_digest(given.strip(), self._key):
             raise Refused(
-                401, "give the server's key: Authorization: Bearer KEY", "invalid_api_key"
+                401, "send the server's key: Authorization: Bearer KEY", "invalid_api_key"
             )
 
     async def _with_body(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
@@ -140,7 +140,7 @@ class Guard:
 
 
 def _check_characters(body: bytes) -> None:
-    """Refuse JSON with half a surrogate pair, which is no character and can't be sent back."""
+    """Refuse JSON with an unpaired surrogate, which is no character and can't be sent back."""
     if _SURROGATE.search(body) is None:
         return
     try:
@@ -148,9 +148,9 @@ def _check_characters(body: bytes) -> None:
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.start + 1]
         raise Refused(
-            400, f"the request has {half!r}, half a surrogate pair: escape both"
+            400, f"the request has {half!r}, half a surrogate pair: escape both halves"
         ) from None
-    except (ValueError, RecursionError):  # no JSON: the route says so
+    except (ValueError, RecursionError):  # not JSON: the route reports it
         return
 
 

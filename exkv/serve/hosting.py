@@ -1,8 +1,8 @@
-"""From a checkpoint to a running engine, with a plan of its placement before anything is loaded.
+"""From a checkpoint to a running engine, with its placement planned before anything is loaded.
 
-``ModelFolder`` lists the models that clients may request by name. ``Prepared`` holds everything of
-one but its weights: it plans the placement, then loads. ``serving`` uses it to replace the model of
-a running server.
+``ModelFolder`` lists the models that clients may request by name. ``Prepared`` holds everything
+except a model's weights: it plans the placement, then loads. ``serving`` uses it to replace the
+model of a running server.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ from exkv.decode import Engine
 from exkv.decode.speculation import MTP, OWN_HEAD, Draft, check_same_vocabulary
 from exkv.loading.options import LoadOptions
 from exkv.model import Model
-from exkv.planning import (
-    Budget,
-    CacheShape,
-    Scenario,
-    Workload,
-    with_measured_bandwidths,
-)
+from exkv.planning import Budget, CacheShape, Scenario, Workload, with_measured_bandwidths
 from exkv.planning.answer import Answer, as_values, fixed, solved
 from exkv.planning.best import planned
 from exkv.planning.best_cache import best_bits, in_fewest_bits_of_caches
@@ -41,7 +35,7 @@ from exkv.text import Tokenizer
 from exkv.version import __version__
 from exkv.weights.on_load import BEST
 
-#: Kinds of cache -> bits of a key or value.
+#: Kind of cache -> bits per key or value.
 CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
 _TOKENS = 32_768  # default size of the cache, if the model has positions for more
 _MOST_TOKENS = 1 << 27  # page lists are allocated before the plan says whether the cache fits
@@ -57,27 +51,27 @@ class ServeOptions:
     Attributes:
         max_seq_len: tokens in the cache, over all jobs; None for as many as the model has
             positions, up to 32,768.
-        cache: one of ``CACHE_BITS``; "best" for the most bits that fit, with a calibration text by
-            layer what loses least.
+        cache: one of ``CACHE_BITS``; "best" for the most bits that fit or, with a calibration
+            text, the bits per layer that lose least.
         page: tokens per page; prompts share whole pages.
         host_tokens: capacity, in tokens, of the host memory tier for evicted pages of the prefix
             cache.
         away_tokens: upper bound on tokens of preempted jobs in host memory; None for no bound.
-        max_running: jobs that run at once.
+        max_running: number of jobs that run at once.
         chunk_size: tokens per prefill step; None for 256, or fewer if only they fit.
         devices: names, in the order in which they are filled; None for all.
         gpu_split: GB to use on each device; None for all free memory except ``reserve``.
         reserve: bytes to leave free on each device, one number for all or one for each.
-        weights: integers to which float weights are quantized while loading; None to load them as
-            stored.
-        calibration: a text to calibrate that quantization with.
+        weights: integer type to which float weights are quantized while loading; None to load them
+            as stored.
+        calibration: a text with which to calibrate that quantization.
         dtype: of activations and float weights; None for the checkpoint's.
         embed_cpu: keep the embedding in host memory; None to do so only if the model does not fit
             otherwise.
-        objective, order, host_experts: how to spread over the devices, see :func:`exkv.place`.
-        draft: a smaller model of the same vocabulary that proposes tokens, with the same kind of
+        objective, order, host_experts: how to use the devices, see :func:`exkv.place`.
+        draft: a smaller model with the same vocabulary that proposes tokens, with the same kind of
             cache; "mtp" for the model's own head, None for none.
-        exchange_experts: as of ``Model``.
+        exchange_experts: see :class:`exkv.Model`.
     """
 
     max_seq_len: int | None = None
@@ -109,12 +103,12 @@ class ServeOptions:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r:.40}; it is one of {', '.join(DTYPES)}")
         if self.gpu_split is not None and self.reserve is not None:
-            raise ValueError("a reserve beside a split: a split says itself how much to use")
+            raise ValueError("reserve and gpu_split exclude each other: give one of them")
         if self.gpu_split is not None and (self.objective, self.order) != ("pack", "listed"):
-            raise ValueError("an objective or order beside a split: it fills one after the other")
+            raise ValueError("objective and order don't apply to gpu_split: leave them out")
 
     def budgets(self, model: Model) -> list[Budget]:
-        """What the devices offer a model now."""
+        """The devices' budgets for a model now."""
         budgets = model.budgets(self.devices, gpu_split=self.gpu_split, reserve=self.reserve)
         return with_measured_bandwidths(budgets) if self.objective == "speed" else budgets
 
@@ -125,7 +119,7 @@ class ServedModel:
 
     Attributes:
         engine: has the model, the cache and the tokenizer.
-        name: the model's, as clients see it.
+        name: the model's name for clients.
         usual: default sampling parameters of requests.
         path: of the checkpoint; None if the server did not load the model itself.
         options: how it was loaded.
@@ -141,7 +135,7 @@ class ServedModel:
 
     @property
     def models(self) -> list[Model]:
-        """The model and its draft, if any; only those that the server could load itself."""
+        """The model and its draft, if any."""
         draft = self.engine.draft
         found = [self.engine.model, *(() if draft is None else (draft.model,))]
         return [model for model in found if isinstance(model, Model)]
@@ -166,7 +160,7 @@ class ServedModel:
 
 
 class Prepared:
-    """A model, its draft and their caches, with everything read except the weights.
+    """A model, its draft and their caches; everything is read except the weights.
 
     Args:
         path: a checkpoint's folder, or a GGUF file.
@@ -175,7 +169,7 @@ class Prepared:
     Raises:
         ValueError, OSError: config or tokenizer files are damaged or missing, or an option is out
             of range.
-        UnsupportedArchitecture: exkv doesn't run it.
+        UnsupportedArchitecture: exkv doesn't run this architecture.
     """
 
     def __init__(
@@ -200,7 +194,7 @@ class Prepared:
                 model,
                 max_seq_len=tokens,
                 page=options.page,
-                nbits=CACHE_BITS.get(options.cache, 16),  # until the best are chosen
+                nbits=CACHE_BITS.get(options.cache, 16),  # "best" is chosen later
                 host_tokens=options.host_tokens if model is self.model else 0,
                 snapshots=options.draft is not None,
             )
@@ -209,7 +203,7 @@ class Prepared:
 
     @property
     def model(self) -> Model:
-        """The model that answers requests, the draft's target."""
+        """The model that answers requests: the draft's target."""
         return self.models[0]
 
     @property
@@ -223,7 +217,7 @@ class Prepared:
         return sum(len(model.units) for model in self.models)
 
     def load(self, progress: bool = False) -> Iterator[tuple[int, int]]:
-        """Load, yielding ``(units loaded, units in all)``.
+        """Load, yielding the number of units loaded so far and the total.
 
         Raises:
             PlacementError: it doesn't fit.
@@ -295,10 +289,10 @@ class Prepared:
     def _draft(self) -> Draft | MTP | None:
         if len(self.models) == 1:
             return None if self.options.draft is None else MTP(tokens=_DRAFTED)
-        return Draft(self.models[1], self._rows_of_draft(), tokens=_DRAFTED)
+        return Draft(self.models[1], self._draft_rows(), tokens=_DRAFTED)
 
-    def _rows_of_draft(self) -> KVCache:
-        """A row for each job, all in the draft's page pool."""
+    def _draft_rows(self) -> KVCache:
+        """One row per job, all in the draft's page pool."""
         return self.caches[1].sharing_pool(self.options.max_running, call_len=self._chunk)
 
     @property
@@ -321,7 +315,8 @@ class Prepared:
         return fixed(scenario)
 
     def plan(self, leaving: Sequence[Model] = (), as_long_as_fits: bool = False) -> dict[str, Any]:
-        """:meth:`answer` as JSON values, as of ``exkv plan --json``, with the options asked for."""
+        """:meth:`answer` as JSON values like those of ``exkv plan --json``, with the requested
+        options."""
         started = time.perf_counter()
         answer = self.answer(leaving, as_long_as_fits)
         values = as_values(answer, ["model", "draft"], time.perf_counter() - started)
@@ -336,8 +331,8 @@ class Prepared:
         return {"asked": asked, **values, "away_bytes_at_most": self._away_bytes()}
 
     def _away_bytes(self) -> int:
-        """Upper bound on host memory for preempted jobs, if all have one priority, and for states
-        behind pages of the prefix cache."""
+        """Upper bound on host memory for preempted jobs of equal priority, and for the states that
+        belong to pages of the prefix cache."""
         options, tokens = self.options, self.cache.max_seq_len
         pages, at_once = -(-tokens // options.page), options.max_running - 1
         own = [layer for layer in self.cache.layers if not layer.shares]
@@ -352,8 +347,8 @@ class Prepared:
         return most * full // pages + beside
 
     def _choose_cache(self, leaving: Sequence[Model] = ()) -> None:
-        """Make the caches that lose least of those that fit, where that is asked for; in as few
-        bits as there are where none fits."""
+        """With ``cache="best"``, make the caches that fit and lose least; those of fewest bits if
+        none fit."""
         if self.options.cache != BEST:
             return
         scenario = self._scenario(leaving)
@@ -367,7 +362,7 @@ class Prepared:
         ]
 
     def _scenario(self, leaving: Sequence[Model] = (), *, engine: bool = True) -> Scenario:
-        """The models with their caches and with those that the engine adds in the same page pool:
+        """The models with their caches, and with those that the engine adds in the same page pool:
         the decoding rows and two prompts. With a draft, each proposed token needs logits."""
         options = self.options
         proposed = _DRAFTED if options.draft is not None else 0
@@ -377,11 +372,11 @@ class Prepared:
             prompts = (self.cache.sharing_pool(1, call_len=self._chunk) for _ in range(2))
             calls[0] = [rows, *prompts]
         if engine and len(self.models) > 1:
-            calls[1] = [self._rows_of_draft()]
+            calls[1] = [self._draft_rows()]
         workloads = []
         for model, cache, beside in zip(self.models, self.caches, calls, strict=True):
             shapes = [CacheShape.of(each) for each in (cache, *beside)]
-            for each in beside:  # for their shapes only: the engine makes its own
+            for each in beside:  # only their shapes count: the engine makes its own
                 model.forget_cache(each)
             last_id_only = not proposed or model is not self.model
             workloads.append(Workload.of(model, shapes, last_id_only=last_id_only))
@@ -431,7 +426,7 @@ class ModelFolder:
 
     Args:
         path: the folder.
-        given: name -> path of further models, anywhere.
+        given: name -> path of models elsewhere.
     """
 
     def __init__(self, path: Path, given: dict[str, Path] | None = None) -> None:
@@ -465,7 +460,7 @@ def _models_in(folder: Path, before: str) -> Iterator[tuple[str, Path]]:
 
 
 def _entries(folder: Path) -> Sequence[Path]:
-    """The entries of a folder, except hidden ones; none if it can't be read."""
+    """A folder's entries except hidden ones; none if it can't be read."""
     with contextlib.suppress(OSError):
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     return []

@@ -46,12 +46,12 @@ class Metrics:
                 stats.put_away,
             ),
             "exkv_memory_pressure_total": (
-                "times that fewer jobs could run, since another program had taken memory",
+                "times that fewer jobs could run because another program took memory",
                 stats.pressed,
             ),
             "exkv_out_of_memory_total": ("calls that ran out of memory", stats.out_of_memory),
-            "exkv_expert_exchanges_total": ("experts brought to a card", stats.exchanges),
-            "exkv_exchanged_bytes_total": ("bytes of these experts", stats.exchanged_bytes),
+            "exkv_expert_exchanges_total": ("experts copied to a card", stats.exchanges),
+            "exkv_exchanged_bytes_total": ("bytes of copied experts", stats.exchanged_bytes),
         }
         lines = []
         for kind, figures in (("gauge", gauges), ("counter", counters)):

@@ -25,12 +25,10 @@ from .serving import Serving, in_new_thread
 
 #: Cache names of TabbyAPI and of exkv.
 _MODES = {"FP16": "fp16", "Q8": "8bit", "Q4": "4bit", BEST: BEST, **{n: n for n in CACHE_BITS}}
-_SAID = {"fp16": "FP16", "8bit": "Q8", "4bit": "Q4", "2bit": "Q2"}
+_TABBY_NAMES = {"fp16": "FP16", "8bit": "Q8", "4bit": "Q4", "2bit": "Q2"}
 _MIB = 1 << 20
 
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
-
-
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -44,7 +42,7 @@ class DraftRequest(BaseModel):
 
 class LoadRequest(BaseModel):
     """``/v1/model/load``. Defaults are the options that the server was started with, except the
-    draft, which belongs to its model. TabbyAPI's fields that have no meaning here may be null."""
+    draft, which belongs to its model. TabbyAPI's fields that exkv doesn't have may be null."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -64,7 +62,7 @@ class LoadRequest(BaseModel):
     weights: str | None = None
     dtype: str | None = None
     draft_model: DraftRequest | None = None
-    skip_queue: Annotated[bool, Field(description="end the jobs that run")] = False
+    skip_queue: Annotated[bool, Field(description="cancel running jobs")] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -74,28 +72,27 @@ class LoadRequest(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
     def options(self, usual: ServeOptions, folder: ModelFolder | None) -> ServeOptions:
-        """Load options: those given, the others as ``usual``; lengths default to the model's.
+        """Load options: those of the request, the rest from ``usual``; lengths default to the
+        model's.
 
         Raises:
             ValueError: an invalid value.
             RequestError: the folder has no such draft.
         """
-        draft = None if self.draft_model is None else _draft(folder, self.draft_model.name)
-        tokens = self.cache_size or self.max_seq_len
-        changes: dict[str, Any] = {
-            "max_seq_len": tokens,
-            "weights": self.weights,
-            "draft": draft,
+        given: dict[str, Any] = {
+            "cache": None if self.cache_mode is None else _cache(self.cache_mode),
+            "chunk_size": self.chunk_size,
+            "max_running": self.max_batch_size,
+            "dtype": self.dtype,
         }
-        if self.cache_mode is not None:
-            changes["cache"] = _cache(self.cache_mode)
-        if self.chunk_size is not None:
-            changes["chunk_size"] = self.chunk_size
-        if self.max_batch_size is not None:
-            changes["max_running"] = self.max_batch_size
-        if self.dtype is not None:
-            changes["dtype"] = self.dtype
-        return replace(usual, **changes, **self._split())
+        return replace(
+            usual,
+            max_seq_len=self.cache_size or self.max_seq_len,
+            weights=self.weights,
+            draft=None if self.draft_model is None else _draft(folder, self.draft_model.name),
+            **{name: value for name, value in given.items() if value is not None},
+            **self._split(),
+        )
 
     def _split(self) -> dict[str, Any]:
         if self.gpu_split and not self.gpu_split_auto:
@@ -111,7 +108,7 @@ class UnloadRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    skip_queue: Annotated[bool, Field(description="end the jobs that run")] = False
+    skip_queue: Annotated[bool, Field(description="cancel running jobs")] = False
 
 
 def _cache(mode: str) -> str:
@@ -131,7 +128,7 @@ def _full_card(model: ServedModel) -> dict[str, Any]:
     parameters = {
         "max_seq_len": tokens,
         "cache_size": tokens,
-        "cache_mode": _SAID.get(options.cache, options.cache),
+        "cache_mode": _TABBY_NAMES.get(options.cache, options.cache),
         "chunk_size": options.chunk_size or model.chunk,
         "max_batch_size": options.max_running,
         "rope_scale": 1.0,
@@ -227,7 +224,7 @@ def _add_changes(app: FastAPI, serving: Serving, usual: ServeOptions) -> None:
 
 
 def _draft(folder: ModelFolder | None, name: str) -> Path | str:
-    """A draft's path, or the word for the model's own head; errors as of :func:`_path`."""
+    """A draft's path, or "mtp" for the model's own head; raises as :func:`_path` does."""
     return name if name == OWN_HEAD else _path(folder, name)
 
 

@@ -33,7 +33,7 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
 Encode: TypeAlias = Callable[[str], Sequence[int]]  # text -> token ids
 
-#: What a chat template is told by other fields of a request, or by the server.
+#: Chat template variables that other fields of a request, or the server, set.
 _TEMPLATE_OWN = frozenset(
     ("messages", "tools", "template", "add_generation_prompt", "continue_final_message", "self")
 )
@@ -165,19 +165,19 @@ def chosen_tools(
     """The tools of a request; None if there are none, or none may be called.
 
     Args:
-        choice: "auto", "none", "required", or a name, which is called once.
+        choice: "auto", "none", "required", or the name of a function to call once.
         allowed: the names that may be called; None for all.
 
     Raises:
-        ValueError: two have one name, or one is chosen that isn't there.
+        ValueError: two functions share a name, or the choice names one that isn't there.
     """
     names = [function.name for function in functions]
     if len(set(names)) != len(names):
-        raise ValueError("tools has two functions of one name")
+        raise ValueError(f"tools has two functions of the same name: {names}"[:300])
     if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
-        raise ValueError(f"tool_choice asks for {choice!r}, and tools has {names or 'none'}"[:300])
+        raise ValueError(f"tool_choice asks for {choice!r}, but tools has {names or 'none'}"[:300])
     if missing := set(allowed or ()) - set(names):
-        raise ValueError(f"tool_choice allows {min(missing)!r}, and tools has {names}"[:300])
+        raise ValueError(f"tool_choice allows {min(missing)!r}, but tools has {names}"[:300])
     if not names or choice == "none":
         return None
     tools = tuple(function.as_tool() for function in functions)
@@ -186,8 +186,8 @@ def chosen_tools(
 
 
 class Message(Fields):
-    """One message of a chat. Its content may be split into text parts. Fields that only answers
-    have are accepted, since clients send answers back."""
+    """One message of a chat. Its content may be split into text parts. Fields that occur only in
+    answers are accepted, since clients send answers back."""
 
     no_effect = frozenset({"annotations", "prefix", "provider_specific_fields"})
 
@@ -227,7 +227,7 @@ class Message(Fields):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether this message, if it comes last, is to be continued by the answer."""
+        """Whether the answer continues this message if it comes last."""
         return self.role == "assistant" and not self.tool_calls and not self.function_call
 
 
@@ -248,7 +248,7 @@ class ResponseFormat(Fields):
         """The grammar that the completion must match.
 
         Raises:
-            ValueError: the field that goes with the type is missing, or it is no schema.
+            ValueError: the type's field is missing, or the schema is invalid.
         """
         if self.type == "text":
             return None
@@ -264,7 +264,7 @@ class ResponseFormat(Fields):
 
 def _given(value: Any, name: str) -> Any:
     if value is None:
-        raise ValueError(f"response_format has no {name}, which its type needs")
+        raise ValueError(f"response_format has no {name}, which its type requires")
     return value
 
 
@@ -302,17 +302,14 @@ class _Generation(_Sampling):
         sequence breaker stands for its last token, as in TabbyAPI.
 
         Raises:
-            ValueError, TypeError: a number out of its range.
+            ValueError, TypeError: a number is out of range.
         """
-        given = {
-            field: value
-            for name, field in SERVED.items()
-            if (value := getattr(self, name)) is not None
-        }
+        values = {field: getattr(self, name) for name, field in SERVED.items()}
+        given = {field: value for field, value in values.items() if value is not None}
         if self.dry_sequence_breakers is not None:
             ids = map(encode, self.dry_sequence_breakers)
             given["dry_sequence_breakers"] = {text[-1] for text in ids if text}
-        settings = replace(_drawing(usual) if given.get("temperature") else usual, **given)
+        settings = replace(_sampled(usual) if given.get("temperature") else usual, **given)
         biases = self._biases()
         return settings.with_bias(biases) if biases else settings
 
@@ -327,7 +324,7 @@ class _Generation(_Sampling):
 
     @property
     def likeliest(self) -> int | None:
-        """Number of alternatives to report per token; None for no log-probabilities."""
+        """Number of most likely tokens to report per position; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
@@ -349,7 +346,7 @@ class _Generation(_Sampling):
         names = ("response_format", "json_schema", "regex_pattern")
         given = [name for name in names if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)}: a completion is held to one of them")
+            raise ValueError(f"{' and '.join(given)}: give only one grammar per completion")
         if self.json_schema is not None:
             return Grammar.json_schema(self.json_schema)
         if self.regex_pattern is not None:
@@ -364,10 +361,10 @@ class _Generation(_Sampling):
         grammar: Grammar | None,
         encode: Encode,
     ) -> list[Job]:
-        """``n`` jobs for each prompt, in the order of their choices.
+        """``n`` jobs of at most ``most`` new tokens per prompt, in the order of their choices.
 
         Raises:
-            ValueError, TypeError: a number out of its range.
+            ValueError, TypeError: a number is out of range.
         """
         settings = self.sampling(usual, encode)
         seed = None if self.seed == -1 else self.seed  # as in TabbyAPI and llama.cpp
@@ -410,11 +407,9 @@ class ChatRequest(_Generation):
     ] = None
     reasoning_format: Annotated[
         Literal["auto", "deepseek", "none"],
-        Field(description="none: what a model thinks stays in its answer's content"),
+        Field(description="none: reasoning stays in the answer's content"),
     ] = "auto"
-    include_reasoning: Annotated[
-        bool, Field(description="false: what a model thinks is left out")
-    ] = True
+    include_reasoning: Annotated[bool, Field(description="false: leave reasoning out")] = True
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -443,28 +438,29 @@ class ChatRequest(_Generation):
         last, asked = self.messages[-1], self.continue_final_message
         if asked and (self.add_generation_prompt or not last.is_unfinished):
             raise ValueError(
-                "continue_final_message needs a last message of the assistant without calls, and "
-                "no add_generation_prompt"
+                "continue_final_message needs a last message of the assistant without tool calls, "
+                "and no add_generation_prompt"
             )
         return (not self.add_generation_prompt if asked is None else asked) and last.is_unfinished
 
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template, such as ``enable_thinking``; ValueError for those that
-        other fields set."""
+        """Variables of the chat template, such as ``enable_thinking``.
+
+        Raises:
+            ValueError: one of them is set by another field.
+        """
         found = self.chat_template_kwargs or {}
         if taken := sorted(_TEMPLATE_OWN & found.keys()):
-            raise ValueError(f"chat_template_kwargs: {taken[0]!r} is not for a request to set")
+            raise ValueError(f"chat_template_kwargs can't set {taken[0]!r}: leave it out")
         if self.reasoning_effort is not None:
             found = {"reasoning_effort": self.reasoning_effort, **found}
-        if self.continues:
-            return {**found, "continue_final_message": True}
-        return found
+        return {**found, "continue_final_message": True} if self.continues else found
 
     def chosen(self) -> Tools | None:
-        """The tools that may be called; errors as of :func:`chosen_tools`."""
+        """The tools that may be called; raises as :func:`chosen_tools` does."""
         if self.functions is not None:
             if self.tools is not None:
-                raise ValueError("functions beside tools: they are the same, give tools")
+                raise ValueError("functions is the older name of tools: give tools only")
             called = self.function_call or "auto"
             name = called if isinstance(called, str) else called.name
             return chosen_tools(self.functions, name, parallel=False)
@@ -482,7 +478,7 @@ class ChatRequest(_Generation):
 
     @property
     def most(self) -> int | None:
-        """Upper bound on new tokens; None for all that the context has room for."""
+        """Upper bound on new tokens; None for as many as fit the context."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -518,7 +514,7 @@ class CompletionRequest(_Generation):
         if self.prompt == []:
             raise ValueError("prompt is an empty list: give a text, or at least one token id")
         if self.suffix:
-            raise ValueError("suffix: exkv doesn't write what goes before a text; leave it out")
+            raise ValueError("suffix: exkv has no fill-in-the-middle; leave it out")
         if isinstance(self.prompt, list) and not any(isinstance(p, int) for p in self.prompt):
             return self.prompt  # type: ignore[return-value] # texts, or lists of ids
         return [self.prompt]  # type: ignore[list-item] # a text, or ids
@@ -552,8 +548,9 @@ class DecodeRequest(Fields):
     decode_special_tokens: bool = True
 
 
-def _drawing(usual: SamplingParams) -> SamplingParams:
-    """Sample if a temperature is given, even if the checkpoint's default is greedy."""
+def _sampled(usual: SamplingParams) -> SamplingParams:
+    """Defaults for a request with a temperature, which samples even from a checkpoint whose
+    default is greedy."""
     if not usual.is_greedy:
         return usual
     return SamplingParams(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)

@@ -7,6 +7,7 @@ The newest conversations are stored in memory for ``previous_response_id``.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import time
@@ -20,7 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
-from .answers import DONE, UNCACHED, Choice, Likelihood, RequestError, said, usage
+from .answers import DONE, UNCACHED, Choice, Likelihood, RequestError, error_line, usage
 from .generation import Asked, asked_for, begun, while_connected
 from .requests import MOST_TEXTS, MOST_TOOLS, ChatRequest, Fields, Function, Name, Text
 from .serving import Found, Serving
@@ -126,7 +127,7 @@ class Reasoning(Fields):
     effort: Annotated[str, Field(max_length=64)] | None = None
 
 
-#: What a request for a chat has by the same name.
+#: Fields of the same name in chat requests.
 _AS_IN_CHATS = (
     *("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
     *("repetition_penalty", "seed", "stop", "min_tokens", "ignore_eos"),
@@ -150,7 +151,7 @@ class ResponsesRequest(Fields):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    top_k: int | None = None  # this and the six others: not OpenAI's, but vLLM's and guidellm's
+    top_k: int | None = None  # this and the next six: not OpenAI's, but vLLM's and guidellm's
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
@@ -162,18 +163,18 @@ class ResponsesRequest(Fields):
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: Annotated[str, Field(max_length=256)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # what doesn't fit is refused
+    truncation: Literal["auto", "disabled"] | None = None  # prompts that don't fit are refused
     background: Literal[False] | None = None
     reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
-    service_tier: str | None = None  # this and the others: without effect
+    service_tier: str | None = None  # this and the next three have no effect
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as chat messages; calls in a row join the message before them, and reasoning
-        what follows it."""
+        """The input as chat messages; consecutive calls join the message before them, and
+        reasoning joins the one after it."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         found: list[dict[str, Any]] = []
@@ -206,9 +207,9 @@ class ResponsesRequest(Fields):
             "max_tokens": self.max_output_tokens,
             "response_format": self._format(),
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
-            "tool_choice": choice.as_chat()
-            if isinstance(choice, ChosenFunction | OnlyAllowed)
-            else choice,
+            "tool_choice": choice
+            if choice is None or isinstance(choice, str)
+            else choice.as_chat(),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "parallel_tool_calls": self.parallel_tool_calls,
             "logprobs": True if wants else None,
@@ -252,22 +253,26 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
+#: Type and contents of a stream event.
+ItemEvent: TypeAlias = tuple[str, dict[str, Any]]
+
+
 @dataclass(slots=True)
 class Output:
-    """The items of a response as they are generated, and their events: type and contents."""
+    """The items of a response as they are generated, and their stream events."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: bool = False
 
-    def take(self, delta: Delta, likely: Sequence[Likelihood]) -> list[tuple[str, dict[str, Any]]]:
+    def take(self, delta: Delta, likely: Sequence[Likelihood]) -> list[ItemEvent]:
         """Add a delta of reasoning, of text or of a call -> its events."""
         if delta.reasoning:
-            events = [] if self._open and self._last("reasoning") else self._begin_reasoning()
+            events = [] if self._is_open("reasoning") else self._begin_reasoning()
             self.items[-1]["content"][0]["text"] += delta.reasoning
             contents = {**self._place(0), "delta": delta.reasoning}
             return [*events, ("response.reasoning_text.delta", contents)]
         if delta.call is None:
-            events = [] if self._open and self._last("message") else self._begin_message()
+            events = [] if self._is_open("message") else self._begin_message()
             part = self.items[-1]["content"][0]
             part["text"] += delta.text
             logprobs = [each.as_chat() for each in likely]
@@ -275,13 +280,14 @@ class Output:
             contents = {**self._place(0), "delta": delta.text, "logprobs": logprobs}
             return [*events, ("response.output_text.delta", contents)]
         if delta.name:
-            return self._begin_call(delta)
+            call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+            return self._begin("function_call", "fc", call)
         self.items[-1]["arguments"] += delta.arguments
         contents = {**self._place(), "delta": delta.arguments}
         return [("response.function_call_arguments.delta", contents)]
 
-    def close(self, status: str = "completed") -> list[tuple[str, dict[str, Any]]]:
-        """End the open item -> its events."""
+    def close(self, status: str = "completed") -> list[ItemEvent]:
+        """End the open item -> its last events."""
         if not self._open:
             return []
         self._open, item = False, self.items[-1]
@@ -301,36 +307,29 @@ class Output:
             ]
         return [*events, ("response.output_item.done", {**self._index(), "item": item})]
 
-    def _begin_message(self) -> list[tuple[str, dict[str, Any]]]:
+    def _begin(self, kind: str, prefix: str, contents: dict[str, Any]) -> list[ItemEvent]:
+        """End the open item and begin another -> their events."""
         events = self.close()
-        item = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant"}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self.items.append({**item, "content": []})
+        item = {"type": kind, "id": _id(prefix), "status": "in_progress", **contents}
+        self.items.append(item)
         self._open = True
-        added = _copied({**self._index(), "item": self.items[-1]})
-        events.append(("response.output_item.added", added))
-        events.append(("response.content_part.added", _copied({**self._place(0), "part": part})))
+        added = {**self._index(), "item": copy.deepcopy(item)}  # the item keeps growing
+        return [*events, ("response.output_item.added", added)]
+
+    def _begin_message(self) -> list[ItemEvent]:
+        events = self._begin("message", "msg", {"role": "assistant", "content": []})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self.items[-1]["content"].append(part)
+        added = {**self._place(0), "part": copy.deepcopy(part)}
+        return [*events, ("response.content_part.added", added)]
+
+    def _begin_reasoning(self) -> list[ItemEvent]:
+        events = self._begin("reasoning", "rs", {"summary": [], "content": []})
+        self.items[-1]["content"].append({"type": "reasoning_text", "text": ""})
         return events
 
-    def _begin_reasoning(self) -> list[tuple[str, dict[str, Any]]]:
-        events = self.close()
-        item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
-        self.items.append({**item, "content": [{"type": "reasoning_text", "text": ""}]})
-        self._open = True
-        added = {**self._index(), "item": {**item, "content": []}}
-        return [*events, ("response.output_item.added", added)]
-
-    def _begin_call(self, delta: Delta) -> list[tuple[str, dict[str, Any]]]:
-        events = self.close()
-        item = {"type": "function_call", "id": _id("fc"), "call_id": delta.id, "name": delta.name}
-        self.items.append({**item, "arguments": "", "status": "in_progress"})
-        self._open = True
-        added = _copied({**self._index(), "item": self.items[-1]})
-        return [*events, ("response.output_item.added", added)]
-
-    def _last(self, kind: str) -> bool:
-        return bool(self.items) and self.items[-1]["type"] == kind
+    def _is_open(self, kind: str) -> bool:
+        return self._open and self.items[-1]["type"] == kind
 
     def _index(self) -> dict[str, Any]:
         return {"output_index": len(self.items) - 1}
@@ -340,16 +339,11 @@ class Output:
         return place if content is None else {**place, "content_index": content}
 
 
-def _copied(value: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot: items keep growing."""
-    return json.loads(json.dumps(value))
-
-
 class Answer:
     """One response.
 
     Args:
-        asked: the request, whose settings the response repeats.
+        asked: the request, whose settings the response reports.
         model: the model's name.
     """
 
@@ -384,7 +378,10 @@ class Answer:
             "usage": used,
             "instructions": asked.instructions,
             "previous_response_id": asked.previous_response_id,
-            "tools": [_echoed(tool) for tool in asked.tools or ()],
+            "tools": [
+                {**tool.model_dump(), "strict": tool.strict is not False}
+                for tool in asked.tools or ()
+            ],
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}} | text,
@@ -411,17 +408,18 @@ class Answer:
         self._sequence += 1
         return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n"
 
-    def take(self, choice: Choice, deltas: Sequence[Delta]) -> list[tuple[str, dict[str, Any]]]:
+    def take(self, choice: Choice, deltas: Sequence[Delta]) -> list[ItemEvent]:
         """Add deltas -> their events."""
         return [each for delta in deltas for each in self.output.take(delta, choice.unsent())]
 
-    def ended(self, choice: Choice) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
+    def finish(self, choice: Choice) -> tuple[list[ItemEvent], dict[str, Any]]:
         """The last events, and the complete response."""
         cut = choice.finish_reason == "length"
+        status = "incomplete" if cut else "completed"
         if self.output.items and self.output.items[-1]["type"] == "message":
             part = self.output.items[-1]["content"][0]
             part["logprobs"] += [each.as_chat() for each in choice.unsent()]
-        events = self.output.close("incomplete" if cut else "completed")
+        events = self.output.close(status)
         if not self.output.items:  # nothing was generated
             events = self.output.take(Delta(), ()) + self.output.close()
         found = usage([choice], 1)
@@ -432,13 +430,7 @@ class Answer:
             "output_tokens_details": found["completion_tokens_details"],
             "total_tokens": found["total_tokens"],
         }
-        status = "incomplete" if cut else "completed"
         return events, self.body(status, used, "max_output_tokens" if cut else None)
-
-
-def _echoed(tool: FunctionTool) -> dict[str, Any]:
-    found = tool.model_dump()
-    return {**found, "strict": tool.strict is not False}
 
 
 # Conversations --------------------------------------------------------------------------------
@@ -452,14 +444,19 @@ class _Stored:
 
 
 class ResponseStore:
-    """The newest responses, which later requests can continue."""
+    """The newest responses, which later requests can continue.
+
+    Args:
+        most: number of responses.
+        characters: upper bound on their conversations' total size as JSON.
+    """
 
     def __init__(self, most: int = _STORED, characters: int = _STORED_CHARACTERS) -> None:
         self._most, self._room = most, characters
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
 
     def add(self, messages: list[dict[str, Any]], body: dict[str, Any]) -> None:
-        """Store a response and its conversation; evicts the oldest ones to make room."""
+        """Store a response and its conversation; evict the oldest ones to make room."""
         conversation = [*messages, *_as_messages(body["output"])]
         size = len(json.dumps([conversation, body]))
         self._stored[body["id"]] = _Stored(conversation, body, size)
@@ -471,7 +468,7 @@ class ResponseStore:
         """The response with this id.
 
         Raises:
-            RequestError: it isn't stored, or no longer.
+            RequestError: it isn't stored, or was evicted.
         """
         if response not in self._stored:
             raise RequestError(
@@ -484,7 +481,7 @@ class ResponseStore:
         return self._stored[response]
 
     def delete(self, response: str) -> None:
-        """Delete a response; errors as of :meth:`find`."""
+        """Delete a response; raises as :meth:`find` does."""
         self._room += self.find(response).characters
         del self._stored[response]
 
@@ -568,7 +565,7 @@ async def _complete(
         async for found in events:
             for _, each in found:
                 answer.take(choice, choice.take(each))
-    _, body = answer.ended(choice)
+    _, body = answer.finish(choice)
     if store is not None:
         store.add(messages, body)
     return body
@@ -592,11 +589,11 @@ async def _sse_events(
                 if text := "".join(answer.event(kind, contents) for kind, contents in new):
                     yield text
     except Exception as error:  # noqa: BLE001 # the status is sent already: report in the stream
-        failure = {"code": "server_error", "message": said(error)}
+        failure = {"code": "server_error", "message": error_line(error)}
         yield answer.event("response.failed", {"response": answer.body("failed", error=failure)})
         yield DONE
         return
-    last, body = answer.ended(choice)
+    last, body = answer.finish(choice)
     for kind, contents in last:
         yield answer.event(kind, contents)
     if store is not None:

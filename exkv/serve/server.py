@@ -1,8 +1,8 @@
 """Run the app: address, key, shutdown.
 
-It listens on loopback by default, and requires a key on any other address. On SIGTERM or Ctrl-C it
-accepts no more requests and ends when the running ones are answered; on a second signal it ends
-at once.
+The server listens on loopback by default, and requires a key on any other address. On SIGTERM or
+Ctrl-C it accepts no more requests and ends when the running ones are answered; on a second signal
+it ends at once.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # whichever is installed
-    """A connection that is closed if no complete request head arrives in time; uvicorn itself only
-    limits the time between two requests."""
+    """A connection that is closed if no complete request head arrives in time; uvicorn limits
+    only the time between two requests."""
 
     seconds = _HEAD_SECONDS
 
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
-            # It would log every request that is cut off now.
+            # It would log every interrupted request.
             logging.getLogger("uvicorn.error").disabled = True
         self.should_exit = True
 
@@ -112,7 +112,9 @@ def read_key(file: Path | None, host: str) -> tuple[str | None, bool]:
         return (None, False) if is_loopback(host) else (secrets.token_urlsafe(32), True)
     key = file.read_text("utf-8", errors="replace").strip()
     if not key.isascii() or not key.isprintable() or " " in key or len(key) < 8:
-        raise ValueError(f"{file} holds no key: one line of at least 8 characters, without spaces")
+        raise ValueError(
+            f"{file} has no valid key: write one line of at least 8 ASCII characters, no spaces"
+        )
     return key, False
 
 

@@ -1,8 +1,8 @@
-"""The server's model: it runs requests as engine jobs, and can be replaced by another model.
+"""The server's model, which runs requests as engine jobs and can be replaced by another one.
 
-To replace it, the new model's small files are read and it is planned into the memory that the old
-one will free; if it doesn't fit, the request is refused and nothing changes. Then new requests get
-status 503, running jobs finish, the old model is unloaded and the new one loaded. If that fails
+A replacement is planned first, from the new model's small files, into the memory that the old one
+will free; if it doesn't fit, the request is refused and nothing changes. Then new requests get
+status 503, running jobs finish, the old model is unloaded and the new one loaded. If loading fails
 nevertheless, the old one is loaded again.
 """
 
@@ -22,7 +22,7 @@ from exkv.decode import Engine, Event, Handle, Job
 from exkv.model import Model
 from exkv.planning.plan import UNBOUNDED
 
-from .answers import RequestError, error_body
+from .answers import RequestError, error_body, error_line
 from .bounds import GrammarTrials
 from .guard import Limits
 from .hosting import ModelFolder, Prepared, ServedModel, ServeOptions
@@ -48,14 +48,14 @@ class Serving:
     Args:
         loaded: the model; None for none yet.
         folder: the models that may be loaded instead; None for no others.
-        key, hosts: as of :class:`exkv.serve.guard.Guard`.
+        key, hosts: see :class:`exkv.serve.guard.Guard`.
         thread: an executor with one worker, in which models are loaded and run
             (``exkv.decode.streams`` says why in one); None for a new one.
         make: the model's constructor.
 
     Attributes:
         changing: whether a model is being loaded or unloaded.
-        progress: units loaded, and units in all.
+        progress: units loaded, and their total number.
     """
 
     def __init__(
@@ -162,19 +162,17 @@ class Serving:
 
     def state(self) -> dict[str, Any]:
         """The body of ``/v1/state``: memory by device in bytes, pages, and running jobs."""
-        names: dict[str, Any] = {
-            "model": None if self.loaded is None else self.loaded.name,
-            "jobs": 0,
-        }
-        names["loading"] = list(self.progress) if self.changing else None
+        loading = list(self.progress) if self.changing else None
         if self.loaded is None:
-            return {**names, "devices": [], "pages": dict.fromkeys(_PAGES, 0), "running": []}
+            empty: dict[str, Any] = {"model": None, "jobs": 0, "devices": [], "running": []}
+            return {**empty, "loading": loading, "pages": dict.fromkeys(_PAGES, 0)}
         engine = self.loaded.engine
         pool, stats = engine.pool, engine.stats
         shared = sum(holders > 1 for holders in list(pool.holders))
         pages = zip(_PAGES, (pool.pages, pool.available, pool.idle, shared), strict=True)
         return {
-            **names,
+            "model": self.loaded.name,
+            "loading": loading,
             "devices": _devices(self.loaded.models),
             "pages": dict(pages),
             "host": _host(engine),
@@ -185,8 +183,8 @@ class Serving:
         }
 
     async def readmit_hosts(self) -> None:
-        """Give a part of the model to hosts that joined or came back, while no job is running.
-        Runs until cancelled; returns at once on a single machine."""
+        """Place units on hosts that joined or came back, while no job is running. Runs until
+        cancelled; returns at once on a single machine."""
         while self._make is not Model:
             await asyncio.sleep(_POLL)
             if self.changing or self.loaded is None or self.loaded.engine.busy:
@@ -202,19 +200,19 @@ class Serving:
             logger.warning("waiting hosts can't be readmitted: %s", error)
             return
         if names:
-            logger.warning("%s joined, and now holds a part of the model", ", ".join(names))
+            logger.warning("%s joined, and now holds units of the model", ", ".join(names))
 
     # Another model ---------------------------------------------------------------------------
 
     def prepare(self, path: Path, options: ServeOptions, name: str) -> Prepared:
-        """Prepare a model for loading; errors as of :class:`Prepared`."""
+        """Prepare a model for loading; raises as :class:`Prepared` does."""
         return Prepared(path, options, name, self._make)
 
     async def prepared(self, make: Callable[[], Prepared]) -> Prepared:
         """A model that fits in place of the loaded one.
 
         Raises:
-            RequestError: it can't be loaded, and why; nothing has changed.
+            RequestError: why it can't be loaded; nothing has changed.
         """
         if self.changing:
             raise RequestError("a model is being loaded already", 409)
@@ -261,7 +259,7 @@ class Serving:
             await self._remove(now)
             await self._install(prepared, messages)
         except Exception as error:  # noqa: BLE001 # reported to the client
-            reason = f"{prepared.name}: {type(error).__name__}: {str(error)[:500]}"
+            reason = f"{prepared.name}: {error_line(error)}"
         else:
             reason = ""
         try:
@@ -274,7 +272,7 @@ class Serving:
             messages.put_nowait(None)
 
     async def unload(self, *, now: bool) -> None:
-        """Unload the model and release its memory; errors as of :attr:`model`."""
+        """Unload the model and release its memory; raises as :attr:`model` does."""
         self.model  # noqa: B018 # raises if there is none
         self.changing = True
         try:
@@ -318,8 +316,8 @@ class Serving:
 
 
 async def in_new_thread(call: Callable[..., T], *args: Any) -> T:
-    """Run a slow call in a thread of its own, which ends with it, as do the OpenMP workers that
-    belong to the thread."""
+    """Run a slow call in a thread of its own, which ends with the call, as do the thread's OpenMP
+    workers."""
     thread = ThreadPoolExecutor(1)
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, call, *args)
@@ -336,7 +334,7 @@ _PAGES = ("total", "available", "known", "shared")
 
 
 def _host(engine: Engine) -> dict[str, int]:
-    """Host memory in bytes: of cached pages, used and in all, and of preempted jobs."""
+    """Host memory in bytes: for cached pages, used and in total, and for preempted jobs."""
     layers, (jobs, away) = engine.cache.layers, engine.away
     room = sum(layer.tier_bytes() for layer in layers)
     used = sum(engine.pool.in_tiers)
@@ -367,13 +365,12 @@ def _job(handle: Handle, began: float) -> dict[str, Any]:
 
 
 def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
-    """Planned bytes of each device that holds units, over all models; the workspace is that of the
-    largest, since calls run one at a time."""
+    """Planned bytes per device that holds units, summed over models; the workspace is their
+    maximum, since calls run one at a time."""
     found: dict[str, dict[str, Any]] = {}
     reports = [report for model in models if (report := model.full_report())]
     for row in [row for report in reports for row in report.devices]:
         capacity = row.ledger.budget.capacity
-        of = 0 if capacity == UNBOUNDED else capacity
         name = str(row.ledger.place)
         device = found.setdefault(name, {"weights": 0, "cache": 0, "workspace": 0})
         device |= {
@@ -381,6 +378,6 @@ def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
             "weights": device["weights"] + row.ledger.weights,
             "cache": device["cache"] + row.ledger.cache,
             "workspace": max(device["workspace"], row.ledger.workspace),
-            "of": of,
+            "of": 0 if capacity == UNBOUNDED else capacity,
         }
     return list(found.values())

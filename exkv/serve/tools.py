@@ -1,10 +1,9 @@
-"""Tools: the prompt that describes them, the grammar of a forced call, and the parser of calls.
+"""Tools: the prompt that describes them, the grammar of required calls, and the parser of calls.
 
-A checkpoint's chat template tells its model's call format: between ``<tool_call>`` tags (Hermes,
-Qwen), one JSON object (Llama 3), or a list after ``[TOOL_CALLS]`` (Mistral). For a template without
-tools, a preamble describes them, and calls are in Hermes format. A required call is enforced by a
-grammar in this format; optional ones are parsed from the text as it is generated, in whichever
-format they come.
+A checkpoint's chat template reveals its model's call format: between ``<tool_call>`` tags (Hermes,
+Qwen), one JSON object (Llama 3), or a list after ``[TOOL_CALLS]`` (Mistral). If the template takes
+no tools, a preamble describes them, and calls are in Hermes format. A grammar enforces required
+calls in this format; optional ones are parsed from the text as it is generated, in any format.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Tools:
 
     Attributes:
         tools: in OpenAI's format, which chat templates take too; the prompt describes all of them.
-        names: of those that may be called.
-        forced: whether one must be called.
+        names: names of the tools that may be called.
+        forced: whether a call is required.
         parallel: whether more than one call is allowed.
     """
 
@@ -72,17 +71,19 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Name -> JSON schema of the arguments, of the tools that may be called."""
+        """Name -> JSON schema of the arguments, for the tools that may be called."""
+        return {each["name"]: each.get("parameters") or {} for each in self._callable()}
+
+    def _callable(self) -> list[dict[str, Any]]:
         functions = [tool["function"] for tool in self.tools]
-        return {f["name"]: f.get("parameters") or {} for f in functions if f["name"] in self.names}
+        return [each for each in functions if each["name"] in self.names]
 
     def grammar(self, form: CallFormat) -> Grammar | None:
-        """The grammar of the required calls; None if none is."""
+        """The grammar of required calls; None if calls are optional."""
         if not self.forced:
             return None
-        functions = [tool["function"] for tool in self.tools]
-        wanted = [_call_schema(each, form) for each in functions if each["name"] in self.names]
-        call = json.dumps({"anyOf": wanted, **_SPACES})
+        schemas = [_call_schema(each, form) for each in self._callable()]
+        call = json.dumps({"anyOf": schemas, **_SPACES})
         rules = f"call: %json {call}\n"
         begin, end = "" if form.special else form.begin, form.end
         if form.listed:
@@ -113,7 +114,7 @@ def _call_schema(function: Mapping[str, Any], form: CallFormat) -> dict[str, Any
 
 
 def format_of(tokenizer: Tokenizer) -> CallFormat:
-    """The call format of a checkpoint, from its chat template."""
+    """Recognize a checkpoint's call format in its chat template."""
     source = _template_with_tools(tokenizer)
     if source is None or "<tool_call>" in source:
         return HERMES
@@ -149,29 +150,28 @@ def encode_chat(
     if tools is None and not called:
         return tokenizer.encode_chat(messages, **variables)
     if _template_with_tools(tokenizer) is None:
-        return _encoded_plainly(tokenizer, messages, tools, variables)
+        return _encode_with_preamble(tokenizer, messages, tools, variables)
     messages = [_with_objects(message) for message in messages]
     if tools is not None:
         variables["tools"] = list(tools.tools)
     ids = tokenizer.encode_chat(messages, **variables)
     form = format_of(tokenizer)
     if tools is not None and tools.forced and form.special:
-        marker = tokenizer.encode(form.begin, add_bos=False)
-        ids = [*ids, *marker]
+        ids = [*ids, *tokenizer.encode(form.begin, add_bos=False)]
     return ids
 
 
 def _with_thinking(message: Message) -> Message:
-    """A message with its reasoning by gpt-oss's name; its template takes none beside the content of
-    a message with calls."""
+    """A message with its reasoning under gpt-oss's name; that template takes none in a message
+    with both calls and content."""
     found = {name: value for name, value in message.items() if name != "reasoning_content"}
     reasoning = message.get("reasoning_content")
-    beside = "tool_calls" in message and message.get("content")
-    return found if not reasoning or beside else {**found, "thinking": reasoning}
+    has_both = "tool_calls" in message and message.get("content")
+    return found if not reasoning or has_both else {**found, "thinking": reasoning}
 
 
 def _with_objects(message: Message) -> Message:
-    """A message with parsed call arguments: templates serialize them themselves."""
+    """A message with parsed call arguments: templates serialize them."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -189,13 +189,13 @@ def _arguments(call: Mapping[str, Any]) -> Any:
         return text
 
 
-def _encoded_plainly(
+def _encode_with_preamble(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     tools: Tools | None,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """The prompt for a template without tools: a preamble describes them."""
+    """Encode the prompt for a template without tools: a system message describes them."""
     plain = [_plain(message) for message in messages]
     if tools is not None:
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools.tools)
@@ -297,15 +297,15 @@ class CallReader:
         self._held = ""  # unparsed text
         self._lead = ""  # text that is content unless a call follows
         self._closer, self._listed = "", False
-        self._silent = False  # nothing but space since the last call
+        self._silent = False  # only space since the last call
         self._value, self._scanned = JsonValue(), 0
 
     def begin(self, name: str) -> list[Delta]:
-        """Begin a call that is no text, as in harmony's messages; [] where it may not be."""
+        """Begin a call that is a message of its own, as in harmony; [] if it isn't allowed."""
         return [] if self._is_full or name not in self._schemas else [self._began(name)]
 
     def more(self, arguments: str) -> Delta:
-        """More of the arguments of the call that began last."""
+        """Add to the arguments of the last call."""
         return Delta(call=self.calls - 1, arguments=arguments)
 
     def mark(self) -> None:
@@ -369,9 +369,9 @@ class CallReader:
         self._lead, self._held = self._lead + self._held[:size], self._held[size:]
 
     def _no_call(self) -> list[Delta]:
-        """Release held text as content: it is no call."""
+        """Release held text as content: it isn't a call."""
         lead, self._lead, self._state = self._lead, "", "text"
-        if not lead:  # release something, or it would open a call again
+        if not lead:  # release something, or the same text would open a call again
             lead, self._held = self._held[:1], self._held[1:]
         self._silent &= not lead.strip()
         return [Delta(text=lead)]
@@ -405,7 +405,7 @@ class CallReader:
         return []
 
     def _read_json(self) -> list[Delta] | None:
-        """A call's name, as far as its arguments; or a whole object with keys in another order."""
+        """A call up to its arguments; or a complete object with its keys in another order."""
         match = _JSON_CALL.match(self._held)
         if match is not None and match.end() < len(self._held):
             name = json.loads(match[1])
@@ -485,7 +485,7 @@ class CallReader:
         return json.dumps(found, ensure_ascii=False)
 
     def _read_after(self) -> list[Delta] | None:
-        """The end of a call: its brace, what closes it, a comma before the next one."""
+        """The end of a call: its brace, its closer, a comma before the next call."""
         held = self._held = self._held.lstrip("} \n\t\r")
         if not held:
             return None
@@ -508,13 +508,13 @@ class CallReader:
 
 
 def _pair(groups: Sequence[str]) -> tuple[str, str]:
-    """The key and the value that one of three patterns found; a value may be empty."""
+    """The key and the value matched by one of three patterns; a value may be empty."""
     at = next(at for at in (0, 2, 4) if groups[at])
     return groups[at], groups[at + 1]
 
 
 def _typed(text: str, schema: object) -> Any:
-    """An argument written as text, in its schema's type."""
+    """Convert an argument's text to its schema's type."""
     text = text.removeprefix("\n").removesuffix("\n")
     if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
         return text

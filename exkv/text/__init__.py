@@ -1,6 +1,6 @@
 """Text to token ids and back: start with ``tokenizer``, then ``vocabulary`` (the checkpoints'
 tokenizer files), ``chat_template`` (the checkpoint's Jinja template), ``conversation`` (a chat
-that fits its context) and ``reasoning`` (what a model writes before it answers)."""
+that fits its context) and ``reasoning`` (text that a model generates before its answer)."""
 
 from .conversation import Conversation
 from .tokenizer import StreamDecoder, Tokenizer

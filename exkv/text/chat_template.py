@@ -1,8 +1,8 @@
 """A checkpoint's chat template: it renders messages as the text that the model was trained on.
 
-Templates are Jinja programs from a download, so they run in jinja2's immutable sandbox and see only
+Templates are downloaded Jinja programs, so they run in jinja2's immutable sandbox and see only
 plain data; any failure becomes a ValueError that names the file. The sandbox protects the process,
-but does not limit time or memory.
+but doesn't limit time or memory.
 The environment is the one that transformers documents for template authors (trimmed blocks,
 `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`), so that the same
 file renders the same text. `tokenizer.py` finds the template and encodes what it renders.
@@ -33,7 +33,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        file: where it was found, for error messages.
+        file: its source, for error messages.
     """
 
     def __init__(self, source: str, file: Path) -> None:
@@ -63,9 +63,12 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
         """Render a conversation up to the end of its last message's text, for an answer that
-        continues it; without the space at that end if the template trims messages, as in
-        transformers. Errors as of :meth:`render`; ValueError if the last message has no text, or
-        the template drops it."""
+        continues it. As in transformers, trailing space is dropped if the template trims messages.
+
+        Raises:
+            ValueError, TypeError: as :meth:`render` does; also if the last message has no text, or
+                the template drops it.
+        """
         *others, last = messages
         if not isinstance(text := last.get("content"), str):
             raise ValueError(f"the last message has no text to continue: {last!r:.80}")
@@ -82,7 +85,7 @@ class ChatTemplate:
 
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """The templates of a model folder by name; the main one is "default".
+    """Name -> template of a model folder; the main one is "default".
 
     Separate files (as transformers 5 writes them) take precedence over the `chat_template` entry of
     tokenizer_config.json, which is a string or a list of {"name": ..., "template": ...}.
@@ -137,10 +140,7 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Copy a value to JSON's types.
-
-    The sandbox guards Python's built-in types; it would let a template call methods of others.
-    """
+    """Copy a value to JSON's types: the sandbox lets a template call methods of any others."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, str):  # a subclass, such as an enum, which may have methods
@@ -154,8 +154,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     raise TypeError(
-        f"{where} is of the type {type(value).__name__}; a chat template takes text, numbers, "
-        "lists and mappings only"
+        f"{where} is of type {type(value).__name__}; a chat template takes only text, numbers, "
+        "lists and mappings"
     )
 
 
@@ -186,8 +186,8 @@ class _GenerationTag(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """A namespace that refuses underscored names.
 
-    Jinja calls methods such as `__html__` on values that it prints; a template that could plant one
-    would have it called outside of the sandbox.
+    Jinja calls methods such as `__html__` on values that it prints, outside of the sandbox; a
+    template must not define one.
     """
 
     def __init__(*args: Any, **attributes: Any) -> None:  # self too may be an attribute

@@ -17,7 +17,7 @@ class Conversation:
 
     Args:
         tokenizer: the checkpoint's, with its chat template.
-        max_seq_len: tokens of prompt and answer together, as the cache has.
+        max_seq_len: tokens of prompt and answer together: the cache's capacity.
         system: the system message; never dropped.
 
     Attributes:
@@ -37,7 +37,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": self.system})
 
     def add(self, role: str, text: str) -> None:
-        """Append a message of the ``"user"`` or the ``"assistant"``; ValueError for other roles."""
+        """Append a message of role "user" or "assistant"; ValueError for other roles."""
         if role not in ROLES:
             raise ValueError(
                 f"role is {role!r}: it must be 'user' or 'assistant' (the system message is given "
@@ -77,9 +77,9 @@ class Conversation:
                 a user's, or the chat template refuses the messages.
         """
         if room < 1:
-            raise ValueError(f"room is {room}: an answer has at least 1 token")
+            raise ValueError(f"room is {room}: reserve at least 1 token for the answer")
         if not self.messages or self.messages[-1]["role"] != "user":
-            raise ValueError("there is nothing to answer: add a user's message first")
+            raise ValueError("there is nothing to answer: add a user message first")
         head, turns = self._turns()
         for dropped in range(len(turns)):
             kept = [*head, *(message for turn in turns[dropped:] for message in turn)]
@@ -88,9 +88,9 @@ class Conversation:
                 self.messages = kept
                 return ids, dropped
         raise ValueError(
-            f"the message makes a prompt of {len(ids)} tokens, and the context of "
-            f"{self.max_seq_len} has room for {max(self.max_seq_len - room, 0)} beside "
-            f"{room} for the answer: shorten the message, or build a longer cache"
+            f"the prompt has {len(ids)} tokens, but the context of {self.max_seq_len} has room "
+            f"for {max(self.max_seq_len - room, 0)} besides {room} for the answer: shorten the "
+            "message, or build a longer cache"
         )
 
     def _turns(self) -> tuple[list[dict[str, str]], list[list[dict[str, str]]]]:

@@ -14,11 +14,11 @@ class Encoding(dict[str, Any]):
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
-            raise AttributeError(f"an Encoding has {', '.join(self)}, and no {name!r}")
+            raise AttributeError(f"this Encoding has {', '.join(self)}, but no {name!r}")
         return self[name]
 
     def to(self, device: str | torch.device) -> Encoding:
-        """Copy to a device: an Encoding with its tensors there."""
+        """An Encoding whose tensors are on this device."""
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.items()}
         return Encoding(moved)
 

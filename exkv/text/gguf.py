@@ -1,9 +1,9 @@
 """The tokenizer and chat template of a GGUF file.
 
-Its metadata lists the tokens with scores (``llama``: sentencepiece) or with merges (``gpt2``:
-byte-level BPE, whose ``pre`` names the pre-tokenizer; ``gemma4``: BPE of characters). All are
-converted for the original library, sentencepiece or tokenizers, so that they tokenize as the
-original does; ``vocabulary.py`` wraps both.
+The metadata lists tokens with scores (``llama``: sentencepiece) or with merges (``gpt2``:
+byte-level BPE, whose ``pre`` names the pre-tokenizer; ``gemma4``: BPE of characters). They are
+converted for the original library, sentencepiece or tokenizers, so that text is tokenized as the
+original does it; ``vocabulary.py`` wraps both.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PreTokenizer:
 
     Attributes:
         patterns: applied in order; each splits the pieces so far into matches and the rest.
-        ignore_merges: whether a word that is a token is kept whole, regardless of merges.
-        add_bos: whether a text begins with BOS if the metadata doesn't say.
+        ignore_merges: whether a word that is itself a token skips the merges.
+        add_bos: whether BOS begins a text if the metadata doesn't say.
         nfc: whether text is normalized to NFC first.
     """
 
@@ -66,7 +66,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _rest(tail: str) -> str:
-    """Marks with what may follow them, and spaces."""
+    """Punctuation with what may follow it, and spaces."""
     return rf"| ?[^\s\p{{L}}\p{{N}}]+{tail}|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -76,7 +76,7 @@ def _digits(most: str, tail: str = r"[\r\n]*") -> str:
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Words that also end before a capital, as in GPT-4o and Tekken."""
+    """Words that are also split before a capital, as in GPT-4o and Tekken."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|\p{{N}}{digits}"
@@ -105,7 +105,7 @@ _MARKED = (
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _GPT4O = _cased(f"{_SHORT}?", "{1,3}")
 
-#: Kimi K2 and Linear: runs of Han, and the same with words that have none.
+#: Kimi K2 and Linear: runs of Han characters, and GPT-4o's rule for words without them.
 _KIMI = (
     rf"\p{{Han}}+|{_cased(f'{_SHORT}?', '{1,3}')}".replace(_UPPER, f"[{_UPPER}&&[^\\p{{Han}}]]")
     .replace(_LOWER, f"[{_LOWER}&&[^\\p{{Han}}]]")
@@ -193,7 +193,7 @@ def read_gguf_tokenizer(file: Path) -> tuple[Settings, Vocabulary, dict[str, Cha
     """Read the settings, vocabulary and chat templates of a GGUF file.
 
     Raises:
-        ValueError: the file has none, or one of an unknown kind, or contradicts itself; names the
+        ValueError: the file has no tokenizer, an unknown kind, or contradicts itself; names the
             file and the key.
         CheckpointError: the file is damaged.
     """
@@ -208,8 +208,8 @@ def read_gguf_tokenizer(file: Path) -> tuple[Settings, Vocabulary, dict[str, Cha
     vocab_size = len(words.tokens) if rows is None else rows.tensor.shape[0]
     if vocab_size < len(words.tokens):
         raise ValueError(
-            f"{file}: {_KEY}tokens has {len(words.tokens)} tokens, and the model {vocab_size}: "
-            f"convert it again"
+            f"{file}: {_KEY}tokens has {len(words.tokens)} tokens, but the model {vocab_size}: "
+            "convert it again"
         )
     settings = _settings(words, kind, vocab_size)
     return settings, kinds[kind](words, settings), dict(_templates(file, contents.metadata))
@@ -228,10 +228,10 @@ class _TokenTable:
         self.file, self.metadata = file, metadata
         self.tokens = list(self._list("tokens", str))
         if not self.tokens:
-            raise self.bad("tokens", "a model that reads text has tokens")
+            raise self.bad("tokens", "a tokenizer needs tokens")
         self.types = self._beside("token_type", int) or [1] * len(self.tokens)
         if not all(0 < type <= _BYTE for type in self.types):
-            raise ValueError(f"{file}: {_KEY}token_type holds numbers beyond 1 to {_BYTE}")
+            raise ValueError(f"{file}: {_KEY}token_type has numbers outside of 1 to {_BYTE}")
 
     def bad(self, key: str, needed: str) -> ValueError:
         value = quoted(self.metadata.get(_KEY + key))
@@ -257,7 +257,7 @@ class _TokenTable:
         """The score of each token."""
         found = self._beside("scores", float)
         if found is None:
-            raise self.bad("scores", "such a tokenizer merges by scores: convert the model again")
+            raise self.bad("scores", "this kind of tokenizer needs scores: convert the model again")
         return found
 
     def merges(self) -> Iterator[tuple[str, str]]:
@@ -266,7 +266,7 @@ class _TokenTable:
             left, _, right = merge.partition(" ")
             if not left or not right:
                 raise ValueError(
-                    f"{self.file}: {_KEY}merges[{index}] is {quoted(merge)}, which is no pair"
+                    f"{self.file}: {_KEY}merges[{index}] is {quoted(merge)}, which isn't a pair"
                 )
             yield left, right
 
@@ -286,7 +286,7 @@ class _TokenTable:
         value = self._list(key, kind)
         if len(value) != len(self.tokens):
             raise ValueError(
-                f"{self.file}: {_KEY}{key} has {len(value)} entries, and there are "
+                f"{self.file}: {_KEY}{key} has {len(value)} entries, but there are "
                 f"{len(self.tokens)} tokens: convert the model again"
             )
         return value
@@ -346,8 +346,8 @@ def _byte_level(words: _TokenTable, settings: Settings) -> Vocabulary:
 
 
 def _of_characters(words: _TokenTable, settings: Settings) -> Vocabulary:
-    """Merges run over the whole text, with ``\u2581`` for spaces; characters that are no tokens are
-    spelt in bytes (transformers' ``GemmaTokenizer``)."""
+    """BPE whose merges run over the whole text, with ``\u2581`` for spaces; characters that aren't
+    tokens become bytes (transformers' ``GemmaTokenizer``)."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     merges = list(words.merges())
@@ -363,7 +363,7 @@ def _of_characters(words: _TokenTable, settings: Settings) -> Vocabulary:
 
 
 def _with_added(tokenizer: Any, words: _TokenTable, settings: Settings) -> Vocabulary:
-    """With tokens that are matched literally, and those around a text."""
+    """Add tokens that are matched literally, and those around a text."""
     from tokenizers import processors
 
     tokenizer.add_tokens(list(_added(words)))
@@ -408,8 +408,8 @@ def _added(words: _TokenTable) -> Iterator[Any]:
 
 def _around(settings: Settings) -> list[str | None]:
     """The tokens around a text, with None for the text itself."""
-    bos = settings.named["bos_token"] if settings.add_bos else None
-    eos = settings.named["eos_token"] if settings.add_eos else None
+    bos = settings.named["bos_token"] if settings.flag("add_bos_token") else None
+    eos = settings.named["eos_token"] if settings.flag("add_eos_token") else None
     return [*filter(None, [bos]), None, *filter(None, [eos])]
 
 

@@ -1,35 +1,33 @@
-"""What a model writes before it answers: reasoning, told apart from the answer while both are
-generated.
+"""Reasoning: split a model's output into reasoning and answer while it is generated.
 
-Most models put it between two tags (``<think>`` and ``</think>``: DeepSeek, Qwen, GLM, Kimi,
-MiniMax), which a chat template may have opened in the prompt already. gpt-oss writes messages on
-channels (OpenAI's harmony format), calls of functions among them. Which of these a checkpoint has
-is told by its chat template. Tags may be control tokens, which decoded text leaves out unless a job
-asks for them (``Job.shown_tokens``).
+Most models put reasoning between two tags (``<think>`` and ``</think>``: DeepSeek, Qwen, GLM, Kimi,
+MiniMax); the prompt may end with the first one. gpt-oss writes messages on channels (OpenAI's
+harmony format), function calls included. The chat template reveals a checkpoint's format. Tags may
+be control tokens, which decoding skips unless a job asks for them (``Job.shown_tokens``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .tokenizer import Tokenizer
 
 _SPACE = " \n\t\r"
-#: Tokens at a prompt's end that may open reasoning.
+#: Number of tokens at a prompt's end that are searched for an open tag.
 _TAIL = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A piece of what a model writes.
+    """A piece of a model's output.
 
     Attributes:
-        reasoning: whether it comes before an answer.
-        recipient: what a message is for, such as ``functions.search``; empty for the user.
-        begins: whether a message begins with it; only where it has a recipient.
+        reasoning: whether it is reasoning.
+        recipient: a message's recipient, such as ``functions.search``; empty for the user.
+        begins: whether it begins a message that has a recipient.
     """
 
     text: str = ""
@@ -39,10 +37,10 @@ class Piece:
 
 
 class Reader(Protocol):
-    """Tells pieces apart as text comes.
+    """Splits streamed text into pieces.
 
     Attributes:
-        reasons: whether the text is within reasoning.
+        reasons: whether the current text is reasoning.
     """
 
     reasons: bool
@@ -60,7 +58,7 @@ class ReasoningFormat:
 
     Attributes:
         begin, end: tags around it; both empty for channels.
-        markers: texts that must be visible, some of which may be control tokens.
+        markers: texts that the reader must see even if they are control tokens.
     """
 
     begin: str = ""
@@ -68,7 +66,7 @@ class ReasoningFormat:
     markers: tuple[str, ...] = ()
 
     def reader(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> Reader:
-        """A reader of what follows a prompt, which may have opened the reasoning."""
+        """A reader of the output after a prompt, which may end with the opening tag."""
         if not self.end:
             return ChannelReader()
         tail = tokenizer.decode(prompt[-_TAIL:], skip_special=False).rstrip(_SPACE)
@@ -84,22 +82,24 @@ class ReasoningFormat:
 HARMONY = ReasoningFormat(
     markers=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 )
-#: Tags, and what of them may be a token; the first whose end a chat template names is the format.
+
+
+def _tags(begin: str, end: str) -> ReasoningFormat:
+    return ReasoningFormat(begin, end, (begin, end))
+
+
+#: Formats with tags; the first one whose end tag occurs in a chat template applies.
 _TAGS = (
-    ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
-    ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),  # Magistral
-    ReasoningFormat("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
-    ReasoningFormat(  # Gemma 4
-        "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")
-    ),
-    ReasoningFormat(  # Apertus
-        "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_prefix|>", "<|inner_suffix|>")
-    ),
+    _tags("<think>", "</think>"),
+    _tags("[THINK]", "[/THINK]"),  # Magistral
+    _tags("<seed:think>", "</seed:think>"),
+    ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),  # Gemma 4
+    _tags("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
 )
 
 
 def reasoning_format(tokenizer: Tokenizer) -> ReasoningFormat | None:
-    """The format of a checkpoint; None for a model that answers at once."""
+    """A checkpoint's format, from its chat templates; None for a model without reasoning."""
     sources = [template.source for template in tokenizer.chat_templates.values()]
     if any("<|channel|>" in source and "<|message|>" in source for source in sources):
         return HARMONY
@@ -107,17 +107,17 @@ def reasoning_format(tokenizer: Tokenizer) -> ReasoningFormat | None:
 
 
 class TagReader:
-    """Reasoning between two tags, at the beginning of a text; a tag that comes later is text.
+    """Reads reasoning between two tags at the beginning of the output; later tags are text.
 
     Args:
-        inside: whether the prompt ends within it.
+        inside: whether the prompt has opened the reasoning.
     """
 
     def __init__(self, begin: str, end: str, *, inside: bool) -> None:
         self._begin, self._end = begin.rstrip(_SPACE), end
         self.reasons = inside
-        self._opened = inside  # nothing to be opened any more
-        self._trims = inside  # space is dropped at the beginning of a part
+        self._opened = inside  # whether an opening tag is no longer possible
+        self._trims = inside  # whether to drop leading space
         self._held = ""
 
     def push(self, text: str) -> list[Piece]:
@@ -128,20 +128,20 @@ class TagReader:
         if self.reasons:
             reasoning, closed, rest = self._held.partition(self._end)
             certain = len(reasoning) if closed else _certain(reasoning, self._end)
-            found += self._taken(reasoning[:certain].rstrip(_SPACE))
+            found += self._release(reasoning[:certain].rstrip(_SPACE))
             if not closed:
                 return found
             self._held, self.reasons, self._trims = rest, False, True
-        return found + self._taken(self._held)
+        return found + self._release(self._held)
 
     def flush(self) -> list[Piece]:
         self._opened, held = True, self._held
         if self.reasons:
             held = held.rstrip(_SPACE)
-        return self._taken(held)
+        return self._release(held)
 
     def _open(self) -> bool:
-        """Whether it is known if reasoning comes first; held text may be the beginning of a tag."""
+        """Look for the opening tag; False while the held text may be its beginning."""
         start = self._held.lstrip(_SPACE)
         if len(start) < len(self._begin) and self._begin.startswith(start):
             return False
@@ -150,8 +150,8 @@ class TagReader:
             self._held, self.reasons, self._trims = start[len(self._begin) :], True, True
         return True
 
-    def _taken(self, text: str) -> list[Piece]:
-        """A piece of the held text's beginning."""
+    def _release(self, text: str) -> list[Piece]:
+        """Take this beginning off the held text -> its piece."""
         self._held = self._held[len(text) :]
         if self._trims:
             text = text.lstrip(_SPACE)
@@ -159,19 +159,19 @@ class TagReader:
         return [Piece(text=text, reasoning=self.reasons)] if text else []
 
 
-#: What ends a message's header, and what ends its text.
+#: The end of a message's header, and the ends of its text.
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
 _END = re.compile("|".join(map(re.escape, _ENDS)))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.-]+)")
-#: What a header begins with behind the prompt's "<|start|>assistant".
+#: Beginnings of a header, which follows the prompt's "<|start|>assistant".
 _HEADERS = ("<|", " to=")
 
 
 class ChannelReader:
-    """Messages of the harmony format: ``analysis`` is reasoning, what has a recipient is for that,
-    everything else is text. A text without a header is text as a whole."""
+    """Reads messages of the harmony format: ``analysis`` is reasoning, messages with a recipient
+    are for it, everything else is text, as is output without a header."""
 
     def __init__(self) -> None:
         self.reasons = False
@@ -188,7 +188,7 @@ class ChannelReader:
 
     def flush(self) -> list[Piece]:
         held, self._held = self._held, ""
-        return self._said(held) if self._state != "header" else []
+        return self._pieces(held) if self._state != "header" else []
 
     def _read_start(self, found: list[Piece]) -> bool:
         if any(len(self._held) < len(h) and h.startswith(self._held) for h in _HEADERS):
@@ -211,23 +211,20 @@ class ChannelReader:
 
     def _read_message(self, found: list[Piece]) -> bool:
         if match := _END.search(self._held):
-            found += self._said(self._held[: match.start()])
+            found += self._pieces(self._held[: match.start()])
             self._held, self._state, self.reasons = self._held[match.end() :], "header", False
             return True
         certain = _certain(self._held, *_ENDS)
-        found += self._said(self._held[:certain])
+        found += self._pieces(self._held[:certain])
         self._held = self._held[certain:]
         return False
 
-    def _said(self, text: str) -> list[Piece]:
-        piece = self._piece
-        if not text:
-            return []
-        return [Piece(text=text, reasoning=piece.reasoning, recipient=piece.recipient)]
+    def _pieces(self, text: str) -> list[Piece]:
+        return [replace(self._piece, text=text)] if text else []
 
 
 def _certain(text: str, *tags: str) -> int:
-    """How much of a text can't be the beginning of one of the tags."""
+    """Length of the text before a suffix that may be the beginning of a tag."""
     for size in range(min(len(text), max(map(len, tags)) - 1), 0, -1):
         if any(tag.startswith(text[-size:]) for tag in tags):
             return len(text) - size

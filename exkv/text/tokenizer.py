@@ -37,16 +37,16 @@ class Tokenizer:
     Attributes:
         bos_id, pad_id, unk_id: token id, or None if the checkpoint has none.
         eos_ids: the ids that end a generation: those of generation_config.json, config.json and
-            the tokenizer's own eos token, in this order.
-        vocab_size: the tokenizer's largest id plus 1. A model's embedding may be larger; the ids
-            beyond have no text.
-        padding_side: where a call pads rows, "left" or "right".
+            the tokenizer's own EOS token, in this order.
+        vocab_size: the tokenizer's largest id plus 1. A model's embedding may be larger; its
+            further ids have no text.
+        padding_side: the side on which calls pad rows, "left" or "right".
         special_ids: control tokens and the like, which `decode` skips by default.
         file: the vocabulary's file.
 
     Raises:
         FileNotFoundError: no such folder, or none of the tokenizer files in it.
-        ValueError: a file is broken or contradicts another one (names both).
+        ValueError: a file is broken or contradicts another one; names both.
     """
 
     def __init__(self, source: str | os.PathLike[str] | Any) -> None:
@@ -73,7 +73,7 @@ class Tokenizer:
         padding_side: str | None = None,
         pad_token: str | None = None,
     ) -> Tokenizer:
-        """Read a folder's tokenizer, in the words of transformers' ``from_pretrained``."""
+        """Read a folder's tokenizer, with the arguments of transformers' ``from_pretrained``."""
         tokenizer = cls(folder)
         if pad_token is not None:
             tokenizer.pad_token = pad_token
@@ -81,24 +81,24 @@ class Tokenizer:
             tokenizer.padding_side = padding_side
         return tokenizer
 
-    # Under transformers' names -----------------------------------------------------------
+    # transformers' names -----------------------------------------------------------------
 
     @property
     def bos_token(self) -> str | None:
-        return self._spelt(self.bos_id)
+        return self._spelling(self.bos_id)
 
     @property
     def eos_token(self) -> str | None:
-        return self._spelt(self.eos_token_id)
+        return self._spelling(self.eos_token_id)
 
     @property
     def unk_token(self) -> str | None:
-        return self._spelt(self.unk_id)
+        return self._spelling(self.unk_id)
 
     @property
     def pad_token(self) -> str | None:
-        """The padding token as it is spelt; may be set, mostly to ``eos_token``."""
-        return self._spelt(self.pad_id)
+        """The padding token's spelling; can be set, usually to ``eos_token``."""
+        return self._spelling(self.pad_id)
 
     @pad_token.setter
     def pad_token(self, piece: str | None) -> None:
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's own; ``eos_ids`` has all that end a generation."""
+        """The tokenizer's own EOS token; ``eos_ids`` has all that end a generation."""
         own = self._named_id("eos_token")
         return own if own is not None else next(iter(self.eos_ids), None)
 
@@ -132,7 +132,7 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
-    def _spelt(self, token: int | None) -> str | None:
+    def _spelling(self, token: int | None) -> str | None:
         return None if token is None else self.piece_of(token)
 
     def __call__(
@@ -148,15 +148,15 @@ class Tokenizer:
         """Encode one or several texts to ids and masks, as transformers' tokenizers do.
 
         Args:
-            text: a text, which gives one list of ids, or a list of texts, which gives rows.
+            text: a text, for one list of ids, or a list of texts, for rows.
             add_special_tokens: add the checkpoint's tokens around each text, such as BOS.
-            padding: True or "longest" pads rows to the longest, "max_length" to that many tokens,
-                on the side that tokenizer_config.json names (the right by default).
-            truncation: truncate texts to ``max_length`` tokens, at their end.
+            padding: True or "longest" pads to the longest row, "max_length" to ``max_length``
+                tokens, on ``padding_side``.
+            truncation: truncate each text at ``max_length`` tokens.
             return_tensors: "pt" for tensors; rows of different lengths need padding.
 
         Raises:
-            ValueError: there is no pad token, rows differ in length, or an invalid argument.
+            ValueError: there is no pad token, rows differ in length, or an argument is invalid.
         """
         _check_call(padding, truncation, max_length, return_tensors)
         padding = False if padding == "do_not_pad" else padding
@@ -179,8 +179,8 @@ class Tokenizer:
         """Pad rows to ``width`` -> rows, masks."""
         if self.pad_id is None and any(len(row) < width for row in rows):
             raise ValueError(
-                f"padding: the checkpoint of {self.file} has no pad token; pass one text at a "
-                "time, or lists of ids to the model, which pads them itself"
+                f"padding: the checkpoint of {self.file} has no pad token; set pad_token, or pass "
+                "one text at a time, or lists of ids to the model, which pads them itself"
             )
         fill, side = self.pad_id or 0, self.padding_side
         masks = [padded([1] * len(row), width, 0, side) for row in rows]
@@ -202,9 +202,8 @@ class Tokenizer:
         """The token ids of a text, or of each text of a list.
 
         Args:
-            text: what to encode.
-            add_bos: True begins with one BOS token, False adds nothing; None follows the
-                checkpoint, which may also add an EOS token at the end.
+            add_bos: True adds one BOS token, False adds nothing; None follows the checkpoint,
+                which may also add an EOS token at the end.
             add_special: whether control tokens spelt out in the text ("</s>") become those tokens.
                 Pass False for untrusted text, so that it can't forge any.
 
@@ -239,11 +238,11 @@ class Tokenizer:
         """Decode token ids, which may be a tensor.
 
         ``skip_special_tokens`` is transformers' name for ``skip_special``; control tokens are
-        skipped by default.
+        skipped by default. Invalid UTF-8 becomes U+FFFD; ids that only the model's embedding has
+        give no text.
 
-        Invalid UTF-8 becomes U+FFFD; ids that only the model's embedding has give no text.
-
-        Raises ValueError for an id outside of the vocabulary.
+        Raises:
+            ValueError: an id is outside of the vocabulary.
         """
         ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
         ids = [ids] if isinstance(ids, int) else ids
@@ -273,7 +272,7 @@ class Tokenizer:
         """A decoder that takes one id at a time.
 
         Args:
-            skip_special: skip control tokens, but for those that are ``shown``.
+            skip_special: skip control tokens, except those in ``shown``.
             after: ids that the text continues. Without them, the first word of a sentencepiece
                 vocabulary loses its leading space, as at the beginning of a text.
         """
@@ -295,25 +294,25 @@ class Tokenizer:
         return_dict: bool | None = None,
         **variables: Any,
     ) -> Any:
-        """Render a conversation by the checkpoint's chat template.
+        """Render a conversation with the checkpoint's chat template.
 
-        Returns the text; with ``tokenize=True``, or where one of the two that follow it is given,
-        what transformers returns: an :class:`Encoding`, or ids alone with ``return_dict=False``.
+        Returns the text; with ``tokenize=True``, ``return_tensors`` or ``return_dict``, returns
+        what transformers does: an :class:`Encoding`, or only ids with ``return_dict=False``.
 
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...].
             add_generation_prompt: end with the header of the assistant's answer.
-            continue_final_message: end within the last message, which the answer continues;
-                no generation prompt then.
-            template: the name of one of `chat_templates`; None takes "tool_use" if `tools` are
+            continue_final_message: end within the last message, which the answer continues,
+                without a generation prompt.
+            template: the name of one of `chat_templates`; None for "tool_use" if `tools` are
                 given and there is one, else "default".
             tokenize: True for ids, False for the text.
-            return_tensors: "pt" for tensors, of one row.
+            return_tensors: "pt" for tensors of one row.
             return_dict: False for ids without their mask.
             variables: further variables of the template, such as `tools` (JSON schemas).
 
         Raises:
-            ValueError: there is no such template, or it failed (names the file).
+            ValueError: there is no such template, or it failed; names the file.
         """
         chosen = self._template(template, with_tools=variables.get("tools") is not None)
         pieces = {name: self._vocabulary.piece_of(i) for name, i in self._names.items()}
@@ -339,8 +338,8 @@ class Tokenizer:
     ) -> list[int]:
         """Encode the text of `apply_chat_template`, without a second BOS token.
 
-        The template's markers become control tokens, and so does a marker that is spelt out in a
-        message, which is part of the rendered text; transformers does the same.
+        The template's markers become control tokens, and so do markers that are spelt out in
+        messages, as in transformers.
         """
         text = self.apply_chat_template(
             messages,
@@ -366,7 +365,7 @@ class Tokenizer:
         return self._vocabulary.bytes_of(token, False) if known else b""
 
     def ids_with(self, characters: str) -> frozenset[int]:
-        """The ids whose text contains one of these ASCII characters, and the control tokens."""
+        """The ids whose text contains any of these ASCII characters, and the control tokens."""
         if characters not in self._ids_with:
             wanted = frozenset(characters.encode("ascii"))
             found = {i for i in range(self.vocab_size) if not wanted.isdisjoint(self.bytes_of(i))}
@@ -396,7 +395,7 @@ class Tokenizer:
             raise ValueError(
                 f"{self.file.parent} has no chat template (looked for chat_template.jinja, and "
                 "chat_template in tokenizer_config.json): it may be a base model. Write the prompt "
-                "yourself and encode() it, or use the instruction-tuned checkpoint"
+                "yourself and encode() it, or use an instruction-tuned checkpoint"
             )
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in known else "default"
@@ -411,8 +410,8 @@ class Tokenizer:
         if forged:
             piece = self._vocabulary.piece_of(min(forged))
             raise ValueError(
-                f"the text encodes to the control token {piece!r} even as ordinary text with "
-                f"{self.file}; remove it from the text"
+                f"with {self.file}, the text encodes to the control token {piece!r} even as "
+                "ordinary text; remove it from the text"
             )
 
 
@@ -423,8 +422,8 @@ DecoderState: TypeAlias = tuple[tuple[bytes, int], bool, int]
 class StreamDecoder:
     """Decodes token ids one at a time; text is returned as soon as it is final.
 
-    A character of several tokens is returned with its last one. The results of `push` and `flush`
-    joined are what `Tokenizer.decode` returns for the same ids. A push takes constant time. Made by
+    A character of several tokens is returned with its last one. The joined results of `push` and
+    `flush` equal `Tokenizer.decode` of the same ids. A push takes constant time. Made by
     `Tokenizer.stream`.
     """
 
@@ -436,10 +435,10 @@ class StreamDecoder:
         self._begin()
 
     def push(self, token: int, skip: int = 0) -> str:
-        """The text that this id completes, often "" in the middle of a character.
+        """The text that this id completes; "" in the middle of a character.
 
         Args:
-            skip: drop this many of its first bytes, which the text already has.
+            skip: number of its first bytes to drop because the text already has them.
         """
         _check_id(token, self._id_limit)
         if token in self._skipped:
@@ -499,8 +498,8 @@ def _path(source: str | os.PathLike[str] | Any) -> Path:
     path = source if isinstance(source, str | os.PathLike) else getattr(source, "path", None)
     if path is None:
         raise ValueError(
-            f"a Tokenizer needs a model folder or a GGUF file, and {type(source).__name__} has no "
-            "path to one: a config.json alone is enough for plans only"
+            f"a Tokenizer needs a model folder or a GGUF file, but {type(source).__name__} has no "
+            "path to one: a config.json alone is enough only for plans"
         )
     return Path(path)
 
@@ -510,7 +509,7 @@ def _read(path: Path) -> tuple[Settings, Vocabulary, dict[str, ChatTemplate]]:
     if (gguf := find_gguf(path)) is not None:
         return read_gguf_tokenizer(gguf)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder, so it holds no tokenizer")
+        raise FileNotFoundError(f"{path} is not a folder, so it has no tokenizer")
     settings = Settings.read(path)
     return settings, open_vocabulary(path, settings), find_templates(path, settings.tokenizer)
 
@@ -522,8 +521,8 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text holds a lone surrogate at character {error.start}, which UTF-8 cannot "
-            "express; read it with errors='replace'"
+            f"the text has a lone surrogate at character {error.start}, which UTF-8 can't encode; "
+            "read it with errors='replace'"
         ) from error
 
 

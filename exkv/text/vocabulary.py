@@ -1,9 +1,9 @@
 """The two kinds of vocabulary, tokenizer.json and tokenizer.model, behind one interface.
 
-`open_vocabulary` reads the one that a model folder has, with the JSON files beside it (`Settings`):
-special tokens, and what goes before and after a text. Both formats encode through their own
-library, `tokenizers` and `sentencepiece`; exkv adds the bytes of each token. `gguf.py` makes either
-from a GGUF file's metadata, and `tokenizer.py` makes a tokenizer from either.
+`open_vocabulary` reads a model folder's vocabulary, and the JSON files beside it (`Settings`) for
+special tokens and the tokens around a text. Each format is encoded by its own library, `tokenizers`
+or `sentencepiece`; exkv adds the bytes of each token. `gguf.py` makes either from a GGUF file's
+metadata, and `tokenizer.py` makes a tokenizer from either.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 _SPACE = "\u2581"  # sentencepiece's visible space
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
-_EACH_BYTE = "exkv.each_byte"  # the name of an error handler, see the end of the file
+_EACH_BYTE = "exkv.each_byte"  # an error handler, see the end of the file
 _MOST_IDS = 1 << 24  # more than any vocabulary has
-#: Repeated, texts on which a regular expression of nested repetitions backtracks.
+#: Parts of repetitive texts on which regular expressions with nested repetitions backtrack.
 _REPEATED = ["a", "ab", "aab", "A", "1", "a1", " ", "a ", "a,", "\n", "!", "\u00e9", "\u4e2d"]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizersVocabulary:
-    """tokenizer.json, by the `tokenizers` library.
+    """tokenizer.json, through the `tokenizers` library.
 
     Args:
         open_tokenizer: makes the library's tokenizer from the file.
@@ -44,7 +44,7 @@ class TokenizersVocabulary:
     Attributes:
         names: the ids of bos_token and so on.
         prefix, suffix: the ids that the checkpoint puts around a text.
-        margin: leading spaces that the encoder adds to a text.
+        margin: number of leading spaces that the encoder adds to a text.
     """
 
     def __init__(self, file: Path, settings: Settings, open_tokenizer: Callable[[], Any]) -> None:
@@ -94,7 +94,7 @@ class TokenizersVocabulary:
         return twin
 
     def _add_tokens(self, settings: Settings) -> None:
-        """Register tokens, and special flags, that only the other files have."""
+        """Register tokens and special flags that only the other files have."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         is_special = {token.content: token.special for token in added}
         for token in settings.added:
@@ -104,9 +104,9 @@ class TokenizersVocabulary:
             self._register(token)
             if is_new and self.id_of(token.content) != token.id:
                 raise ValueError(
-                    f"{self.file} lacks the token {quoted(token.content)}, which another file of "
-                    f"the folder gives the id {token.id}, but its next free id is "
-                    f"{self.id_of(token.content)}; the files are not of one tokenizer"
+                    f"{self.file} lacks the token {quoted(token.content)}, to which another file "
+                    f"of the folder gives the id {token.id}, but its next free id is "
+                    f"{self.id_of(token.content)}; the files are of different tokenizers"
                 )
             is_special[token.content] = token.special
         for text in (*settings.named.values(), *settings.extra):
@@ -131,15 +131,15 @@ class TokenizersVocabulary:
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
-        raise ValueError(f"{self.file}: its post_processor changes a text's own ids")
+        raise ValueError(f"{self.file}: the post_processor changes a text's own ids")
 
 
 class SentencePieceVocabulary:
-    """tokenizer.model, by sentencepiece, with the special tokens of the files beside it.
+    """tokenizer.model, through sentencepiece, with the special tokens of the files beside it.
 
-    sentencepiece itself never matches control symbols in a text: the text is split at them, and
+    sentencepiece never matches control symbols in a text, so the text is split at them, and
     sentencepiece encodes the parts. It adds a leading space to every text; parts after the first
-    get none, unless tokenizer_config.json says `legacy: true` (as in transformers).
+    get none, unless tokenizer_config.json has `legacy: true` (as in transformers).
 
     Args:
         model: a serialized ModelProto.
@@ -151,9 +151,9 @@ class SentencePieceVocabulary:
     def __init__(self, file: Path, settings: Settings, model: bytes) -> None:
         self.file = file
         self._begin, self._bare = _open_sentencepiece(file, model)
-        if settings.add_prefix_space is False:
+        if settings.flag("add_prefix_space") is False:
             self._begin = self._bare
-        self._middle = self._begin if settings.legacy else self._bare
+        self._middle = self._begin if settings.flag("legacy") else self._bare
         self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
         own_ids = range(self._begin.get_piece_size())
         with named_errors(file, "is not usable as a sentencepiece model"):
@@ -167,9 +167,10 @@ class SentencePieceVocabulary:
             | {token.id for token in added if token.special}
             | {self._ids[text] for text in settings.extra if text in self._ids}
         )
-        self.prefix, self.suffix = _bos_eos(
-            self.names, settings.add_bos is not False, settings.add_eos
+        self.prefix = (
+            self._ids_named("bos_token") if settings.flag("add_bos_token") is not False else []
         )
+        self.suffix = self._ids_named("eos_token") if settings.flag("add_eos_token") else []
         by_content = {token.content: token for token in added}
         for token in self.special_ids:
             piece = self._pieces[token]
@@ -181,7 +182,7 @@ class SentencePieceVocabulary:
         self._overlaid = {token.id for token in by_content.values()}
         self._forgeable = self.special_ids - {self.names.get("unk_token")}
         spellings = "|".join(re.escape(self._pieces[token]) for token in self._forgeable)
-        # A lookahead, so that overlapping spellings are all found.
+        # A lookahead, so that overlapping spellings are found.
         self._spellings = re.compile(f"(?={spellings or '(?!)'})")
 
     @property
@@ -209,10 +210,8 @@ class SentencePieceVocabulary:
         return ids
 
     def _encode_cut(self, text: str, model: Any) -> list[int]:
-        """Encode a text that spells special tokens which sentencepiece itself would match.
-
-        Those are user-defined symbols; split after the first character, each is plain text.
-        """
+        """Encode a text that spells special tokens which sentencepiece would match: user-defined
+        symbols. Split after its first character, each is plain text."""
         cuts = [match.start() + 1 for match in self._spellings.finditer(text)]
         parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         rest = (self._bare.encode(part) for part in parts[1:])
@@ -235,13 +234,16 @@ class SentencePieceVocabulary:
             if token.id > len(self._pieces) + len(added):
                 raise ValueError(
                     f"{self.file} has {len(self._pieces)} pieces, but another file of the folder "
-                    f"gives {quoted(token.content)} the id {token.id}; the files are not of one "
-                    "tokenizer"
+                    f"gives {quoted(token.content)} the id {token.id}; the files are of different "
+                    "tokenizers"
                 )
             self._pieces += [""] * (token.id + 1 - len(self._pieces))
             self._pieces[token.id] = token.content
         self._ids = {piece: i for i, piece in enumerate(self._pieces) if piece}
         return list(added)
+
+    def _ids_named(self, name: str) -> list[int]:
+        return [self.names[name]] if name in self.names else []
 
     def _named(self, settings: Settings) -> dict[str, int]:
         model = self._begin
@@ -267,8 +269,8 @@ class _Marks:
     def __init__(self, tokens: Iterable[_AddedToken]) -> None:
         longest_first = sorted(tokens, key=lambda token: -len(token.content))
         self._ids = {token.content: token.id for token in reversed(longest_first)}
-        # An alternative that is a group is tried everywhere, one that is a literal only where its
-        # first character is. A vocabulary may have thousands.
+        # A literal alternative is tried only at its first character, a group everywhere, which
+        # would be slow: a vocabulary may have thousands.
         self._of_group = [token.id for token in longest_first if not token.is_plain]
         self._pattern = re.compile("|".join(map(_mark_pattern, longest_first)) or "(?!)")
 
@@ -370,7 +372,7 @@ class _AddedToken:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it matches wherever it is spelt, and nothing around it."""
+        """Whether it matches wherever it is spelt, without anything around it."""
         return not (self.lstrip or self.rstrip or self.single_word)
 
 
@@ -411,21 +413,9 @@ class Settings:
             eos_ids=tuple(token for token in eos if is_int(token) and token >= 0),
         )
 
-    @property
-    def add_bos(self) -> bool | None:
-        return self.tokenizer.get("add_bos_token")
-
-    @property
-    def add_eos(self) -> bool | None:
-        return self.tokenizer.get("add_eos_token")
-
-    @property
-    def legacy(self) -> bool:
-        return bool(self.tokenizer.get("legacy"))
-
-    @property
-    def add_prefix_space(self) -> bool | None:
-        return self.tokenizer.get("add_prefix_space")
+    def flag(self, name: str) -> bool | None:
+        """A flag of tokenizer_config.json; None if it isn't set."""
+        return self.tokenizer.get(name)
 
     @property
     def model_vocab_size(self) -> int:
@@ -481,13 +471,13 @@ def open_vocabulary(folder: Path, settings: Settings) -> Vocabulary:
 
 def _open_tokenizers(file: Path) -> Any:
     """Open a tokenizer.json, without the truncation and padding that a training script may have
-    left in it."""
+    left."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file))
     largest = max(tokenizer.get_vocab(True).values(), default=0)
     if largest >= _MOST_IDS:  # the library iterates over all ids below it
-        raise ValueError(f"a token has the id {largest}, and there can be {_MOST_IDS}")
+        raise ValueError(f"a token has the id {largest}; at most {_MOST_IDS - 1}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _check_patterns(tokenizer)
@@ -495,11 +485,10 @@ def _open_tokenizers(file: Path) -> Any:
 
 
 def _check_patterns(tokenizer: Any) -> None:
-    """Have the file's regular expressions fail here if they backtrack without end: the library
-    gives up on a match after ten million retries, most of a second, and a text has many matches.
-    """
+    """Make regular expressions fail here if they backtrack endlessly: the library stops a match
+    after ten million retries, most of a second, and a text has many matches."""
     for part in _REPEATED:
-        text = f"x{part * 64}\0{string.printable}"  # with whatever a match is searched by
+        text = f"x{part * 64}\0{string.printable}"  # with the characters a match may need
         if tokenizer.normalizer is not None:
             tokenizer.normalizer.normalize_str(text)
         if tokenizer.pre_tokenizer is not None:
@@ -508,8 +497,8 @@ def _check_patterns(tokenizer: Any) -> None:
 
 @contextlib.contextmanager
 def named_errors(file: Path, problem: str) -> Iterator[None]:
-    """Convert any error of a library to a ValueError that names the file; tokenizers' panics are
-    not Exceptions."""
+    """Convert a library's errors to ValueErrors that name the file; tokenizers' panics are not
+    Exceptions."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -559,19 +548,9 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _bos_eos(
-    names: Mapping[str, int], add_bos: bool | None, add_eos: bool | None
-) -> tuple[list[int], list[int]]:
-    prefix = [names["bos_token"]] if add_bos and "bos_token" in names else []
-    suffix = [names["eos_token"]] if add_eos and "eos_token" in names else []
-    return prefix, suffix
-
-
 def _char_bytes() -> dict[str, int]:
-    """The characters by which byte-level BPE (GPT-2) represents bytes.
-
-    Printable bytes represent themselves; the others take the code points from 256.
-    """
+    """The characters that represent bytes in byte-level BPE (GPT-2): printable bytes represent
+    themselves, the others are code points from 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""``exkv chat``: what can be said to the program, at a pipe and at a terminal."""
+"""``exkv chat``: messages and commands, through a pipe and at a terminal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_lines_between_quotes_are_one_message(chat):
         ('"""/quit"""', " /quit"),
     ],
 )
-def test_what_is_within_quotes(text, message):
+def test_quotes_are_stripped(text, message):
     assert not is_open(text)
     assert unquoted(text) == message
 
@@ -92,22 +92,22 @@ def test_every_command_is_in_the_help(chat):
     assert [line.split()[0] for line in errors.splitlines()[: len(NAMES)]] == list(NAMES)
 
 
-def test_messages_are_taken_back_said_otherwise_and_answered_again(chat):
+def test_undo_edit_and_regen(chat):
     status, answers, errors = chat(KEY, TOM, "/undo", "/regen", f"/edit {TOM}", "/undo", "/undo")
     assert status == 2  # the last one: there is nothing left
     assert answers.splitlines() == [KEY_ANSWER, TOM_ANSWER, KEY_ANSWER, TOM_ANSWER]
-    assert f"(took back: {TOM})" in errors
-    assert "the likeliest token is taken each time" in errors
-    assert errors.splitlines()[-1] == "exkv chat: nothing was said yet"
+    assert f"(removed: {TOM})" in errors
+    assert "decoding is greedy" in errors
+    assert errors.splitlines()[-1] == "exkv chat: there is no message yet"
 
 
-def test_with_a_seed_another_answer_is_another(chat):
+def test_regen_differs_with_a_seed(chat):
     flags = ("--temperature", "3", "--top-k", "0", "--top-p", "1", "--seed", "5")
     first, again = chat("hello", "/regen", flags=(*flags, "--max-tokens", "20"))[1].splitlines()
     assert first != again
 
 
-def test_the_system_message_can_be_changed_and_taken_away(chat):
+def test_system_message_can_be_set_and_removed(chat):
     status, _, errors = chat(
         "/system be kind", "/system", "hello", '/system ""', "/system", "/undo", "hello"
     )
@@ -117,7 +117,7 @@ def test_the_system_message_can_be_changed_and_taken_away(chat):
     assert told > plain
 
 
-def test_a_conversation_is_saved_and_goes_on(chat, tmp_path):
+def test_saved_conversation_continues(chat, tmp_path):
     file = tmp_path / "talk.json"
     status, _, errors = chat("/system be kind", "Tom is in the garden.", f"/save {file}")
     assert status == 0, errors
@@ -130,21 +130,21 @@ def test_a_conversation_is_saved_and_goes_on(chat, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reason"),
     [
         ("no JSON", "talk.json"),
         ('{"a": 1}', "no list of messages"),
         ('{"messages": [{"role": "user"}]}', "message 0 has no role and content"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "message 0 is of the assistant"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "message 0 is the assistant's"),
     ],
 )
-def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(chat, tmp_path, content, said):
+def test_other_files_are_neither_loaded_nor_overwritten(chat, tmp_path, content, reason):
     file = tmp_path / "talk.json"
     file.write_text(content)
     for command in ("/load", "/save"):
         status, _, errors = chat(f"{command} {file}")
         assert status == 2
-        assert said in errors
+        assert reason in errors
     assert file.read_text() == content
 
 
@@ -159,7 +159,7 @@ def test_settings_are_shown_checked_and_changed(chat):
     for line in (
         "max_tokens 1000",
         "(temperature is 0.5)",
-        "/set knows no 'temprature': did you mean temperature?",
+        "there is no setting 'temprature': did you mean temperature?",
         "SamplingParams.top_p is 7.0; it must be in (0, 1]; 1 switches it off",
         "(seed is 3)",
         "top_k is 'many'; it must be a whole number, or default",
@@ -173,20 +173,20 @@ def test_settings_are_shown_checked_and_changed(chat):
     ("word", "command"),
     [("exit", "/quit"), ("Clear", "/reset"), ("help", "/help"), ("undo", "/undo"), ("q", "/quit")],
 )
-def test_a_word_that_was_probably_a_command(word, command):
+def test_bare_command_words_get_a_hint(word, command):
     assert f"the command is {command}" in mistaken_for_a_message(word)
     assert mistaken_for_a_message(f" {word}") is None
     assert mistaken_for_a_message(f"{word} it") is None
 
 
-def test_a_pipe_says_such_a_word_to_the_model(chat):
+def test_pipe_sends_bare_command_words(chat):
     status, answers, errors = chat("exit")
     assert (status, len(answers.splitlines())) == (0, 1)
     assert "not sent" not in errors
     assert "(exit was not sent: the command is /quit" in chat("exit", typed=True)[2]
 
 
-def test_what_lasts_collects_its_garbage(chat):
+def test_long_running_commands_collect_garbage(chat):
     assert main(["plan", str(DEMO)]) == 0
     assert not gc.isenabled()
     chat("/help")
@@ -199,7 +199,7 @@ def test_what_lasts_collects_its_garbage(chat):
 # Models -------------------------------------------------------------------------------------------
 
 
-def test_another_model_goes_on_with_the_conversation(chat):
+def test_another_model_continues_the_conversation(chat):
     status, answers, errors = chat(
         "Tom is in the garden.", f"/model {DEMO} --cache 8bit --max-seq-len 300", "Where is Tom?"
     )
@@ -209,20 +209,20 @@ def test_another_model_goes_on_with_the_conversation(chat):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "reason"),
     [
         ("nowhere", "nowhere"),
         (f"{DEMO} --cache 3bit", "invalid choice: '3bit'"),
         (f"{DEMO} --gpu-split 0.001", "no room for"),
     ],
 )
-def test_where_another_can_not_be_loaded_this_one_stays(chat, flags, said):
+def test_failed_model_change_keeps_this_model(chat, flags, reason):
     status, answers, errors = chat(f"/model {flags}", KEY, typed=True)
     assert (status, answers) == (0, KEY_ANSWER + "\n")
-    assert said in errors
+    assert reason in errors
 
 
-def test_nothing_is_loaded_that_was_not_agreed_to(chat, monkeypatch):
+def test_declined_model_is_not_loaded(chat, monkeypatch):
     questions = []
 
     def ask(question: str) -> bool:
@@ -235,14 +235,14 @@ def test_nothing_is_loaded_that_was_not_agreed_to(chat, monkeypatch):
     assert "of 2048" in errors.splitlines()[-1]
 
 
-def test_a_draft_changes_no_answer(chat):
+def test_draft_changes_no_answer(chat):
     status, answers, errors = chat(KEY, flags=("--draft", str(DEMO)))
     assert (status, answers) == (0, KEY_ANSWER + "\n"), errors
-    assert re.search(r"[1-9]\d* of \d+ guesses right", errors)
+    assert re.search(r"[1-9]\d* of \d+ draft tokens accepted", errors)
 
 
-def test_the_cache_is_as_long_as_fits():
-    gc.collect()  # what other tests have loaded is planned around
+def test_cache_is_as_long_as_fits():
+    gc.collect()  # models of other tests, which would count as memory in use
 
     def prepared(*flags: str):
         parser = argparse.ArgumentParser()
@@ -262,14 +262,14 @@ def test_the_cache_is_as_long_as_fits():
 # Answers at a terminal ----------------------------------------------------------------------------
 
 
-def test_what_a_terminal_would_obey_is_dropped():
+def test_control_characters_are_dropped():
     assert without_controls("a\x1b[31mb\x07\tc\n\x9b2J\u202ed") == "a[31mb\tc\n2Jd"
 
 
 MARKDOWN = "# Head\n\ntext **bold**\n\n1. one\n\n2. two\n\n```py\nx = 1\n\ny = 2\n```\n\nend\n"
 
 
-def test_blocks_that_are_complete_never_change():
+def test_complete_blocks_never_change():
     pieces, held = [], ""
     for character in MARKDOWN:
         complete, held = split_complete(held + character)
@@ -279,7 +279,7 @@ def test_blocks_that_are_complete_never_change():
     assert held == "end\n"
 
 
-def test_markdown_that_streams_ends_as_it_would_at_once():
+def test_streamed_markdown_is_rendered():
     screen = io.StringIO()
     console = Console(file=screen, width=60, force_terminal=True, color_system=None)
     with Rendered(console).answer() as show:
@@ -290,7 +290,7 @@ def test_markdown_that_streams_ends_as_it_would_at_once():
 
 
 class Terminal:
-    """``exkv chat`` on a pseudo-terminal that can do everything."""
+    """``exkv chat`` on a fully capable pseudo-terminal."""
 
     PATIENCE = 180  # seconds before a test gives up; nothing waits for it to pass
 
@@ -332,7 +332,7 @@ class Terminal:
         os.close(self.end)
 
 
-def test_a_conversation_at_a_terminal(tmp_path):
+def test_conversation_at_a_terminal(tmp_path):
     pytest.importorskip("prompt_toolkit", reason="exkv's own dependencies aren't all installed")
     with contextlib.closing(Terminal(tmp_path)) as terminal:
         begin = terminal.wait_for("Ctrl-D leaves")
@@ -343,7 +343,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
         terminal.type("exit\r")
         terminal.wait_for("begin with a space")
         terminal.wait_for(">")
-        # What is pasted stays together, whatever ends its lines.
+        # Pasted lines stay together.
         terminal.type("\x1b[200~Tom is in the garden.\nWhere is Tom?\x1b[201~\r")
         assert "Tom is in the garden." in terminal.wait_for(r"prompt \d+ new, 0 reused")
         terminal.wait_for(">")
@@ -364,12 +364,12 @@ def test_a_conversation_at_a_terminal(tmp_path):
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_the_next_run_remembers_and_ctrl_c_stops_an_answer(tmp_path):
+def test_history_is_recalled_and_ctrl_c_stops_an_answer(tmp_path):
     pytest.importorskip("prompt_toolkit", reason="exkv's own dependencies aren't all installed")
     history = tmp_path / "exkv" / "chat_history"
     history.parent.mkdir()
     history.write_text("\n# 2026-01-01 00:00:00\n+tell me\n+everything\n")
-    # Tokens by chance, none of which ends the answer before its limit.
+    # Random tokens, none of which ends the answer.
     flags = ("--temperature", "30", "--top-k", "0", "--top-p", "1", "--seed", "4")
     with contextlib.closing(Terminal(tmp_path, *flags)) as terminal:
         terminal.wait_for("Ctrl-D leaves")
@@ -385,8 +385,8 @@ def test_the_next_run_remembers_and_ctrl_c_stops_an_answer(tmp_path):
         assert terminal.process.wait(terminal.PATIENCE) == 0
 
 
-def test_reasoning_is_a_note_and_no_part_of_the_answer(chat, monkeypatch, tmp_path):
-    """Of a model whose template has the tags; a grammar has it write them."""
+def test_reasoning_is_a_note_and_not_part_of_the_answer(chat, monkeypatch, tmp_path):
+    """For a model whose template has the tags; a grammar makes it write them."""
     wrote = "<think>\nthe key\n</think>\n\nin the kitchen"
     stream = Generator.stream
 
@@ -398,10 +398,10 @@ def test_reasoning_is_a_note_and_no_part_of_the_answer(chat, monkeypatch, tmp_pa
         "exkv.cli.chat.session.reasoning_format",
         lambda tokenizer: ReasoningFormat("<think>", "</think>", ("<think>",)),
     )
-    status, out, notes = chat(KEY, f"/save {tmp_path / 'said.json'}")
+    status, out, notes = chat(KEY, f"/save {tmp_path / 'saved.json'}")
     assert status == 0 and out.strip() == "in the kitchen"
     assert "the key\n" in notes and "think>" not in notes
-    assert json.loads((tmp_path / "said.json").read_text())["messages"][-1] == {
+    assert json.loads((tmp_path / "saved.json").read_text())["messages"][-1] == {
         "role": "assistant",
         "content": "in the kitchen",
     }

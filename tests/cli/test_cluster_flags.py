@@ -1,4 +1,4 @@
-"""``--cluster`` and ``--hosts``: what is refused before anybody is waited for."""
+"""``--cluster`` and ``--hosts``: errors that are found before waiting for hosts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from exkv.cli import hosts, main
 
 def refusal(capsys, *flags: str) -> str:
     assert main(["serve", "examples/demo-model", *flags]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") <= 4
-    return said
+    message = capsys.readouterr().err
+    assert message.count("\n") <= 4
+    return message
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _no_secret(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "reason"),
     [
         (["--cluster", "127.0.0.1:1"], "give both"),
         (["--hosts", "b"], "give both"),
@@ -40,16 +40,16 @@ def _no_secret(monkeypatch):
         (["--cluster", "torchrun"], "MASTER_ADDR not set: start this process with torchrun"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_hosts_are_waited_for(capsys, flags, said):
-    assert said in refusal(capsys, *flags)
+def test_invalid_flags_are_refused_before_waiting_for_hosts(capsys, flags, reason):
+    assert reason in refusal(capsys, *flags)
 
 
-def test_without_ray_the_way_to_it_is_said(capsys, monkeypatch):
+def test_missing_ray_names_the_extra(capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     assert "exkv[ray]" in refusal(capsys, "--cluster", "ray")
 
 
-def test_an_address_that_is_in_use_is_named(capsys):
+def test_address_in_use_is_reported(capsys):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -57,9 +57,9 @@ def test_an_address_that_is_in_use_is_named(capsys):
         assert "Address already in use" in refusal(capsys, "--cluster", address, "--hosts", "b")
 
 
-def test_hosts_that_are_not_those_that_joined_are_named(monkeypatch):
-    came = SimpleNamespace(names=["driver", "c"], close=lambda: None)
-    monkeypatch.setattr(hosts, "_gathered", lambda address, named: came)
+def test_other_hosts_than_named_are_reported(monkeypatch):
+    joined = SimpleNamespace(names=["driver", "c"], close=lambda: None)
+    monkeypatch.setattr(hosts, "_gather", lambda address, named: joined)
     args = argparse.Namespace(cluster="127.0.0.1:1", hosts=["b"])
-    with pytest.raises(ValueError, match="--hosts names b, and these have joined: c"):
+    with pytest.raises(ValueError, match="--hosts names b, but these joined: c"):
         hosts.model_kind(args)

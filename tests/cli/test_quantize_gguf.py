@@ -1,4 +1,4 @@
-"""``exkv quantize IN OUT.gguf`` writes ggml's types, and gguf-py reads what is meant."""
+"""``exkv quantize IN OUT.gguf`` writes ggml's types, which gguf-py reads as the same values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _matrix(rows, inputs):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_blocks_are_to_gguf_py_what_they_are_meant_to_be_and_lose_less_by_moments(name):
+def test_blocks_match_gguf_py_and_calibration_loses_less(name):
     weight, root = _matrix(32, 512)
     blocks = blocks_with_factor(root, weight, name)
     type = gguf.GGMLQuantizationType[name]
@@ -46,13 +46,13 @@ def test_blocks_are_to_gguf_py_what_they_are_meant_to_be_and_lose_less_by_moment
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("fill", [0.0, 1e-3, -5.0])
-def test_blocks_of_one_number_are_that_number(name, fill):
+def test_blocks_of_a_constant_round_to_it(name, fill):
     weight = torch.full((2, 256), fill)
     found = values_of(blocks_with_factor(torch.eye(256), weight, name), name)
     torch.testing.assert_close(found, weight, rtol=0.03, atol=1e-7)  # halves below normal
 
 
-def test_what_cannot_be_blocks_is_refused():
+def test_unsuitable_matrices_are_refused():
     with pytest.raises(ValueError, match="576 inputs are no blocks of 256, as Q4_K has"):
         blocks_with_factor(torch.eye(576), torch.ones(1, 576), "Q4_K")
     with pytest.raises(ValueError, match="too large for Q8_0"):
@@ -72,7 +72,7 @@ def _file_of_floats(folder):
 
 
 @torch.no_grad()
-def test_a_file_has_the_bits_asked_for_and_says_what_the_floats_say(tmp_path, monkeypatch, capsys):
+def test_file_has_the_requested_bits_and_low_loss(tmp_path, monkeypatch, capsys):
     source, theirs = _file_of_floats(tmp_path)
     ids = torch.randint(7, 1280, (3, 64), generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr("exkv.cli.quantize_gguf.calibration_rows", lambda *_: ids)
@@ -80,7 +80,7 @@ def test_a_file_has_the_bits_asked_for_and_says_what_the_floats_say(tmp_path, mo
     words = ["--calibration", str(tmp_path / "text"), "--bits"]
     out = tmp_path / "out.gguf"
     assert main(["quantize", str(source), str(out), *words, "5.2"]) == 0
-    assert "bits a weight" in capsys.readouterr().out
+    assert "bits per weight" in capsys.readouterr().out
     reader = gguf.GGUFReader(out)
     of_layers = [each for each in reader.tensors if each.name.startswith("blk.")]
     matrices = [each for each in of_layers if len(each.shape) > 1]
@@ -101,7 +101,7 @@ def test_a_file_has_the_bits_asked_for_and_says_what_the_floats_say(tmp_path, mo
     for arguments, message in (
         ([str(source), str(tmp_path / "b.gguf"), *words, "4"], "in the fewest bits"),
         ([str(DEMO), str(tmp_path / "b.gguf"), *words, "5"], "convert_hf_to_gguf.py"),
-        ([str(source), str(out), *words, "5"], "is there already"),
+        ([str(source), str(out), *words, "5"], "exists already"),
         ([str(out), str(tmp_path / "b.gguf"), *words, "5"], "quantized already"),
     ):
         assert main(["quantize", *arguments]) == 2

@@ -1,9 +1,9 @@
-"""Every public name of ExLlamaV2 0.3.2, and tables that say where each went.
+"""Every public name of ExLlamaV2 0.3.2, and tables of their replacements.
 
 ``python tests/compat/exllamav2_names.py list WHEEL`` reads the published wheel without importing it
 (``pip download exllamav2==0.3.2 --no-deps``), and writes the names to the file beside this one;
-``... tables`` prints what ``docs/conf.py`` puts behind the text of ``docs/exllamav2-names.md`` when
-the pages are built, from that file and from what exkv has.
+``... tables`` prints what ``docs/conf.py`` appends to ``docs/exllamav2-names.md`` when
+the pages are built, from that file and from exkv.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from exkv.compat import exllamav2
 from exkv.compat.exllamav2 import generator
 from exkv.compat.exllamav2.config import WITHOUT_EFFECT
-from exkv.compat.exllamav2.gone import Gone, instead_of
+from exkv.compat.exllamav2.missing import Placeholder, instead_of
 from exkv.compat.exllamav2.serving import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,12 +30,12 @@ DEMO = ROOT / "examples" / "demo-model"
 HERE = "the same"
 
 
-# The names there ------------------------------------------------------------------------------
+# ExLlamaV2's names ----------------------------------------------------------------------------
 
 
 def read_wheel(wheel: Path) -> dict[str, dict[str, Any]]:
-    """``modules``: dotted module -> its public names; ``classes``: of those that a package
-    exports, class -> its public members, those of a class within as ``Class.Within``."""
+    """``modules``: dotted module -> its public names; ``classes``: exported class -> its public
+    members, with nested classes as ``Class.Nested``."""
     trees = {}
     with zipfile.ZipFile(wheel) as archive:
         for file in sorted(name for name in archive.namelist() if name.endswith(".py")):
@@ -97,7 +97,7 @@ def classes_of(tree: ast.Module) -> dict[str, ast.ClassDef]:
 def members(
     node: ast.ClassDef, name: str, beside: dict[str, ast.ClassDef]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Methods, fields, what the constructor sets, and the same of bases in the same module."""
+    """Methods, fields and attributes set by the constructor, also of bases in the same module."""
     found: set[str] = set()
     for part in body(node, beside):
         if isinstance(part, ast.ClassDef):
@@ -112,7 +112,7 @@ def members(
 
 
 def body(node: ast.ClassDef, beside: dict[str, ast.ClassDef]) -> Iterator[ast.stmt]:
-    """What is in a class and in its bases, as far as they are beside it."""
+    """The statements of a class and of its bases in the same module."""
     yield from node.body
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id in beside:
@@ -130,11 +130,11 @@ def set_on_self(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[st
             yield node.attr
 
 
-# Where they went ------------------------------------------------------------------------------
+# Replacements ---------------------------------------------------------------------------------
 
 
 def living() -> dict[str, Any]:
-    """An object of each class that is here, over the demo model, by the class's name."""
+    """Class name -> an object of it over the demo model, for each class that exkv has."""
     config = exllamav2.ExLlamaV2Config(DEMO)
     model = exllamav2.ExLlamaV2(config)
     model.load()
@@ -156,7 +156,7 @@ def living() -> dict[str, Any]:
 
 
 def dynamic(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Objects of the dynamic generator, of its jobs in a queue, and of filters."""
+    """Objects of the dynamic generator, its jobs and its filters, by class name."""
     ids = tokenizer.encode("Anna")
 
     def in_queue() -> list[Any]:
@@ -183,29 +183,29 @@ def dynamic(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def where_is_member(living: dict[str, Any], kind: str, name: str) -> str | None:
-    """What to say of a member: :data:`HERE`, or what to use instead; None where that is missing."""
-    said = instead_of(f"{kind}.{name}")
+    """:data:`HERE` or advice for a member; None if there is neither."""
+    advice = instead_of(f"{kind}.{name}")
     if kind not in living or not hasattr(living[kind], name):
-        return said
+        return advice
     if kind == "ExLlamaV2Config" and name in WITHOUT_EFFECT:
         return f"without effect: {WITHOUT_EFFECT[name]}"
-    return f"may be off only: {said}" if said and kind.endswith("Settings") else HERE
+    return f"must be off: {advice}" if advice and kind.endswith("Settings") else HERE
 
 
 def where_is(module: str, name: str) -> str | None:
-    """The same of a name of a module."""
+    """:data:`HERE` or advice for a name of a module."""
     there = module.partition(".")[2]
     if there in MODULES:
         ours = importlib.import_module(f"{exllamav2.__name__}.{MODULES[there]}".rstrip("."))
         if name in vars(ours):
             found = vars(ours)[name]
-            absent = isinstance(found, type) and issubclass(found, Gone)
+            absent = isinstance(found, type) and issubclass(found, Placeholder)
             return instead_of(name) if absent else HERE
     return instead_of(name) or instead_of(f"{module}.{name}")
 
 
 def tables() -> str:
-    """Where every name went, as Markdown."""
+    """All names with their replacements, as Markdown."""
     objects, names = living(), json.loads(NAMES.read_text())
     lines = ["## Classes that packages export"]
     for kind, found in sorted(names["classes"].items()):
@@ -219,12 +219,12 @@ def tables() -> str:
 
 
 def table(places: dict[str, str | None]) -> list[str]:
-    """Names with the same place in one row, those that are here first."""
+    """One row per replacement, with all its names; unchanged names come first."""
     by_place: dict[str, list[str]] = {}
     for name, place in sorted(places.items(), key=lambda pair: (pair[1] != HERE, pair[0])):
         by_place.setdefault(place or "MISSING", []).append(f"`{name}`")
     rows = [f"| {', '.join(found)} | {place} |" for place, found in by_place.items()]
-    return ["| Name | Here |", "|---|---|", *rows] if rows else ["Nothing that is public."]
+    return ["| Name | Here |", "|---|---|", *rows] if rows else ["No public names."]
 
 
 def main(argv: list[str]) -> None:

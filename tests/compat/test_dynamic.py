@@ -1,4 +1,4 @@
-"""The dynamic generator of ExLlamaV2's name: its texts beside the base generator's, its results."""
+"""ExLlamaV2's dynamic generator: its results, and its texts compared with the base generator's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parts():
 
 @pytest.fixture(scope="module")
 def texts(parts):
-    """What the base generator says, to its end or twelve tokens."""
+    """The base generator's texts of up to twelve tokens."""
     model, tokenizer = parts
     base = ExLlamaV2BaseGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), tokenizer)
     return [base.generate_simple(each, GREEDY, 12, completion_only=True) for each in PROMPTS]
@@ -62,13 +62,19 @@ def generator(parts):
     made.exkv.close()
 
 
+def asynchronous(parts):
+    model, tokenizer = parts
+    cache = ExLlamaV2Cache(model, max_seq_len=512)
+    return ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+
+
 def job(parts, prompt=PROMPTS[0], most=12, **options):
     options = {"gen_settings": GREEDY, **options}
     return ExLlamaV2DynamicJob(parts[1].encode(prompt), most, **options)
 
 
 def run(generator, *jobs):
-    """All results by job."""
+    """Run jobs to their end -> the results of each."""
     generator.enqueue(list(jobs))
     found = {each: [] for each in jobs}
     while generator.num_remaining_jobs():
@@ -77,7 +83,7 @@ def run(generator, *jobs):
     return [found[each] for each in jobs]
 
 
-def test_texts_are_those_of_the_base_generator(generator, texts):
+def test_texts_match_the_base_generator(generator, texts):
     call = {"max_new_tokens": 12, "gen_settings": GREEDY}
     assert generator.generate(PROMPTS, **call, completion_only=True) == texts
     shown, last = generator.generate(PROMPTS[0], **call, return_last_results=True)
@@ -85,7 +91,7 @@ def test_texts_are_those_of_the_base_generator(generator, texts):
 
 
 @pytest.mark.parametrize("proposing", ["draft_model", "use_ngram_draft"])
-def test_what_proposes_tokens_changes_none(parts, texts, proposing):
+def test_speculation_changes_no_text(parts, texts, proposing):
     model, tokenizer = parts
     options = {"use_ngram_draft": True}
     if proposing == "draft_model":
@@ -105,7 +111,7 @@ def test_what_proposes_tokens_changes_none(parts, texts, proposing):
         assert last[0]["job"].accepted_draft_tokens == last[0]["accepted_draft_tokens"]
 
 
-def test_results_have_exllamav2s_shape(parts, generator, texts):
+def test_results_have_exllamav2s_format(parts, generator, texts):
     jobs = [
         job(parts, prompt, identifier=name, return_probs=True, return_top_tokens=3)
         for name, prompt in enumerate(PROMPTS)
@@ -128,7 +134,7 @@ def test_results_have_exllamav2s_shape(parts, generator, texts):
             assert torch.equal(each["top_k_tokens"][0, :, 0], each["token_ids"][0])  # greedy
 
 
-def test_a_job_ends_by_its_conditions_and_says_by_which(parts, generator, texts):
+def test_jobs_report_the_condition_that_ended_them(parts, generator, texts):
     word = texts[0].split()[0]
     stopped, short = run(generator, job(parts, stop_conditions=[word[2:]]), job(parts, most=1))
     assert stopped[-1]["eos_reason"] == "stop_string"
@@ -144,7 +150,7 @@ def test_a_job_ends_by_its_conditions_and_says_by_which(parts, generator, texts)
     assert by_token[-1]["eos_triggering_token_str"] == tokenizer.exkv.piece_of(first)
 
 
-def test_filters_are_grammars(parts, generator):
+def test_filters_are_enforced(parts, generator):
     model, tokenizer = parts
     select = ExLlamaV2SelectFilter(model, tokenizer, ["hall", "garden"])
     any_case = ExLlamaV2SelectFilter(model, tokenizer, ["HALL"], case_insensitive=True)
@@ -159,7 +165,7 @@ def test_filters_are_grammars(parts, generator):
     assert generator.generate("Where?", 10, gen_settings=GREEDY, filters=both)[6:] == "Outside"
 
 
-def test_banned_strings_do_not_appear_and_prompts_are_healed(parts, generator, texts):
+def test_banned_strings_and_token_healing(parts, generator, texts):
     word = texts[0].split()[0]
     banned, cut, whole = run(
         generator,
@@ -176,7 +182,7 @@ def test_banned_strings_do_not_appear_and_prompts_are_healed(parts, generator, t
     assert cut[-1]["full_completion"] != whole[-1]["full_completion"]
 
 
-def test_a_settings_bias_forbids_tokens(parts, generator, texts):
+def test_bias_bans_tokens(parts, generator, texts):
     (results,) = run(generator, job(parts))
     settings = GREEDY.clone()
     settings.disallow_tokens(parts[1], [int(results[1]["token_ids"])])
@@ -184,7 +190,7 @@ def test_a_settings_bias_forbids_tokens(parts, generator, texts):
     assert other[-1]["full_completion"] != texts[0]
 
 
-def test_cancelled_jobs_say_nothing_more(parts, generator, texts):
+def test_cancelled_jobs_have_no_more_results(parts, generator, texts):
     jobs = [job(parts), job(parts)]
     generator.enqueue(jobs)
     results = generator.iterate()
@@ -198,7 +204,7 @@ def test_cancelled_jobs_say_nothing_more(parts, generator, texts):
     assert generator.num_remaining_jobs() == 0 and not generator.exkv.busy
 
 
-def test_a_cache_becomes_pages_of_its_own_kind(parts):
+def test_cache_becomes_pages_of_its_kind(parts):
     model, tokenizer = parts
     cache = ExLlamaV2Cache_Q8(model, batch_size=2, max_seq_len=256)
     before = sum(cache.exkv.nbytes().values())
@@ -207,7 +213,7 @@ def test_a_cache_becomes_pages_of_its_own_kind(parts):
     assert sum(cache.exkv.nbytes().values()) == before
     assert cache.exkv.pages.pool.pages == 2
     small = ExLlamaV2Cache(model, max_seq_len=128)
-    with pytest.raises(ValueError, match="room for 128 tokens: the dynamic generator needs 256"):
+    with pytest.raises(ValueError, match="room for 128 tokens: .* needs at least 256"):
         ExLlamaV2DynamicGenerator(model, small, tokenizer)
     assert small.exkv.pages is None
 
@@ -216,8 +222,7 @@ def test_jobs_run_in_an_event_loop(parts, texts):
     model, tokenizer = parts
 
     async def all_texts():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        made = asynchronous(parts)
 
         async def text(prompt, most):
             ids, found = tokenizer.encode(prompt), ""
@@ -238,62 +243,62 @@ def test_jobs_run_in_an_event_loop(parts, texts):
 
 
 @pytest.mark.parametrize("results", [0, 1, 3])
-def test_a_job_cancelled_from_another_task_ends_its_loop_and_gives_its_pages_back(parts, results):
-    """Before its first result, between two, and while a step runs."""
+def test_cancel_from_another_task_ends_the_loop_and_frees_pages(parts, results):
+    """Before the first result, between two, and while a step runs."""
     model, tokenizer = parts
 
     async def cancelled():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
-        ids, seen = tokenizer.encode(PROMPTS[0]), asyncio.Queue()
+        made = asynchronous(parts)
+        ids, seen = tokenizer.encode(PROMPTS[0]), []
         one = ExLlamaV2DynamicJobAsync(made, ids, 200, gen_settings=GREEDY)
         step = made.generator.iterate
 
-        def iterate():  # then steps bring this job nothing until it is cancelled
-            return step() if seen.qsize() < results or one.cancelled else []
+        def iterate():  # after that, no results until the job is cancelled
+            return step() if len(seen) < results or one.cancelled else []
 
         made.generator.iterate = iterate
 
         async def read():
             async for result in one:
-                seen.put_nowait(result)
+                seen.append(result)
 
         reading = asyncio.create_task(read())
-        while seen.qsize() < results:
+        while len(seen) < results:
             await asyncio.sleep(0)
-        await asyncio.sleep(0)  # it waits for the next one
+        await asyncio.sleep(0)  # it now waits for the next result
         await one.cancel()
         await asyncio.wait_for(reading, 60)
         await asyncio.wait_for(made.close(), 60)
         pool = made.generator.exkv.pool
         assert (pool.available, made.generator.exkv.busy) == (pool.pages, False)
+        assert not made.jobs and not any(each["eos"] for each in seen)
         made.generator.exkv.close()
 
     asyncio.run(cancelled())
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "error"),
     [
-        ({"embeddings": [1]}, "takes no embeddings here"),
+        ({"embeddings": [1]}, "doesn't take embeddings"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
-        ({"most": 3000}, "and max_new_tokens 3000, and max_seq_len is"),
+        ({"most": 3000}, "and max_new_tokens 3000, but max_seq_len is"),
     ],
 )
-def test_what_jobs_do_not_take_is_refused(parts, generator, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_jobs_are_refused(parts, generator, options, error):
+    with pytest.raises(ValueError, match=error):
         generator.enqueue(job(parts, **options))
     assert generator.num_remaining_jobs() == 0
     with pytest.raises(TypeError, match="stop_condition"):
         job(parts, stop_condition=[])
     with pytest.raises(ValueError, match="a job of 2 prompts"):
         ExLlamaV2DynamicJob([torch.tensor([[3]])] * 2, 4)
-    with pytest.raises(ValueError, match="a job of 1 prompts, and settings.cfg_scale 2"):
+    with pytest.raises(ValueError, match="a job of 1 prompts with settings.cfg_scale 2"):
         job(parts, gen_settings=ExLlamaV2Sampler.Settings.greedy(cfg_scale=2.0))
 
 
 @pytest.mark.parametrize("scale", [1.7, 1.0])
-def test_pairs_of_prompts_are_guided(parts, generator, scale):
+def test_guidance_matches_exkvs_generate(parts, generator, scale):
     model, tokenizer = parts
     settings = ExLlamaV2Sampler.Settings.greedy(cfg_scale=scale)
     ids = [tokenizer.encode(each) for each in PROMPTS[:2]]
@@ -308,7 +313,7 @@ def test_pairs_of_prompts_are_guided(parts, generator, scale):
     assert guided.handle.tokens == expected[0, ids[0].shape[1] :].tolist()
 
 
-def test_a_pair_in_a_call_is_a_job_of_two_prompts(parts, generator):
+def test_generate_takes_pairs_of_prompts(parts, generator):
     tokenizer, scales = parts[1], [-1.0, 0.0, 0.5, 1.0, 2.0]
     settings = [ExLlamaV2Sampler.Settings.greedy(cfg_scale=scale) for scale in scales]
     pair = (PROMPTS[0], PROMPTS[1])
@@ -321,7 +326,7 @@ def test_a_pair_in_a_call_is_a_job_of_two_prompts(parts, generator):
     assert generator.generate(pair, 6, gen_settings=settings[3]) == PROMPTS[0] + texts[3]
 
 
-# What ends a job ------------------------------------------------------------------------------
+# Ends of jobs ---------------------------------------------------------------------------------
 
 
 def chat(parts, **options):
@@ -329,7 +334,7 @@ def chat(parts, **options):
     return ExLlamaV2DynamicJob(ids, 30, **{"gen_settings": GREEDY, **options})
 
 
-def test_nothing_ends_a_job_but_its_conditions(parts, generator):
+def test_only_stop_conditions_end_a_job(parts, generator):
     end = parts[1].eos_token_id
     on, ended = run(generator, chat(parts), chat(parts, stop_conditions=[end, None]))
     assert on[-1]["eos_reason"] == "max_new_tokens" and on[-1]["new_tokens"] == 30
@@ -339,7 +344,7 @@ def test_nothing_ends_a_job_but_its_conditions(parts, generator):
 
 
 @pytest.mark.parametrize("least", [1, 9, 20])
-def test_no_condition_ends_a_job_before_its_least_tokens(parts, generator, least):
+def test_min_new_tokens_is_enforced(parts, generator, least):
     options = {"stop_conditions": [parts[1].eos_token_id], "min_new_tokens": least}
     short, long = run(
         generator, chat(parts, **{**options, "min_new_tokens": 0}), chat(parts, **options)
@@ -353,7 +358,7 @@ def test_no_condition_ends_a_job_before_its_least_tokens(parts, generator, least
     )
 
 
-# What results have besides --------------------------------------------------------------------
+# Further entries of results -------------------------------------------------------------------
 
 
 def test_results_have_the_models_logits(parts, generator):
@@ -368,7 +373,7 @@ def test_results_have_the_models_logits(parts, generator):
     assert all(each.logits is None for each in results[-1]["job"].handle.logprobs)
 
 
-def test_a_result_says_what_was_taken_back(parts, generator, texts):
+def test_results_report_suppressed_text(parts, generator, texts):
     word = texts[0].split()[0]
     (results,) = run(generator, job(parts, banned_strings=[word.upper()]))
     taken = [each["suppressed_text"] for each in results if "suppressed_text" in each]
@@ -376,7 +381,7 @@ def test_a_result_says_what_was_taken_back(parts, generator, texts):
     assert word not in results[-1]["full_completion"]
 
 
-def test_settings_that_change_count_from_the_next_token(parts, generator, texts):
+def test_changed_settings_apply_from_the_next_token(parts, generator, texts):
     settings = GREEDY.clone()
     (first,) = run(generator, job(parts))
     tokens = [int(each["token_ids"]) for each in first if "token_ids" in each]
@@ -394,7 +399,7 @@ def test_settings_that_change_count_from_the_next_token(parts, generator, texts)
 
 
 class Alternating(ExLlamaV2Filter):
-    """Lets through two tokens in turn, and ends behind so many."""
+    """Allows two tokens alternately, and ends after ``most``."""
 
     def __init__(self, model, tokenizer, tokens, most):
         super().__init__(model, tokenizer)
@@ -412,7 +417,7 @@ class Alternating(ExLlamaV2Filter):
         return {token}, {token} if len(self.fed) + 1 == self.most else set()
 
 
-def test_a_filter_is_asked_token_by_token(parts, generator):
+def test_python_filters_are_called_for_each_token(parts, generator):
     model, tokenizer = parts
     words = [tokenizer.encode("the")[0, -1].item(), tokenizer.encode(" hall")[0, -1].item()]
     mine = Alternating(model, tokenizer, words, 5)
@@ -428,7 +433,7 @@ def test_a_filter_is_asked_token_by_token(parts, generator):
     assert text == results[-1]["full_completion"]
 
 
-def test_a_filter_goes_back_with_banned_texts(parts, generator):
+def test_filters_go_back_with_banned_texts(parts, generator):
     model, tokenizer = parts
 
     class Anything(Alternating):
@@ -442,7 +447,7 @@ def test_a_filter_goes_back_with_banned_texts(parts, generator):
     assert mine.fed == other.handle.tokens[: len(mine.fed)]
 
 
-def test_the_end_is_preferred_where_filters_let_it_through(parts, generator):
+def test_filter_prefer_eos(parts, generator):
     model, tokenizer = parts
     prefix = ExLlamaV2PrefixFilter(model, tokenizer, ["The"])
     options = {"filters": [prefix], "stop_conditions": [tokenizer.eos_token_id]}
@@ -456,7 +461,7 @@ def test_the_end_is_preferred_where_filters_let_it_through(parts, generator):
 # Several generators ---------------------------------------------------------------------------
 
 
-def test_a_second_generator_takes_over_an_idle_cache(parts, texts):
+def test_second_generator_takes_over_an_idle_cache(parts, texts):
     model, tokenizer = parts
     cache = ExLlamaV2Cache(model, max_seq_len=512)
     first = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
@@ -468,7 +473,7 @@ def test_a_second_generator_takes_over_an_idle_cache(parts, texts):
     with pytest.raises(TypeError, match="draft_cache is a NoneType") as failed:
         ExLlamaV2DynamicGenerator(model, cache, tokenizer, draft_model=model)
     second = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
-    assert failed.tb is not None  # which keeps the one that couldn't be built
+    assert failed.tb is not None  # which keeps the failed generator alive
     call = {"max_new_tokens": 12, "gen_settings": GREEDY, "completion_only": True}
     assert second.generate(PROMPTS[0], **call) == texts[0] == one.full_completion
     base = ExLlamaV2BaseGenerator(model, cache, tokenizer)
@@ -481,8 +486,8 @@ def test_a_second_generator_takes_over_an_idle_cache(parts, texts):
 
 
 @pytest.mark.parametrize("delay", [0, 0.002, 0.005, 0.01, 0.02])
-def test_a_model_is_unloaded_after_the_step_that_another_thread_makes(delay):
-    """As TabbyAPI does when a stream was dropped: cancel, unload, close."""
+def test_unload_waits_for_the_step_in_another_thread(delay):
+    """As TabbyAPI does after a dropped stream: cancel, unload, close."""
     config = ExLlamaV2Config(DEMO)
     model = ExLlamaV2(config)
     cache = ExLlamaV2Cache(model, max_seq_len=512, lazy=True)
@@ -502,32 +507,7 @@ def test_a_model_is_unloaded_after_the_step_that_another_thread_makes(delay):
     assert not model.loaded
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_a_job_that_another_task_cancels_ends_its_loop(parts, texts, steps):
-    model, tokenizer = parts
-
-    async def cancelled():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
-        ids, seen = tokenizer.encode(PROMPTS[0]), []
-        one = ExLlamaV2DynamicJobAsync(made, ids, 200, gen_settings=GREEDY)
-
-        async def read():
-            async for result in one:
-                seen.append(result)
-
-        reading = asyncio.create_task(read())
-        while len(seen) < steps:
-            await asyncio.sleep(0.001)
-        await one.cancel()
-        await asyncio.wait_for(reading, 20)
-        await made.close()
-        assert not made.jobs and not any(each["eos"] for each in seen)
-
-    asyncio.run(cancelled())
-
-
-def test_an_error_of_a_job_is_its_own(parts, texts):
+def test_failed_job_does_not_affect_others(parts, texts):
     model, tokenizer = parts
 
     class Broken(Alternating):
@@ -535,8 +515,7 @@ def test_an_error_of_a_job_is_its_own(parts, texts):
             return set(), set()
 
     async def both():
-        cache = ExLlamaV2Cache(model, max_seq_len=512)
-        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        made = asynchronous(parts)
         ids = tokenizer.encode(PROMPTS[0])
         options = {"gen_settings": GREEDY, "filters": [Broken(model, tokenizer, [], 0)]}
         broken = ExLlamaV2DynamicJobAsync(made, ids, 12, **options)

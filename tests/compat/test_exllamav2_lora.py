@@ -36,7 +36,7 @@ def made(tmp_path_factory):
     return theirs, model, ExLlamaV2Tokenizer(config), adapter
 
 
-def test_an_adapter_gives_the_merged_models_logits_as_strong_as_it_is_asked_for(made, tmp_path):
+def test_adapter_matches_the_merged_model(made, tmp_path):
     theirs, model, _, adapter = made
     cache = ExLlamaV2Cache(model, max_seq_len=64)
     loras = [ExLlamaV2Lora.from_directory(model, adapter, strength) for strength in (1.0, 0.5)]
@@ -48,7 +48,7 @@ def test_an_adapter_gives_the_merged_models_logits_as_strong_as_it_is_asked_for(
         found = model.forward(IDS, cache, loras=[lora])
         expected = merged(theirs, folder)(IDS).logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="loras has 2 adapters, and exkv runs a row through one"):
+    with pytest.raises(ValueError, match="loras has 2 adapters, but exkv runs a row through one"):
         model.forward(IDS, cache, loras=loras)
     with pytest.raises(TypeError, match="loras has a str"):
         model.forward(IDS, cache, loras="adapter")

@@ -1,4 +1,4 @@
-"""Every public name of ExLlamaV2 0.3.2 is here, or says what to use instead."""
+"""Every public name of ExLlamaV2 0.3.2 exists, or its error says what to use instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from apart import run_script
 
 from exkv.compat import exllamav2
-from exkv.compat.exllamav2.gone import ARGUMENTS, GONE, NotHere, instead_of
+from exkv.compat.exllamav2.missing import ARGUMENTS, INSTEAD, NotHere, instead_of
 from exkv.compat.exllamav2.serving import MODULES, serve
 
 LISTED = json.loads(names.NAMES.read_text())
@@ -39,14 +39,14 @@ def served(monkeypatch):
         del sys.modules[name]
 
 
-def test_the_list_is_of_the_whole_package():
+def test_list_covers_the_package():
     assert {"exllamav2", "exllamav2.generator", "exllamav2.model_init"} <= set(LISTED["modules"])
     assert "load_autosplit" in LISTED["classes"]["ExLlamaV2"]
     assert "temperature" in LISTED["classes"]["ExLlamaV2Sampler.Settings"]
     assert sum(map(len, LISTED["classes"].values())) > 700
 
 
-def test_the_tables_made_for_the_docs_have_a_place_for_every_name_and_every_link():
+def test_docs_tables_have_every_name_and_link():
     made = names.tables()
     assert "MISSING" not in made
     for owner in (*LISTED["classes"], *LISTED["modules"]):
@@ -58,46 +58,46 @@ def test_the_tables_made_for_the_docs_have_a_place_for_every_name_and_every_link
 
 
 @pytest.mark.parametrize("kind", sorted(LISTED["classes"]))
-def test_each_member_is_here_or_says_what_to_use(living, kind):
+def test_members_exist_or_name_a_replacement(living, kind):
     for name in LISTED["classes"][kind]:
-        said = names.where_is_member(living, kind, name)
-        assert said, f"{kind}.{name}"
+        advice = names.where_is_member(living, kind, name)
+        assert advice, f"{kind}.{name}"
         if kind not in living or hasattr(living[kind], name):
             continue
         with pytest.raises(AttributeError) as error:
             getattr(living[kind], name)
-        assert str(error.value).endswith(said)
+        assert str(error.value).endswith(advice)
 
 
 @pytest.mark.parametrize("module", sorted(LISTED["modules"]))
-def test_each_name_of_a_module_is_here_or_says_what_to_use(served, module):
+def test_module_names_exist_or_name_a_replacement(served, module):
     for name in LISTED["modules"][module]:
-        said = names.where_is(module, name)
-        assert said, f"{module}.{name}"
+        advice = names.where_is(module, name)
+        assert advice, f"{module}.{name}"
         line = f"from {module} import {name}"
         try:
             exec(line, found := {})
         except ImportError as error:
-            assert str(error).endswith(said), line
+            assert str(error).endswith(advice), line
         else:
-            if said != names.HERE:
+            if advice != names.HERE:
                 with pytest.raises(NotHere, match="exkv has no") as refusal:
                     found[name]()
-                assert str(refusal.value).endswith(said)
+                assert str(refusal.value).endswith(advice)
 
 
-def test_no_sentence_is_for_a_name_that_is_not_there():
+def test_every_pattern_matches_a_name():
     listed = [
         name
         for group in LISTED.values()
         for owner, found in group.items()
         for name in (owner, *found, *(f"{owner}.{each}" for each in found))
     ]
-    unused = [each for each in GONE if not any(fnmatchcase(name, each) for name in listed)]
+    unused = [each for each in INSTEAD if not any(fnmatchcase(name, each) for name in listed)]
     assert unused == []
 
 
-def test_a_misspelt_name_is_no_name_of_theirs(served):
+def test_misspelt_names_get_no_advice(served):
     assert instead_of("ExLlamaV2Config.max_sequence") is None
     assert instead_of("ExLlamaV2Sampler.Settings.temprature") is None
     with pytest.raises(ImportError, match="did you mean 'ExLlamaV2Cache'"):
@@ -112,14 +112,14 @@ def test_a_misspelt_name_is_no_name_of_theirs(served):
         "ExLlamaV2VisionTower()",
     ],
 )
-def test_a_name_without_anything_behind_it_can_be_imported_and_not_used(line):
-    with pytest.raises(NotHere, match="exkv has no ExLlamaV2VisionTower: exkv runs the text"):
+def test_placeholders_can_only_be_imported(line):
+    with pytest.raises(NotHere, match="exkv has no ExLlamaV2VisionTower: exkv runs only the text"):
         exec(line, {"ExLlamaV2VisionTower": exllamav2.ExLlamaV2VisionTower})
     assert not isinstance(3, exllamav2.ExLlamaV2VisionTower)
 
 
-def test_each_argument_that_is_refused_says_what_to_use():
-    assert all(len(said) > 20 for said in ARGUMENTS.values())
+def test_refused_arguments_name_a_replacement():
+    assert all(len(advice) > 20 for advice in ARGUMENTS.values())
 
 
 # import exllamav2 -----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def run(*arguments: object) -> CompletedProcess[str]:
     return run_script("-m", "exkv.compat.exllamav2", *arguments)
 
 
-def test_a_script_is_served_unchanged(tmp_path):
+def test_script_runs_unchanged(tmp_path):
     (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -145,16 +145,16 @@ def test_a_script_is_served_unchanged(tmp_path):
     assert (found.returncode, found.stdout) == (0, "0.3.2 beside -m x\n"), found.stderr
 
 
-def test_what_goes_wrong_is_said_in_a_line(tmp_path):
+def test_errors_are_reported_in_one_line(tmp_path):
     assert "usage: python -m exkv.compat.exllamav2" in run().stderr
-    assert run(tmp_path / "none.py").stderr == f"{tmp_path / 'none.py'} is no file\n"
+    assert run(tmp_path / "none.py").stderr == f"{tmp_path / 'none.py'} is not a file\n"
     script = tmp_path / "script.py"
     script.write_text("from exllamav2.attn import ExLlamaV2Attention as A\nisinstance(1, A)\nA()\n")
-    said = "line 3, in <module>.*exkv has no ExLlamaV2Attention: it belongs to ExLlamaV2's insides"
-    assert re.search(said, run(script).stderr, re.S)
+    advice = "line 3, in <module>.*exkv has no ExLlamaV2Attention: it is internal to ExLlamaV2"
+    assert re.search(advice, run(script).stderr, re.S)
 
 
-def test_an_installation_is_found_and_its_flags_are_refused(served):
+def test_distribution_is_found_and_flags_are_refused(served):
     assert importlib.metadata.version("exllamav2") == "0.3.2"
     assert importlib.util.find_spec("exllamav2") and importlib.util.find_spec("exllamav2.generator")
     assert "exllamav2" not in {each.name for each in importlib.metadata.distributions(name="torch")}
@@ -163,7 +163,7 @@ def test_an_installation_is_found_and_its_flags_are_refused(served):
         bool(found["has_flash_attn"])
 
 
-def test_an_exllamav2_that_is_imported_already_is_not_replaced(monkeypatch):
+def test_imported_exllamav2_is_not_replaced(monkeypatch):
     monkeypatch.setitem(sys.modules, "exllamav2", json)
-    with pytest.raises(ImportError, match="is imported already"):
+    with pytest.raises(ImportError, match="is already imported"):
         serve()

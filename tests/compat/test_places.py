@@ -1,4 +1,4 @@
-"""Splits, device maps and memory over simulated devices, in ExLlamaV2's words."""
+"""Splits, device maps and memory over simulated devices, through ExLlamaV2's interface."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names():
 
 
 def places(folder, split):
-    """Where layers and the cache are, and a few tokens, with the cache built before or after."""
+    """Placement and a few tokens, with the cache built before or after the load."""
     return [placed(folder, split, *way) for way in product(("before", "after"), (False, True))]
 
 
@@ -47,8 +47,8 @@ def placed(folder, split, order, lazy):
 
 
 @pytest.mark.parametrize("split", [[0.005, 1], [0, 1], []])
-def test_a_split_is_of_weights_wherever_the_cache_comes_from(folder, split):
-    """The caches take more than the first share of the split, which doesn't count them."""
+def test_split_excludes_caches(folder, split):
+    """The caches exceed the first share of the split, which doesn't include them."""
     found = run_sim(places, "16M,64M", args=[folder, split])
     assert len(found) == 4 and all(each == found[0] for each in found)
     first = found[0][1][0]
@@ -73,13 +73,13 @@ def mapped(folder):
     return [*first, *second, free, cache.footprint()]
 
 
-def test_a_device_map_places_layers_and_a_load_places_them_anew(folder):
+def test_load_replaces_a_device_map(folder):
     cache_map, left, loaded, taken, devices, then, same, free, bytes_left = run_sim(
         mapped, "16M,64M", args=[folder]
     )
     assert sorted(set(cache_map.values())) == ["sim:0", "sim:1"]
     assert 0 <= left[0] < 0.005 and 0.9 < left[1] < 1
-    assert not loaded and 0 < taken < 2**20  # the cache alone
+    assert not loaded and 0 < taken < 2**20  # only the cache
     assert devices == ["sim:1"] and then
     assert same
     assert free == [0, 0] and not any(bytes_left)
@@ -105,11 +105,11 @@ def too_much(folder):
     return [errors, [torch.accelerator.memory_allocated(i) for i in range(2)], kept.footprint()]
 
 
-def test_what_does_not_fit_is_said_and_leaves_nothing(folder):
+def test_failed_loads_are_reported_and_leave_nothing(folder):
     (beside, tight, many, later), free, left = run_sim(too_much, "16M,64M", args=[folder])
-    for said in (beside, tight, later):
-        assert said.startswith("PlacementError: ")
-        assert "out of memory" in said and "Insufficient VRAM" in said  # what scripts search
+    for error in (beside, tight, later):
+        assert error.startswith("PlacementError: ")
+        assert "out of memory" in error and "Insufficient VRAM" in error  # searched by scripts
     assert "sim:0" in beside
     assert many == "ValueError: gpu_split names 3 devices, and there are 2: sim:0, sim:1"
     assert free == [0, 0] and not any(left)
@@ -129,5 +129,5 @@ def asked_of_cuda() -> list[object]:
 
 
 @pytest.mark.parametrize(("devices", "count"), [("", 1), ("8M,8M,8M", 3)])
-def test_scripts_may_ask_cuda_where_there_is_none(devices, count):
+def test_stand_in_for_cuda(devices, count):
     assert run_sim(asked_of_cuda, devices) == [False, [[8, 0]] * count]

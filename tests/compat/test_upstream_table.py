@@ -1,4 +1,4 @@
-"""docs/from-exllamav2.md says of ExLlamaV2's scripts what ``make upstream`` expects of them."""
+"""docs/from-exllamav2.md says about ExLlamaV2's scripts what ``make upstream`` expects."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ ROW = re.compile(r"^\| (\(top\)|examples[a-z/]*) \| (.*) \| (.*) \|$", re.MULTIL
 
 
 def listed() -> dict[str, str]:
-    """Script -> what the page says of it: "runs", or how it is refused."""
-    said = {}
+    """Script -> its outcome on the page: "runs", or how it is refused."""
+    outcomes = {}
     for folder, scripts, outcome in ROW.findall(PAGE.read_text()):
         word = "runs" if outcome.startswith("run") else outcome
         names = re.findall(r"`(\w+)`", scripts)
-        said |= {name if folder == "(top)" else f"{folder}/{name}": word for name in names}
-    return said
+        outcomes |= {name if folder == "(top)" else f"{folder}/{name}": word for name in names}
+    return outcomes
 
 
-def test_the_page_lists_every_script_that_is_run_and_what_it_does():
+def test_page_lists_every_script_and_its_outcome():
     expected = {}
     for name, example in upstream.EXAMPLES.items():
-        expected[name.split(" ")[0]] = upstream.said_of(example, "").replace("refuses", "refused")
+        outcome = upstream.outcome_of(example, "").replace("refuses", "refused")
+        expected[name.split(" ")[0]] = outcome
     assert listed() == expected

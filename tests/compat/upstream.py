@@ -1,12 +1,12 @@
-"""Runs ExLlamaV2's own examples and TabbyAPI on exkv, from checkouts of those repositories.
+"""Run ExLlamaV2's own examples and TabbyAPI on exkv, from checkouts of those repositories.
 
 ``make upstream UPSTREAM=DIR`` runs ``python tests/compat/upstream.py DIR``, where DIR has
 ``exllamav2`` (turboderp-org/exllamav2 at da07fac) and ``tabbyAPI`` (theroyallab/tabbyAPI, branch
-exl2-checkpoint), or one of them. Names behind DIR, those of :data:`EXAMPLES` or ``tabbyAPI``,
-run these alone. It prints what each did, and fails if one failed.
+exl2-checkpoint), or one of them. Further arguments, names of :data:`EXAMPLES` or ``tabbyAPI``,
+restrict the run to these. It prints each outcome, and fails if one failed.
 
-A script runs as it is, but for paths of models and the sizes in :data:`EXAMPLES`: the demo model
-is small, and has another tokenizer. What is asked of TabbyAPI is in ``upstream_tabby.py``.
+Scripts run unchanged except for paths of models and the sizes in :data:`EXAMPLES`: the demo model
+is small, and has another tokenizer. TabbyAPI's requests are in ``upstream_tabby.py``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _CHAT = "Anna put the key in the kitchen. Where is the key?\nWhere is the key?\n
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """How a script is run, and what it must do.
+    """How to run a script, and its expected outcome.
 
     Attributes:
-        sizes: text -> what stands in its place.
+        sizes: pairs of a text and its replacement.
         prints: patterns of its output.
-        ends: pattern of the last line of an error that it ends with; "" for none.
-        devices: simulated ones.
-        writes_json: by a model that ends strings and lists, as the demo model doesn't.
+        ends: pattern of the last line of the error that ends it; "" for none.
+        devices: simulated devices.
+        writes_json: use a model that ends strings and lists, unlike the demo model.
     """
 
     arguments: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Example:
 _TURNS: dict[str, Any] = {"typed": _CHAT, "ends": "EOFError"}
 _MODEL = ("-m", "MODEL", "-gs", "auto")
 _NO_TENSOR_PARALLELISM = "exkv keeps each layer on one device"
-_NO_IMAGES = "exkv runs the text part of a model only"
+_NO_IMAGES = "exkv runs only the text part of a model"
 
 EXAMPLES: dict[str, Example] = {
     "examples/bulk_inference": Example(
@@ -122,8 +122,8 @@ EXAMPLES: dict[str, Example] = {
 
 
 def environment() -> str:
-    """The Python of an environment in ``build/``: what the programs need, at the versions pinned,
-    and behind that what this one has, with its torch."""
+    """The Python of an environment in ``build/``: the programs' requirements, pinned, followed by
+    this environment's packages, including torch."""
     folder = ROOT / "build" / "upstream"
     python, wanted = (
         folder / "bin" / "python",
@@ -142,7 +142,7 @@ def environment() -> str:
 
 
 def prepared(folder: Path) -> tuple[Path, Path]:
-    """The demo model for long prompts, and an adapter of it."""
+    """The demo model with more positions, and an adapter for it."""
     sys.path.insert(0, str(ROOT / "tests"))
     from adapters import write_adapter
 
@@ -157,12 +157,12 @@ def prepared(folder: Path) -> tuple[Path, Path]:
     return model, write_adapter(folder / "adapter", sizes)
 
 
-#: What a JSON text that is to end soon goes on with -> its logit.
+#: Token of a JSON text that ends soon -> its logit.
 _ENDS = {'"': 16.0, "}": 15.0, "]": 14.0, ",": 12.0, ":": 12.0, **dict.fromkeys("0123456789", 6.0)}
 
 
 def write_model_of_json(folder: Path, config: dict[str, Any]) -> None:
-    """A model with the demo model's tokenizer that prefers the same tokens at every place."""
+    """Write a model with the demo model's tokenizer and the same logits at every position."""
     import torch
     from safetensors.torch import save_file
 
@@ -189,7 +189,7 @@ def write_model_of_json(folder: Path, config: dict[str, Any]) -> None:
 
 
 def copied(source: Path, folder: Path, model: Path, adapter: Path) -> Path:
-    """ExLlamaV2's examples with paths of models that are here, and a data set of twelve prompts."""
+    """Copy ExLlamaV2's examples, with paths of our models and a data set of twelve prompts."""
     copy = folder / "exllamav2"
     shutil.copytree(source, copy)
     for script in copy.rglob("*.py"):
@@ -206,7 +206,7 @@ def copied(source: Path, folder: Path, model: Path, adapter: Path) -> Path:
 
 
 def run(python: str, copy: Path, model: Path, name: str, example: Example) -> str:
-    """What is wrong with a script's run; "" for nothing."""
+    """Run a script -> what went wrong; "" for nothing."""
     script = copy / f"{name.split(' ')[0]}.py"
     text = before = script.read_text()
     for old, new in example.sizes:
@@ -249,17 +249,17 @@ def wrong(example: Example, done: subprocess.CompletedProcess[str]) -> str:
 
 
 def tabby(python: str, checkout: Path) -> str:
-    """What is wrong with TabbyAPI's answers; "" for nothing. They are printed."""
+    """Run TabbyAPI and print its answers -> what went wrong; "" for nothing."""
     script = Path(__file__).with_name("upstream_tabby.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, script, checkout, DEMO], env=env, timeout=_SECONDS)
     return "" if done.returncode == 0 else f"it ended with {done.returncode}"
 
 
-def said_of(example: Example, said: str) -> str:
-    """A line for the table."""
-    if said:
-        return f"FAILED: {said.strip().splitlines()[-1]}"
+def outcome_of(example: Example, problem: str) -> str:
+    """A script's entry in the table."""
+    if problem:
+        return f"FAILED: {problem.strip().splitlines()[-1]}"
     return f"refuses: {example.ends}" if example.ends and not example.typed else "runs"
 
 
@@ -280,11 +280,11 @@ def main(argv: list[str]) -> None:
         for name in names if copy else ():
             assert copy is not None
             started = time.monotonic()
-            said = run(python, copy, model, name, EXAMPLES[name])
-            line = said_of(EXAMPLES[name], said)
+            problem = run(python, copy, model, name, EXAMPLES[name])
+            line = outcome_of(EXAMPLES[name], problem)
             print(f"{name:42} {time.monotonic() - started:6.1f} s  {line}", flush=True)
-            print(said, end="\n" if said else "", file=sys.stderr, flush=True)
-            failed += [name] if said else []
+            print(problem, end="\n" if problem else "", file=sys.stderr, flush=True)
+            failed += [name] if problem else []
     if checkout.is_dir() and (not chosen or "tabbyAPI" in chosen) and tabby(python, checkout):
         failed.append("tabbyAPI")
     sys.exit(f"{len(failed)} failed: {', '.join(failed)}" if failed else 0)

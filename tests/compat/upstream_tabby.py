@@ -1,8 +1,8 @@
 """TabbyAPI on exkv, from a checkout, driven by the openai client: for ``upstream.py``.
 
 Run by the Python of its environment: ``python upstream_tabby.py CHECKOUT MODEL``. It starts
-``main.py`` unchanged over two simulated devices, asks it what its users ask, and prints a line for
-each question; it fails if one is answered wrongly.
+``main.py`` unchanged on two simulated devices, sends it typical requests, and prints a line for
+each; it fails if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(checkout: Path, model: Path) -> Iterator[str]:
-    """The address of a server with this model in its folder of models."""
+    """Start a server with this model in its folder of models -> its address."""
     with tempfile.TemporaryDirectory() as place:
         home, port = Path(place) / "tabbyAPI", free_port()
         shutil.copytree(checkout, home)
@@ -78,7 +78,7 @@ def wait_for(address: str, server: subprocess.Popen[bytes]) -> None:
 
 
 class Asked:
-    """What is asked; each method says what came, or raises AssertionError."""
+    """The requests; each method returns a summary of the answer, or raises AssertionError."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -110,13 +110,13 @@ class Asked:
         assert found.message.content == _ANSWER, found
         places = [] if found.logprobs is None else found.logprobs.content
         assert all(each.logprob <= 0 for each in places), places
-        return f"{len(places)} places" if places else "computed; TabbyAPI's backend hands none on"
+        return f"{len(places)} places" if places else "computed; TabbyAPI returns none"
 
     def json_schema(self) -> str:
         kind = {"type": "string", "enum": ["kitchen", "hall"]}
         schema = {"type": "object", "properties": {"place": kind}, "required": ["place"]}
         once = {"json_schema": schema, "frequency_penalty": 3.0, "penalty_range": -1}
-        text = self.text(extra_body=once, max_tokens=300)  # the model would repeat blanks for ever
+        text = self.text(extra_body=once, max_tokens=300)  # or it would repeat blanks
         assert json.loads(text)["place"] in kind["enum"], text
         return json.dumps(json.loads(text))
 
@@ -131,13 +131,13 @@ class Asked:
             asked = {"ban_eos_token": True, "dry_base": 0.0, **more}
             texts.append(self.text(extra_body=asked, max_tokens=100))
         assert texts[0] == texts[1] != texts[2], texts
-        return "penalizes n tokens with a base of 0, and no more"
+        return "with a base of 0, penalizes n-grams of the allowed length only"
 
     def min_tokens(self) -> str:
         text = self.text(extra_body={"min_tokens": 30}, max_tokens=60)
         tokens = self.post("/v1/token/encode", text=text, add_bos_token=False)["length"]
         assert tokens >= 29, text
-        return f"{tokens} tokens, where 30 were the least"
+        return f"{tokens} tokens, with a minimum of 30"
 
     def completion(self) -> str:
         options = {"model": "demo", "prompt": "Anna put the key in the", "max_tokens": 12}
@@ -192,10 +192,10 @@ def main(checkout: str, model: str) -> None:
             question: Callable[[], str] = getattr(asked, name)
             begun = time.monotonic()
             try:
-                said = question()
-            except Exception as error:  # noqa: BLE001 # the others are asked all the same
-                failed, said = failed + 1, f"FAILED: {type(error).__name__}: {error}"
-            print(f"tabbyAPI: {name:32} {time.monotonic() - begun:6.1f} s  {said}", flush=True)
+                summary = question()
+            except Exception as error:  # noqa: BLE001 # the other requests are sent all the same
+                failed, summary = failed + 1, f"FAILED: {type(error).__name__}: {error}"
+            print(f"tabbyAPI: {name:32} {time.monotonic() - begun:6.1f} s  {summary}", flush=True)
         if failed:
             raise RuntimeError(f"{failed} of {len(QUESTIONS)} questions")
 

@@ -1,4 +1,4 @@
-"""``exkv plan`` of models that exkv has no file for and transformers runs."""
+"""``exkv plan`` for models that only transformers runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saved(folder, name):
 
 
 @pytest.mark.parametrize("name", ["Mamba2ForCausalLM", "BartForConditionalGeneration"])
-def test_a_model_of_transformers_is_planned_as_the_map_for_it_is(tmp_path, capsys, name):
+def test_plan_matches_plan_device_map(tmp_path, capsys, name):
     config = saved(tmp_path, name)
     call = ("--devices", "1G,1G", "--max-seq-len", 64, "--cache", "8bit", "--objective", "balance")
     status, out, err = plan(capsys, tmp_path, *call, "--json")
@@ -43,7 +43,7 @@ def test_a_model_of_transformers_is_planned_as_the_map_for_it_is(tmp_path, capsy
     assert all(ledger["weights"] and ledger["workspace"] for ledger in ledgers)
 
 
-def test_a_model_of_images_and_text_is_planned_at_its_texts_length(tmp_path, capsys):
+def test_multimodal_model_is_planned_for_text(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     text = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=320, max_position_embeddings=96)
     images = CLIPVisionConfig(**sizes, num_attention_heads=4, image_size=28, patch_size=14)
@@ -59,7 +59,7 @@ def test_a_model_of_images_and_text_is_planned_at_its_texts_length(tmp_path, cap
     assert any("vision_tower" in name for name in expected)
 
 
-def test_what_does_not_fit_or_is_not_asked_of_such_models_is_said(tmp_path, capsys, monkeypatch):
+def test_refusals_are_reported(tmp_path, capsys, monkeypatch):
     saved(tmp_path, "Mamba2ForCausalLM")
     small = ("--devices", "400K", "--margin", "0", "--allocator", "exact", "--max-seq-len", 64)
     status, out, _ = plan(capsys, tmp_path, *small)
@@ -68,8 +68,8 @@ def test_what_does_not_fit_or_is_not_asked_of_such_models_is_said(tmp_path, caps
     status, _, err = plan(capsys, tmp_path, *small, "--cache", "best")
     assert status == 2 and "--cache best: for models that exkv runs itself" in err
     status, _, err = plan(capsys, tmp_path, "--devices", "1G")
-    assert status == 2 and "--max-seq-len is needed" in err
-    for name in ("measuring", "placing"):  # an import of them fails
+    assert status == 2 and "give --max-seq-len" in err
+    for name in ("measuring", "placing"):  # make their import fail
         monkeypatch.setitem(sys.modules, f"exkv.integrations.transformers.{name}", None)
     status, _, err = plan(capsys, tmp_path, *small)
     assert status == 2 and "'Mamba2ForCausalLM' is not supported" in err

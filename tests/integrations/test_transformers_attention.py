@@ -1,4 +1,4 @@
-"""The attention "exkv" beside transformers' "eager" in float32: logits of both."""
+"""The attention "exkv" compared with transformers' "eager": logits in float32."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IDS = torch.randint(3, 300, (3, 24), generator=torch.Generator().manual_seed(2))
 
 
 def masks():
-    """No padding; padding on the left, of every row in one; and padding between two turns."""
+    """No padding; left padding, once in every row; and padding between two turns."""
     left = torch.ones_like(IDS)
     left[1, :5] = left[2, :11] = 0
     between = left.clone()
@@ -54,7 +54,7 @@ def masks():
     return {"none": torch.ones_like(IDS), "left": left, "every row": every, "between": between}
 
 
-#: Of masks, windows, soft caps and learned sinks.
+#: Models with masks, windows, soft caps and learned sinks.
 OLDER = ("soft caps and windows", "learned sinks")
 
 
@@ -69,7 +69,7 @@ def model(request):
 
 @torch.no_grad()
 def logits(model, mask, cache=None):
-    """Of real tokens: in one call, or in three with a cache."""
+    """Logits of real tokens, in one call or in three with a cache."""
     pieces = [slice(0, 24)] if cache is None else [slice(0, 16), slice(16, 23), slice(23, 24)]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     out = [
@@ -85,7 +85,7 @@ def logits(model, mask, cache=None):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "every row", "between"])
-def test_logits_are_those_of_eager(model, padding):
+def test_logits_match_eager(model, padding):
     mask = masks()[padding]
     model.set_attn_implementation("eager")
     expected = logits(model, mask, DynamicCache(config=model.config))

@@ -26,13 +26,13 @@ from exkv.cache.layer import InPlace
 from exkv.integrations.transformers import HFCache, disable, enable, resilient_generate
 from exkv.integrations.transformers.versions import SINCE_5
 
-#: Of unlike length, all longer than the tiny models' windows.
+#: Different lengths, all longer than the tiny models' windows.
 ROWS = [torch.arange(3, 43).tolist(), torch.arange(60, 27, -1).tolist()]
 NEW = 6
-#: What a kind takes in these tests, so that it rounds or forgets something.
+#: Kind -> settings with which it rounds or evicts something in these tests.
 OPTIONS = {"sliding_window": {"window_length": 16}, "sink": {"window_length": 20}}
 LOSSLESS = ("dynamic", "static", "hybrid", "offloaded", "offloaded_static", "paged")
-#: Kinds of exkv that keep one number or another, or fewer tokens, than a stock cache does.
+#: Kinds of exkv that round, or keep fewer tokens than a stock cache.
 OTHERS = ("8bit", "4bit", "2bit", "kivi", "quantized", "sliding_window", "sink")
 KINDS = (*LOSSLESS, *OTHERS)
 
@@ -55,7 +55,7 @@ def generated(model, **options):
 
 @pytest.fixture(scope="module")
 def models():
-    """Tiny models by architecture, made when they are asked for; each with attention "eager"."""
+    """Tiny models by architecture, made on demand, with the attention "eager"."""
     made = {}
 
     def model(name):
@@ -79,14 +79,14 @@ WAYS = {
 }
 
 
-#: Of them Gemma's has windows, soft caps and grouped heads.
+#: Gemma's has windows, soft caps and grouped heads.
 NAMES = ["LlamaForCausalLM", pytest.param("Gemma2ForCausalLM", marks=pytest.mark.older)]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_where_nothing_is_rounded_tokens_are_those_of_stock_caches(models, name, way):
-    """Windows, soft caps, grouped heads and left padding among them."""
+def test_lossless_kinds_match_stock_caches(models, name, way):
+    """Including windows, soft caps, grouped heads and left padding."""
     model = models(name)
     expected = generated(model, **WAYS[way])
     for implementation in ("eager", "exkv"):
@@ -99,7 +99,7 @@ def test_where_nothing_is_rounded_tokens_are_those_of_stock_caches(models, name,
         assert generated(model, **WAYS[way], **given(model, DynamicCache())) == expected
 
 
-def test_attention_of_sdpa_takes_the_caches_too(models):
+def test_sdpa_works_with_the_caches(models):
     model = models("MistralForCausalLM")
     expected = generated(model)
     model.set_attn_implementation("sdpa")
@@ -117,7 +117,7 @@ def pair(tmp_path_factory):
 
 
 def share_of_other_codes(ours, theirs) -> float:
-    """Of the bytes of codes that both caches hold, how many differ."""
+    """The share of bytes that differ among the codes that both caches hold."""
     differ = []
     for own, other in zip(ours.layers, theirs.layers, strict=True):
         for name in ("k", "v"):
@@ -127,7 +127,7 @@ def share_of_other_codes(ours, theirs) -> float:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_where_something_is_rounded_or_forgotten_tokens_are_those_of_exkvs_own_model(pair, kind):
+def test_lossy_kinds_match_exkvs_own_model(pair, kind):
     theirs, ours = pair
     cache = make_cache(kind, ours, max_seq_len=64, batch_size=2, **OPTIONS.get(kind, {}))
     call = {**padded(), "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
@@ -136,7 +136,7 @@ def test_where_something_is_rounded_or_forgotten_tokens_are_those_of_exkvs_own_m
     stored = hf_cache(theirs, kind)
     found = theirs.generate(**call, **given(theirs, stored))
     assert found.sequences.tolist() == expected.sequences.tolist()
-    # Sums in another order, which differ by 1e-6, may round a value to the next of 16.
+    # Another order of summation, which differs by 1e-6, may change a value's 4-bit code.
     others = share_of_other_codes(cache, stored) if kind in ("4bit", "quantized") else 0.0
     assert others < 0.002
     atol = 4e-3 if others else 2e-4
@@ -146,8 +146,8 @@ def test_where_something_is_rounded_or_forgotten_tokens_are_those_of_exkvs_own_m
 
 @pytest.mark.older
 @pytest.mark.parametrize("kind", ["hybrid", "kivi", "sink", "8bit"])
-def test_assisted_generation_takes_tokens_back_from_every_kind(pair, kind):
-    """Rings are put back as they were; the assistant is wrong often enough to need it."""
+def test_assisted_generation_crops_every_kind(pair, kind):
+    """Rings are restored; the assistant is wrong often enough to need that."""
     model, _ = pair
     assistant = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None, num_hidden_layers=1), seed=4)
     one = padded(ROWS[:1])
@@ -160,7 +160,7 @@ def test_assisted_generation_takes_tokens_back_from_every_kind(pair, kind):
 
 
 def looking_ahead(model, input_ids, **call):
-    """Custom code as on the Hub: of two next tokens the one after which the model is surer."""
+    """Custom code as on the Hub: choose between two tokens by the next step's confidence."""
     (name,) = given(model, None)
     cache, attention_mask = call[name], call["attention_mask"]
     rows, new = len(input_ids), input_ids
@@ -181,7 +181,7 @@ def looking_ahead(model, input_ids, **call):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_custom_generation_code_repeats_selects_and_crops(models, name):
+def test_custom_generation_repeats_selects_and_crops(models, name):
     model = models(name)
     expected = generated(model, custom_generate=looking_ahead, **given(model, DynamicCache()))
     assert expected != generated(model)
@@ -192,8 +192,8 @@ def test_custom_generation_code_repeats_selects_and_crops(models, name):
 
 
 @pytest.mark.older
-def test_a_cache_is_taken_by_both_names_under_every_version(pair):
-    """Without a warning of transformers', which would be an error here (pyproject.toml)."""
+def test_both_cache_arguments_work_in_every_version(pair):
+    """Without a warning of transformers, which would be an error (pyproject.toml)."""
     model, _ = pair
     expected = generated(model, **given(model, hf_cache(model, "8bit")))
     call = {**padded(), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -204,13 +204,13 @@ def test_a_cache_is_taken_by_both_names_under_every_version(pair):
             names = {name: hf_cache(model, "8bit") for name in ("cache", "past_key_values")}
             for name, cache in names.items():
                 assert generate(**call, **{name: cache}).tolist() == expected, name
-            with pytest.raises(ValueError, match="are the same: leave out one"):
+            with pytest.raises(ValueError, match="are the same"):
                 generate(**call, **names)
     finally:
         disable()
 
 
-def test_stock_generate_takes_the_name_before_5_24_and_warns(pair):
+def test_stock_generate_warns_about_the_older_argument(pair):
     model, _ = pair
     expected = generated(model, cache=hf_cache(model, "8bit"))
     with pytest.warns(FutureWarning, match="past_key_values.*Use `cache`"):
@@ -218,8 +218,8 @@ def test_stock_generate_takes_the_name_before_5_24_and_warns(pair):
 
 
 @pytest.mark.older
-def test_code_from_the_hub_may_have_the_older_name(pair):
-    """``generate`` itself says what it takes, not the model's ``forward``."""
+def test_custom_code_may_use_the_older_argument(pair):
+    """``generate``'s signature decides, not that of the model's ``forward``."""
 
     class OfTheHub(type(pair[0])):
         def forward(self, input_ids=None, past_key_values=None, **call):
@@ -234,7 +234,7 @@ def test_code_from_the_hub_may_have_the_older_name(pair):
 
 @pytest.mark.older
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float16", "float32")])
-def test_keys_and_values_of_unlike_dtypes_come_back_as_they_came(pair, dtypes):
+def test_different_dtypes_of_keys_and_values_are_kept(pair, dtypes):
     chance = torch.Generator().manual_seed(0)
     draw = lambda dtype: torch.randn(1, 2, 5, 32, generator=chance).to(getattr(torch, dtype))  # noqa: E731
     layer = HFCache(pair[0].config).layers[0]
@@ -247,8 +247,8 @@ def test_keys_and_values_of_unlike_dtypes_come_back_as_they_came(pair, dtypes):
 
 
 @pytest.mark.older
-def test_a_second_turn_goes_on_where_the_first_ended(pair):
-    """Chunks after the first one, with rows that were padded."""
+def test_second_turn_continues_the_cache(pair):
+    """A further chunk, with padded rows."""
     model, _ = pair
     for kind in ("8bit", "hybrid", "kivi"):
         cache = hf_cache(model, kind)
@@ -268,8 +268,8 @@ def test_a_second_turn_goes_on_where_the_first_ended(pair):
 
 
 @pytest.mark.older
-def test_enable_makes_names_of_cache_implementation_work(pair):
-    """Those that transformers removed, those that it never had, and its own as before."""
+def test_enable_adds_cache_implementations(pair):
+    """Removed names, exkv's own, and transformers' own, which are unchanged."""
     model, _ = pair
     stock = generated(model)
     enable("quantized", nbits=8)
@@ -295,7 +295,7 @@ def test_enable_makes_names_of_cache_implementation_work(pair):
         generated(model, cache_implementation="exkv")
 
 
-def test_a_compiled_model_runs_around_the_cache():
+def test_compiled_model_runs_with_the_cache():
     model = reference(llama(num_hidden_layers=1, eos_token_id=None))
     call = {"input_ids": torch.tensor([ROWS[0]]), "max_new_tokens": 4, "do_sample": False}
     expected = model.generate(**call).tolist()
@@ -308,7 +308,7 @@ def test_a_compiled_model_runs_around_the_cache():
 
 
 class Full:
-    """A call of a layer's MLP that runs out of memory at some calls."""
+    """A layer's MLP that runs out of memory at certain calls."""
 
     def __init__(self, module, at):
         self.calls, self.at = 0, at
@@ -322,8 +322,8 @@ class Full:
 
 @pytest.mark.older
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_goes_on_where_memory_runs_out(pair, beams):
-    """In the prompt and in a step: half of the layers have stored the call's tokens by then."""
+def test_resilient_generate_continues_after_out_of_memory(pair, beams):
+    """In the prompt and in a decode step, when half of the layers have stored the call's tokens."""
     model, _ = pair
     expected = generated(model, num_beams=beams)
     taken = []
@@ -341,12 +341,12 @@ def test_generation_goes_on_where_memory_runs_out(pair, beams):
     assert [step.token for step in taken] == [0, 41]
     assert sum(taken[1].after.values()) < 0.3 * sum(taken[1].before.values())
     assert cache.layers[1].store.spec.storage.keys == "int8"
-    width = len(ROWS[0]) + 2  # from then on tokens may differ
+    width = len(ROWS[0]) + 2  # from here on tokens may differ
     assert [row[:width] for row in found.tolist()][:1] == [row[:width] for row in expected][:1]
     assert "forward" not in vars(model)
 
 
-def test_out_of_steps_the_error_comes_through(pair):
+def test_error_is_raised_without_steps_left(pair):
     model, _ = pair
     full = Full(model.model.layers[0].mlp, at=range(1, 9))
     try:
@@ -359,9 +359,7 @@ def test_out_of_steps_the_error_comes_through(pair):
 
 
 @pytest.mark.parametrize("version", [None, "4.56.2", "5.19.0"])
-def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(
-    monkeypatch, version
-):
+def test_import_names_the_required_version(monkeypatch, version):
     ours = [name for name in sys.modules if name.startswith("exkv.integrations.transformers")]
     for name in ours:
         monkeypatch.delitem(sys.modules, name)
@@ -371,25 +369,25 @@ def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install
         importlib.import_module("exkv.integrations.transformers")
 
 
-def test_nothing_else_of_exkv_imports_it():
+def test_exkv_does_not_import_transformers():
     root = Path(exkv.__file__).parent
     imports = re.compile(r"^\s*(?:from|import) (?:transformers|exkv\.integrations)\b", re.M)
     files = [file for file in root.rglob("*.py") if imports.search(file.read_text())]
     others = [file.name for file in files if file.parent.name != "transformers"]
-    assert files and others == ["foreign.py"]  # the command, late
+    assert files and others == ["foreign.py"]  # the command, which imports it late
 
 
 # Cache methods ------------------------------------------------------------------------------
 
 
 def states(rows=3, tokens=40, seed=0):
-    """Keys and values of as many tokens, (B, H_kv, N, D)."""
+    """Keys and values, (B, H_kv, N, D)."""
     made = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(rows, 2, tokens, 32, generator=made) for _ in range(2))
 
 
 def filled(kind, rows=3, tokens=40, past_recorded=False, **options):
-    """A cache of two layers with these states, eight tokens a call."""
+    """A cache of two layers with these keys and values, eight tokens per call."""
     config = llama(num_hidden_layers=2)
     cache = HFCache(config, kind, **OPTIONS.get(kind, {}), **options)
     if past_recorded:
@@ -439,7 +437,7 @@ def test_rows_and_copies_of_every_kind(kind):
 @pytest.mark.older
 @pytest.mark.parametrize("kind", KINDS)
 def test_crop_and_reset_of_every_kind(kind):
-    """Tokens that are taken back, and others in their place, leave what those alone would."""
+    """After a crop, new tokens lead to the same contents as without the cropped ones."""
     cache = filled(kind, past_recorded=True)
     cache.crop(0 if SINCE_5 else 40)  # the prompt stays
     for layer in (0, 1):
@@ -462,7 +460,7 @@ def test_crop_and_reset_of_every_kind(kind):
 
 @pytest.mark.older
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_holds_every_kind(kind, tmp_path):
+def test_every_kind_round_trips_through_a_file(kind, tmp_path):
     cache, again = filled(kind), filled(kind, rows=1, tokens=8)
     cache.save(tmp_path / "cache")
     again.load(tmp_path / "cache")
@@ -472,20 +470,20 @@ def test_a_file_holds_every_kind(kind, tmp_path):
     check_same(again, cache)
 
 
-def test_a_file_of_another_cache_is_refused_by_its_name(tmp_path):
+def test_files_of_other_caches_are_refused(tmp_path):
     filled("8bit").save(tmp_path / "cache")
     with pytest.raises(ValueError, match=r"cache: its layer 0 is .*: make the cache for the same"):
         filled("4bit").load(tmp_path / "cache")
-    with pytest.raises(ValueError, match="it has 2 layers, and this cache 4"):
+    with pytest.raises(ValueError, match="it has 2 layers, but this cache has 4"):
         HFCache(llama(), "8bit").load(tmp_path / "cache")
-    with pytest.raises(ValueError, match="40 tokens, and this cache room for 16"):
+    with pytest.raises(ValueError, match="40 tokens, but this cache holds 16"):
         HFCache(llama(num_hidden_layers=2), "8bit", max_seq_len=16).load(tmp_path / "cache")
     (tmp_path / "cache").write_bytes(b"no cache")
     with pytest.raises(ValueError, match="cache: "):
         filled("8bit").load(tmp_path / "cache")
 
 
-def test_a_ring_goes_back_to_a_snapshot():
+def test_ring_goes_back_to_a_snapshot():
     cache, expected = filled("sliding_window"), filled("sliding_window")
     cache.snapshot()
     for start in (0, 16):
@@ -496,7 +494,7 @@ def test_a_ring_goes_back_to_a_snapshot():
     assert cache.snapshots == [40]
 
 
-def test_a_positive_crop_keeps_so_many_tokens_as_older_versions_did():
+def test_positive_crop_is_the_number_to_keep():
     cache = filled("8bit")
     cache.crop(16)
     check_same(cache, filled("8bit", tokens=16))
@@ -507,7 +505,7 @@ def test_a_positive_crop_keeps_so_many_tokens_as_older_versions_did():
     ("kind", "room", "options"),
     [("sliding_window", 16, {}), ("sink", 20, {}), ("kivi", 32, {"residual_length": 32})],
 )
-def test_a_layer_can_be_cropped_where_it_never_holds_more_than_its_ring(kind, room, options):
+def test_layer_within_its_ring_can_be_cropped(kind, room, options):
     fits, larger = (
         filled(kind, tokens=0, max_seq_len=size, **options) for size in (room, room + 1)
     )
@@ -520,7 +518,7 @@ def test_a_layer_can_be_cropped_where_it_never_holds_more_than_its_ring(kind, ro
     check_same(fits, filled(kind, tokens=room - 10, **options))
 
 
-def test_windows_of_caches_of_one_size_can_be_cropped_as_stock_ones():
+def test_static_windows_can_be_cropped_like_stock_ones():
     config = TINY["Gemma2ForCausalLM"]()
     for size in (config.sliding_window, config.sliding_window + 1):
         cache = HFCache(config, "hybrid", max_cache_len=size)
@@ -528,16 +526,14 @@ def test_windows_of_caches_of_one_size_can_be_cropped_as_stock_ones():
         assert cache.is_croppable == stock.is_croppable == (size == config.sliding_window)
 
 
-def test_a_ring_that_has_forgotten_says_so_when_tokens_are_taken_back():
-    with pytest.raises(ValueError, match="10 tokens can't be taken back .* last 16 tokens"):
+def test_crop_of_evicted_tokens_is_refused():
+    with pytest.raises(ValueError, match="10 tokens can't be cropped .* last 16 tokens"):
         filled("sliding_window").crop(-10)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_a_ring_in_which_a_call_failed_is_used_again_only_where_it_lacks_nothing(
-    monkeypatch, tokens
-):
-    """One token takes the place of one that nobody sees any more; four take those of others."""
+def test_ring_is_reused_after_a_failed_call_only_if_complete(monkeypatch, tokens):
+    """One token overwrites one that is no longer visible; four overwrite visible ones."""
 
     def full(self, *args):
         raise torch.OutOfMemoryError("no room")
@@ -552,12 +548,12 @@ def test_a_ring_in_which_a_call_failed_is_used_again_only_where_it_lacks_nothing
         cache.rollback(40)
         check_same(cache, filled("sliding_window"))
     else:
-        with pytest.raises(ValueError, match="4 tokens can't be taken back"):
+        with pytest.raises(ValueError, match="4 tokens can't be cropped"):
             cache.rollback(40)
 
 
 @pytest.mark.older
-def test_older_forms():
+def test_legacy_interface():
     cache = filled("dynamic")
     k, v = states()
     legacy = cache.to_legacy_cache()
@@ -574,8 +570,8 @@ def test_older_forms():
 
 
 @pytest.mark.older
-def test_memory_is_what_the_kind_takes():
-    """Growing kinds take steps of 32 tokens at first; 8.5 bits a value instead of 32."""
+def test_memory_matches_the_kind():
+    """Growing kinds begin with 32 tokens; 8 bits take 8.5 bits per value."""
     for tokens, room in ((8, 32), (33, 64)):
         floats, rounded = (filled(kind, 4, tokens).nbytes() for kind in ("dynamic", "8bit"))
         assert floats == 2 * 2 * 4 * room * 2 * 32 * 4
@@ -584,8 +580,8 @@ def test_memory_is_what_the_kind_takes():
 
 @pytest.mark.older
 @pytest.mark.parametrize("kind", ["dynamic", "4bit"])
-def test_a_step_copies_nothing_that_is_stored_and_counts_once_for_all_layers(kind):
-    """Also the one behind a prompt that would just fill the storage's steps."""
+def test_decode_step_copies_nothing_and_counts_once(kind):
+    """Also the step after a prompt that fills the storage's first step."""
     cache = HFCache(llama(num_hidden_layers=2), kind)
     for layer in range(2):
         feed(cache, 0, 32, layer, rows=2)
@@ -597,7 +593,7 @@ def test_a_step_copies_nothing_that_is_stored_and_counts_once_for_all_layers(kin
     assert cache.layers[0].rows is cache.layers[1].rows
 
 
-def test_every_kind_of_exkv_is_tried_here():
+def test_every_kind_is_tested_here():
     assert set(CACHES) - {"fp16"} <= set(KINDS)
 
 
@@ -605,16 +601,16 @@ def test_every_kind_of_exkv_is_tried_here():
 
 
 @pytest.mark.older
-def test_what_cannot_be_is_refused(models):
+def test_invalid_uses_are_refused(models):
     config = llama()
     with pytest.raises(ValueError, match="'nonsense' is none of"):
         HFCache(config, "nonsense")
     with pytest.raises(TypeError, match="QuantizedCache has no 'nbit'"):
         HFCache(config, "quantized", nbit=4)
-    with pytest.raises(ValueError, match="3 pairs of keys and values for a model of 4"):
+    with pytest.raises(ValueError, match="3 pairs of keys and values for 4"):
         HFCache.from_legacy_cache([states()] * 3, config)
     cache = filled("dynamic")
-    with pytest.raises(ValueError, match="holds 3 rows, and 1 come"):
+    with pytest.raises(ValueError, match="holds 3 rows, but the call has 1"):
         cache.update(*states(rows=1), 0)
     with pytest.raises(ValueError, match="made for 44: make it with a larger max_seq_len"):
         short = HFCache(llama(num_hidden_layers=1), "static", max_cache_len=44)
@@ -630,6 +626,6 @@ def test_what_cannot_be_is_refused(models):
     model.eval()
 
 
-def test_sinks_serve_models_that_exkv_itself_does_not_run():
+def test_sinks_work_for_models_that_exkv_does_not_run():
     config = TINY["StableLmForCausalLM"](qk_layernorm=True)
     assert HFCache(config, "sink", **OPTIONS["sink"]).get_seq_length() == 0

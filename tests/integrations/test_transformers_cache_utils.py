@@ -1,4 +1,4 @@
-"""What transformers' own ``tests/utils/test_cache_utils.py`` checks, with stock caches and exkv's.
+"""The checks of transformers' ``tests/utils/test_cache_utils.py``, with stock caches and exkv's.
 
 Written anew, with the demo model in place of downloads: what is asserted as a text there is
 compared with ``use_cache=False`` here. Its tests on accelerators (of "offloaded" by stock caches)
@@ -22,14 +22,14 @@ from exkv.integrations.transformers import HFCache, disable, enable
 from exkv.integrations.transformers.versions import BaseQuantizedLayer
 
 DEMO = "examples/demo-model"
-#: Stock caches of these need CUDA, or a package that isn't here.
+#: Stock caches of these kinds need CUDA, or a package that isn't installed.
 EXKV_ONLY = {name for name in ALL_CACHE_IMPLEMENTATIONS if "offloaded" in name} | {"quantized"}
 PROMPTS = [[1, 40, 41, 42, 43, 44], [1, 60, 61]]
 
 
 @pytest.fixture(params=["stock", "exkv"])
 def side(request):
-    """Whose caches ``generate`` and the tests make."""
+    """Whether stock caches or exkv's are tested."""
     if request.param == "exkv":
         enable(every_name=True)
     yield request.param
@@ -39,7 +39,7 @@ def side(request):
 @pytest.fixture(scope="module")
 def demo():
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
-    model.config.sliding_window = 256  # for those that slide
+    model.config.sliding_window = 256  # for sliding layers
     return model
 
 
@@ -57,14 +57,14 @@ def dynamic(side, config):
 
 
 @pytest.mark.parametrize("heads", [32, 4, 1])
-def test_a_static_cache_of_every_number_of_heads(side, heads):
+def test_static_cache_of_any_number_of_heads(side, heads):
     config = transformers.LlamaConfig(num_attention_heads=32, num_key_value_heads=heads)
     found = static(side, config, 10).update(*torch.rand((2, 1, heads, 1, 128)), 0)
     assert [tensor.shape for tensor in found] == [(1, heads, 10, 128)] * 2
 
 
 def layers(*kinds, window=4):
-    """A config of one layer of each kind, of one head of one value."""
+    """A config with one layer of each kind, with one head of width 1."""
     return transformers.Gemma2Config(
         num_hidden_layers=len(kinds), num_key_value_heads=1, num_attention_heads=1, head_dim=1,
         hidden_size=1, sliding_window=window, attention_chunk_size=window, layer_types=list(kinds),
@@ -72,14 +72,14 @@ def layers(*kinds, window=4):
 
 
 def updated(cache, layer, *values):
-    """What an update with these values returns, and what the layer holds then."""
+    """The result of an update with these values, and the layer's contents after it."""
     tokens = torch.tensor(values, dtype=torch.float32)[None, None, :, None]
     found = cache.update(tokens, tokens, layer)
     return [tensor.flatten().tolist() for tensor in (found[0], cache.layers[layer].keys)]
 
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-#: Kind, window, steps of (values, what is returned, what is stored); None where it isn't asked.
+#: Kind, window, steps of (values, returned, stored); None if it isn't checked.
 STEPS = {
     "full": (FULL, 4, [((1, 2), None, [1, 2, 0, 0]), ((3,), None, [1, 2, 3, 0]),
                        ((4,), None, [1, 2, 3, 4])]),
@@ -95,7 +95,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_a_static_layer_holds_and_returns(side, case):
+def test_static_layer_stores_and_returns(side, case):
     kind, window, steps = STEPS[case]
     cache = static(side, layers(kind, window=window), 4)
     for values, returned, stored in steps:
@@ -104,7 +104,7 @@ def test_a_static_layer_holds_and_returns(side, case):
             assert expected is None or got == expected
 
 
-def test_a_full_layer_out_of_bounds(side):
+def test_full_static_layer_is_out_of_bounds(side):
     cache = static(side, layers(FULL), 4)
     updated(cache, 0, 1, 2, 3, 4)
     with pytest.raises(IndexError):
@@ -121,7 +121,7 @@ def test_layers_of_two_kinds(side, kind):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_dynamic_cache_of_layers(side, count):
+def test_dynamic_cache_of_layers(side, count):
     cache = dynamic(side, layers(*[FULL] * count))
     for values in ((1, 2), (3,), (4,)):
         for layer in range(count):
@@ -134,7 +134,7 @@ def test_a_dynamic_cache_of_layers(side, count):
 
 
 def generated(model, prompts, *, width=6, **options):
-    """Tokens behind prompts that are padded to ``width`` on their left."""
+    """Tokens generated after prompts that are left-padded to ``width``."""
     ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     call = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
@@ -153,12 +153,12 @@ def test_generate_by_name(side, demo, name):
         out, found = generated(demo, PROMPTS, **kind, **how)
         assert isinstance(out.past_key_values, Cache)
         assert name == "quantized" or found == generated(demo, PROMPTS, use_cache=False, **how)[1]
-        if how.get("num_beams"):  # beams change places: caches were reordered
+        if how.get("num_beams"):  # beams change places: the cache was reordered
             assert any(len(set(row)) > 1 for row in out.beam_indices.tolist())
 
 
 @pytest.mark.parametrize("backend, axis", [("quanto", 0), ("HQQ", 1)])
-def test_generate_with_settings_of_a_quantized_cache(side, demo, backend, axis):
+def test_generate_with_quantized_settings(side, demo, backend, axis):
     if side == "stock":
         pytest.skip("stock caches of this kind need optimum-quanto or hqq")
     settings = {"backend": backend, "nbits": 4, "q_group_size": 16, "residual_length": 4}
@@ -169,7 +169,7 @@ def test_generate_with_settings_of_a_quantized_cache(side, demo, backend, axis):
     assert found == generated(demo, PROMPTS[:1], use_cache=False)[1]
 
 
-def test_a_cache_is_a_quantized_one_where_its_layers_are():
+def test_quantized_cache_has_quantized_layers():
     for kind in (*CACHES, "static", "quantized"):
         cache = HFCache(llama(), kind, max_seq_len=30)
         assert isinstance(cache, QuantizedCache) == isinstance(cache.layers[0], BaseQuantizedLayer)
@@ -180,7 +180,7 @@ def test_a_cache_is_a_quantized_one_where_its_layers_are():
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_export_of_a_model_with_a_static_cache_of_its_own(side, name):
+def test_export_with_a_static_cache(side, name):
     model = reference(TINY[name](eos_token_id=None))
     settings = {"batch_size": 1, "max_cache_len": 23, "device": "cpu"}
     model.generation_config = GenerationConfig(

@@ -1,4 +1,4 @@
-"""What ``isinstance`` says of an ``HFCache``'s layers, and that they keep what it promises."""
+"""``isinstance`` of an ``HFCache``'s layers, and whether they honour what it implies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from exkv.integrations.transformers import HFCache
 from exkv.integrations.transformers.versions import SINCE_5, BaseQuantizedLayer
 
 LENGTH, WINDOW = 30, 24
-#: Layers of these classes of models, by kind -> the most specific stock class.
+#: (Model class, kind) -> the most specific stock class of its layers.
 STANDS_FOR = {
     ("LlamaForCausalLM", "dynamic"): DynamicLayer,
     ("LlamaForCausalLM", "sink"): DynamicLayer,
@@ -31,14 +31,14 @@ STANDS_FOR = {
     ("MistralForCausalLM", "static"): StaticSlidingWindowLayer,
 }
 STOCK = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-#: What a stock layer's public attributes say otherwise: whether it forgets, which theirs never say,
+#: Public attributes of stock layers that differ: whether it evicts, which stock ones never say,
 #: and settings of one format.
 OTHERWISE = {"is_croppable", "fp8_dtype", "fp8_max"}
 
 
 @pytest.mark.older
 @pytest.mark.parametrize("name, kind", STANDS_FOR)
-def test_a_layer_is_of_the_class_that_it_stands_for_and_of_no_other(name, kind):
+def test_layers_are_instances_of_their_stock_class_only(name, kind):
     stands_for = STANDS_FOR[name, kind]
     for layer in HFCache(TINY[name](), kind, max_seq_len=LENGTH).layers:
         for stock in (*STOCK, BaseQuantizedLayer):
@@ -46,7 +46,7 @@ def test_a_layer_is_of_the_class_that_it_stands_for_and_of_no_other(name, kind):
 
 
 @pytest.mark.older
-def test_layers_of_one_cache_differ_as_the_models_do():
+def test_layer_classes_follow_the_model():
     config = TINY["Gemma2ForCausalLM"]()
     for kind, stock in (("hybrid", DynamicCache), ("static", StaticCache)):
         given = {"max_cache_len": LENGTH} if stock is StaticCache else {}
@@ -57,7 +57,7 @@ def test_layers_of_one_cache_differ_as_the_models_do():
 
 
 @pytest.mark.skipif(not SINCE_5, reason="4.57 has no layers with states")
-def test_layers_with_states_stand_for_those_of_stock_caches():
+def test_hybrid_layers_are_instances_of_stock_ones():
     for make in WITH_STATES.values():
         config = make()
         for kind, theirs in (
@@ -70,7 +70,7 @@ def test_layers_with_states_stand_for_those_of_stock_caches():
 
 
 def layers_with_tokens(name, kind):
-    """A layer of exkv's and the stock one for which it stands, with three tokens."""
+    """A layer of exkv's and the stock one that it replaces, with three tokens."""
     pair = torch.randn((2, 2, 2, 3, 16), generator=torch.Generator().manual_seed(0))
     if kind == "8bit":
         theirs = cache_utils.Fp8QuantizedLayer()
@@ -88,7 +88,7 @@ ALIKE = [pair for pair in STANDS_FOR if pair not in {("MistralForCausalLM", "dyn
 
 
 @pytest.mark.parametrize("name, kind", ALIKE)
-def test_a_layer_has_every_public_name_of_the_one_that_it_stands_for(name, kind):
+def test_layers_have_every_public_name_of_stock_ones(name, kind):
     ours, theirs = layers_with_tokens(name, kind)
     for attribute in {*dir(theirs)} - OTHERWISE:
         if attribute.startswith("_"):
@@ -104,7 +104,7 @@ def test_a_layer_has_every_public_name_of_the_one_that_it_stands_for(name, kind)
 
 
 @pytest.mark.parametrize("layer", ["sliding_attention", "chunked_attention"])
-def test_a_window_of_the_models_own_hands_out_what_a_stock_one_does(layer):
+def test_models_window_returns_the_same_as_a_stock_one(layer):
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     config = TINY["LlamaForCausalLM"](num_hidden_layers=1, **{sizes[layer]: 4})
     config.layer_types = [layer]
@@ -119,7 +119,7 @@ def test_a_window_of_the_models_own_hands_out_what_a_stock_one_does(layer):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exkv"])
-def test_a_model_of_chunks_gives_the_same_tokens_where_its_layers_slide(attention):
+def test_chunked_model_matches_with_sliding_layers(attention):
     model = reference(
         transformers.Llama4TextConfig(
             vocab_size=320, hidden_size=64, intermediate_size=96, intermediate_size_mlp=96,

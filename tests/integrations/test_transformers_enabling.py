@@ -1,4 +1,4 @@
-"""``enable()`` in a process in which nothing of transformers was loaded before."""
+"""``enable()`` in a process that hasn't loaded transformers before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ except ImportError:
 """
 
 
-def test_removed_classes_can_be_imported_after_a_model_was_loaded():
+def test_removed_classes_can_be_imported_after_loading():
     done = run_apart(PROGRAM)
     assert done.returncode == 0, done.stderr
     assert "exkv.integrations.transformers.named" in done.stdout and "gone" in done.stdout

@@ -33,8 +33,8 @@ def exported(model, cache, **how):
         ("MistralForCausalLM", "hybrid"),
     ],
 )
-def test_an_exported_program_takes_any_cache_and_returns_its_contents(name, kind):
-    """Without tokens and with some, whose number may differ from call to call."""
+def test_exported_program_takes_and_returns_caches(name, kind):
+    """With and without tokens, whose number may differ between calls."""
     register_export_support()
     model = model_of(name)
     stock, call = DynamicCache(config=model.config), {"input_ids": IDS, "use_cache": True}
@@ -44,7 +44,7 @@ def test_an_exported_program_takes_any_cache_and_returns_its_contents(name, kind
     assert isinstance(first.cache, HFCache)
     torch.testing.assert_close(first.logits, expected[0])
     if kind == "hybrid":
-        return  # a graph of a window is for one length, stock's, too
+        return  # a window's graph is for one length, also with stock caches
     shapes = torch.export.ShapesCollection()
     for layer in first.cache.layers:
         for tensor in (layer.keys, layer.values):
@@ -64,7 +64,7 @@ def test_an_exported_program_takes_any_cache_and_returns_its_contents(name, kind
     assert back.get_seq_length() == 3 * IDS.shape[1]
 
 
-def test_a_cache_that_a_program_could_not_go_on_from_is_refused():
+def test_unsuitable_caches_are_not_exported():
     register_export_support()
     model = model_of("MistralForCausalLM")
     cache = HFCache(model.config, "hybrid")
@@ -73,11 +73,11 @@ def test_a_cache_that_a_program_could_not_go_on_from_is_refused():
     with pytest.raises(ValueError, match="layer 0 of this cache has 12 of 16 tokens"):
         exported(model, cache)
     states = HFCache(WITH_STATES["JambaForCausalLM"]())
-    with pytest.raises(ValueError, match="whose states are no keys and values"):
+    with pytest.raises(ValueError, match="whose states aren't keys and values"):
         exported(model, states)
 
 
-def test_a_plan_takes_no_cache_apart_that_torch_could():
+def test_plans_work_after_export_registration():
     register_export_support()
     config = WITH_STATES["JambaForCausalLM"]()
     found = plan_device_map(config, max_seq_len=48, devices="9T", dtype=torch.float32)

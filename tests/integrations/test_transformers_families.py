@@ -1,4 +1,4 @@
-"""exkv's caches in encoder-decoders and in models with states of one size."""
+"""exkv's caches in encoder-decoders and in models with states of fixed size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from exkv.integrations.transformers.versions import SINCE_5
 
 NEW = 6
 IDS = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
-#: The second row is padded on the right, as encoders have it.
+#: The second row has right padding, as in encoders.
 MASK = torch.ones_like(IDS).index_put((torch.tensor(1), torch.arange(14, 20)), torch.tensor(0))
 
 
 def tiny(name):
-    """A model with weights that are large enough to make answers differ."""
+    """A model with weights that are large enough for different answers."""
     config = {**ENCODER_DECODERS, **WITH_STATES}[name]()
     torch.manual_seed(0)
     model = getattr(transformers, name)(config).eval()
@@ -48,7 +48,7 @@ def generated(model, **options):
 
 # Encoder-decoder ----------------------------------------------------------------------------
 
-#: Kinds of the decoder's own cache and of the encoder's, that round nothing.
+#: Lossless kinds of the decoder's own cache and of the encoder's.
 EXACT = [("dynamic", "dynamic"), ("offloaded", "static")]
 
 
@@ -66,7 +66,7 @@ def pair_of(model, own, cross):
 
 
 @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.older)])
-def test_tokens_of_encoder_decoders_are_those_of_stock_caches(encoder_decoder, beams):
+def test_encoder_decoders_match_stock_caches(encoder_decoder, beams):
     model, inputs = encoder_decoder
     model.set_attn_implementation("eager")
     call = {**inputs, "num_beams": beams}
@@ -79,8 +79,8 @@ def test_tokens_of_encoder_decoders_are_those_of_stock_caches(encoder_decoder, b
 
 
 @pytest.mark.older
-def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encoder_decoder):
-    """8 bits change logits by less than a hundredth of their range, and take 8.5 bits a value."""
+def test_encoder_keys_may_be_quantized(encoder_decoder):
+    """8 bits change logits by less than 1 % of their range, and take 8.5 bits per value."""
     model, inputs = encoder_decoder
     model.set_attn_implementation("exkv")
     call = {**inputs, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -94,7 +94,7 @@ def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encode
     torch.testing.assert_close(found.logits[0], exact.logits[0], rtol=0, atol=reach / 100)
     layer = rounded.cross_attention_cache.layers[0]
     stored = layer.store.spec
-    # One float16 scale for 32 values, or for a head that is smaller.
+    # One float16 scale per 32 values, or per head if that is smaller.
     values = stored.batch_size * 64 * stored.num_heads * 2
     assert layer.nbytes() == values * (stored.head_dim + 2)
 
@@ -103,12 +103,12 @@ def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encode
 
 
 @pytest.mark.older
-def test_caches_hold_states_since_5_and_before_that_is_said():
+def test_models_with_states_need_transformers_5():
     for name, config in WITH_STATES.items():
         if SINCE_5:
             assert HFCache(config()).is_linear
         else:
-            with pytest.raises(ValueError, match=rf"{name} keeps states beside .* 5\.20 or later"):
+            with pytest.raises(ValueError, match=rf"{name} has states besides .* 5\.20 or later"):
                 HFCache(config())
 
 
@@ -118,7 +118,7 @@ def with_state(request):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_tokens_of_models_with_states_are_those_of_stock_caches(with_state, beams):
+def test_models_with_states_match_stock_caches(with_state, beams):
     model = with_state
     expected = generated(model, input_ids=IDS, num_beams=beams)
     for kind in ("dynamic", "offloaded"):
@@ -150,17 +150,17 @@ def test_states_are_copied_and_follow_their_rows(with_state):
 
 
 @torch.no_grad()
-def test_a_state_that_cannot_go_back_says_so(with_state):
+def test_crop_of_recurrent_states_is_refused(with_state):
     model = with_state
     cache = HFCache(model.config, "dynamic")
     model(IDS, **given(model, cache))
-    with pytest.raises(RuntimeError, match="recurrent states, which don't go back"):
+    with pytest.raises(RuntimeError, match="recurrent states can't go back"):
         cache.crop(-1)
 
 
 @torch.no_grad()
-def test_a_snapshot_is_gone_back_to_as_often_as_one_likes_and_other_lengths_are_refused(with_state):
-    """Rings beside states, too."""
+def test_rewind_goes_back_to_snapshots_only(with_state):
+    """Also with rings besides states."""
     model = with_state
     cache = HFCache(model.config, "kivi")
     model(IDS, **given(model, cache))
@@ -185,7 +185,7 @@ def test_a_snapshot_is_gone_back_to_as_often_as_one_likes_and_other_lengths_are_
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "kivi"])
-def test_a_cache_goes_to_a_file_and_back_with_its_states(with_state, kind, tmp_path):
+def test_states_round_trip_through_a_file(with_state, kind, tmp_path):
     model = with_state
     cache, again = (HFCache(model.config, kind) for _ in range(2))
     model(IDS, **given(model, cache))
@@ -198,8 +198,8 @@ def test_a_cache_goes_to_a_file_and_back_with_its_states(with_state, kind, tmp_p
 
 
 @pytest.mark.parametrize("name", ["JambaForCausalLM", "FalconH1ForCausalLM"])
-def test_states_go_back_where_a_call_runs_out_of_memory(name):
-    """In a step whose first layers have moved their states on already."""
+def test_states_are_restored_after_out_of_memory(name):
+    """In a step whose first layers have already advanced their states."""
     model = tiny(name)
     expected = generated(model, input_ids=IDS)
     calls, taken = [], []

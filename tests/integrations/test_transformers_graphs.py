@@ -38,7 +38,7 @@ def model_of(name):
 
 
 def steps(model, cache, step):
-    """The guide's loop: the prompt outside of graphs, then tokens by a compiled step."""
+    """The guide's loop: the prompt outside of graphs, then decode steps in a graph."""
     ids = IDS
     with torch.no_grad():
         logits = model(ids, **given(model, cache)).logits
@@ -53,7 +53,7 @@ def steps(model, cache, step):
 @pytest.mark.parametrize(
     "name, attention", [("LlamaForCausalLM", "sdpa"), ("MistralForCausalLM", "exkv")]
 )
-def test_steps_of_a_static_cache_are_whole_graphs_and_as_few_as_with_a_stock_one(name, attention):
+def test_static_cache_steps_are_whole_graphs(name, attention):
     model = model_of(name)
     expected = model.generate(IDS, **GREEDY)
     model.set_attn_implementation(attention)
@@ -67,7 +67,7 @@ def test_steps_of_a_static_cache_are_whole_graphs_and_as_few_as_with_a_stock_one
     eager = HFCache(model.config, "static", max_seq_len=LENGTH)
     steps(model, eager, model)
     assert torch.equal(ours.layers[0].keys, eager.layers[0].keys)
-    with torch.no_grad():  # and on, outside of graphs and back in one
+    with torch.no_grad():  # continue outside of graphs, then in one
         for run in (model, step if SINCE_5 else model):
             found = run(IDS[:, :1], **given(model, ours))
             wanted = model(IDS[:, :1], **given(model, eager))
@@ -77,8 +77,8 @@ def test_steps_of_a_static_cache_are_whole_graphs_and_as_few_as_with_a_stock_one
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("allocated", [False, True])
 @pytest.mark.parametrize("window", [None, 4, 7, 40])
-def test_buffers_in_graphs_are_those_of_stock_static_caches(window, allocated):
-    """Of calls of any length, in graphs and outside of them by turns."""
+def test_buffers_in_graphs_match_stock_static_caches(window, allocated):
+    """With calls of any length, alternately in graphs and outside."""
     config = llama(num_hidden_layers=1, **({"sliding_window": window} if window else {}))
     config.layer_types = ["sliding_attention" if window else "full_attention"]
     ours, theirs = HFCache(config, "static", max_seq_len=24), StaticCache(config, 24)
@@ -99,7 +99,7 @@ def test_buffers_in_graphs_are_those_of_stock_static_caches(window, allocated):
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_a_prompt_in_a_graph_allocates_the_cache_there(padding):
+def test_prompt_in_a_graph_allocates_the_cache(padding):
     """Nothing of a model runs outside of graphs, and rows are as they are without one: they can be
     copied, selected and reset."""
     model = model_of("LlamaForCausalLM")
@@ -124,8 +124,8 @@ def test_a_prompt_in_a_graph_allocates_the_cache_there(padding):
     assert torch.equal(model.generate(IDS, **call, cache=cache), expected)
 
 
-def test_what_a_graph_cannot_hold_is_refused_by_those_who_asked_for_one_graph():
-    """More tokens than there is room for, and rows that were stored without their padding."""
+def test_fullgraph_refuses_other_kinds():
+    """More tokens than fit, and rows that were stored without their padding."""
     model = model_of("LlamaForCausalLM")
     cache = HFCache(model.config, "static", max_seq_len=8)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_what_a_graph_cannot_hold_is_refused_by_those_who_asked_for_one_graph():
             compiled(model.forward)(IDS[:, :1], cache=cache)
 
 
-def test_generate_compiles_the_model_around_the_cache_as_it_does_on_gpus():
+def test_generate_compiles_the_model_as_on_gpus():
     model = model_of("LlamaForCausalLM")
     expected = model.generate(IDS, **GREEDY)
     config = CompileConfig(fullgraph=True, backend="eager", mode=None)
@@ -155,8 +155,8 @@ def test_generate_compiles_the_model_around_the_cache_as_it_does_on_gpus():
 
 
 @pytest.mark.parametrize("how", ["at once", "in chunks", "compiled by hand"])
-def test_a_cache_by_name_is_allocated_ahead_of_a_prompt_in_a_graph(how, monkeypatch):
-    """As often as transformers does, for as many rows; and where the user compiled the model."""
+def test_named_cache_is_allocated_before_a_graph(how, monkeypatch):
+    """As often as in transformers, for as many rows; also if the user compiled the model."""
     model, taken = model_of("LlamaForCausalLM"), []
     stock = Cache.early_initialization
 

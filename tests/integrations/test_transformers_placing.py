@@ -37,7 +37,7 @@ from exkv.planning import make_budgets
 
 CONFIG = llama(max_position_embeddings=1024, eos_token_id=None)
 LENGTH, ROWS, KIND = 1024, 2, "8bit"
-#: Room for weights, a cache and a prompt's workspace; auto fills the first with weights alone.
+#: Room for weights, cache and workspace; auto fills the first one with weights only.
 SIZES = "16M,15M"
 CALL = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
 
@@ -55,7 +55,7 @@ def generated_here():
 
 
 def generated_there(folder):
-    """Placed by the plan, and with the peaks measured beside what the devices have."""
+    """Generate with the plan's placement."""
     where = plan_device_map(CONFIG, max_seq_len=LENGTH, batch_size=ROWS, cache=KIND)
     model = AutoModelForCausalLM.from_pretrained(
         folder, device_map=where, attn_implementation="exkv", dtype=torch.float32
@@ -66,7 +66,7 @@ def generated_there(folder):
 
 
 def generated_by_auto(folder):
-    """Placed by accelerate with the same sizes."""
+    """Generate with accelerate's placement for the same sizes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sizes, blocks = {0: 16 << 20, 1: 15 << 20}, ["LlamaDecoderLayer"]
     where = infer_auto_device_map(model, max_memory=sizes, no_split_module_classes=blocks)
@@ -80,7 +80,7 @@ def generated_by_auto(folder):
 
 
 def offloaded_in_time(folder):
-    """A dynamic cache that outgrows a device: the same model with less and less room."""
+    """A dynamic cache that outgrows its device."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="exkv", dtype=torch.float32
     ).to("sim:0")
@@ -96,7 +96,7 @@ def folder(tmp_path_factory):
     return str(save(reference(CONFIG), tmp_path_factory.mktemp("llama")))
 
 
-def test_a_planned_map_generates_at_full_length_where_auto_overflows(folder):
+def test_planned_map_generates_where_auto_overflows(folder):
     tokens, devices = run_sim(generated_there, SIZES, args=[folder])
     assert tokens == generated_here()
     assert devices == ["sim:0", "sim:1"]
@@ -104,8 +104,8 @@ def test_a_planned_map_generates_at_full_length_where_auto_overflows(folder):
 
 
 def generated_in_segments(folder, by_segments):
-    """On devices that give memory in segments, cut to what the plan says that they reserve, or, as
-    if memory came to the byte, hold."""
+    """Generate on devices that allocate in segments, with exactly the memory that the plan
+    reserves, or only with the bytes that it counts without the allocator's."""
     promise = Promise(max_seq_len=LENGTH, batch_size=ROWS, cache=KIND)
     budgets = make_budgets(["sim:0"])
     _, plan = plan_blocks(CONFIG, promise, budgets, dtype=torch.float32)
@@ -123,7 +123,7 @@ def generated_in_segments(folder, by_segments):
     return found[:, -16:].tolist(), ledger.allocator
 
 
-def test_a_map_counts_what_devices_reserve(folder):
+def test_map_counts_reserved_memory(folder):
     env = {"EXKV_SIM_ALLOCATOR": "cuda"}
     found, beyond = run_sim(generated_in_segments, "256M", args=[folder, True], env=env)
     assert found == generated_here() and beyond > 0
@@ -131,7 +131,7 @@ def test_a_map_counts_what_devices_reserve(folder):
     assert found == "out of memory"
 
 
-def test_a_cache_that_fills_the_device_is_offloaded_and_generation_goes_on(folder):
+def test_cache_that_fills_the_device_is_offloaded(folder):
     tokens, steps = run_sim(offloaded_in_time, "20500K", args=[folder])
     model = reference(CONFIG)
     call = {**CALL, "num_beams": 4, "max_new_tokens": 8}
@@ -156,7 +156,7 @@ def test_a_cache_that_fills_the_device_is_offloaded_and_generation_goes_on(folde
     ],
     ids=lambda config: config.model_type,
 )
-def test_every_module_has_a_device_and_tied_weights_count_once(config):
+def test_every_module_has_a_device(config):
     where = plan_device_map(config, max_seq_len=256, devices="1G,1G", objective="balance")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -166,18 +166,18 @@ def test_every_module_has_a_device_and_tied_weights_count_once(config):
 
 
 @pytest.mark.older
-def test_what_does_not_fit_says_where_and_what_cannot_be_is_refused():
+def test_models_that_cannot_be_placed_are_refused():
     with pytest.raises(PlacementError, match=r"no room for model\.layers"):
         plan_device_map(CONFIG, max_seq_len=LENGTH, devices="844M,844M", reserve="31M")
     with pytest.raises(ValueError, match="no model that generates text from a ViTConfig"):
         plan_device_map(ViTConfig(), max_seq_len=64)
-    if not SINCE_5:  # the experts of a token are looked up in Python there
+    if not SINCE_5:  # there, Python looks up a token's experts
         with pytest.raises(ValueError, match="MixtralForCausalLM can't be planned"):
             plan_device_map(config_of("Mixtral"), max_seq_len=64)
 
 
 @pytest.mark.older
-def test_an_encoder_decoder_is_planned_over_two_devices_with_all_its_tensors():
+def test_encoder_decoder_is_planned_over_two_devices():
     where = plan_device_map(
         BartConfig(**BOTH), max_seq_len=64, devices="1G,1G", objective="balance"
     )
@@ -190,7 +190,7 @@ def test_an_encoder_decoder_is_planned_over_two_devices_with_all_its_tensors():
     assert where["lm_head"] == where["model.shared"] == "cuda:0"  # one tensor
 
 
-#: Families whose embedding and head, or whose encoder's and decoder's embeddings, are one tensor.
+#: Families with tied embedding and head, or tied embeddings of encoder and decoder.
 TIED = {
     "Llama": lambda: llama(tie_word_embeddings=True, eos_token_id=None),
     "GPT2": lambda: GPT2Config(vocab_size=320, n_embd=64, n_layer=3, n_head=4, eos_token_id=None),
@@ -214,7 +214,7 @@ def auto_of(name):
     return AutoModelForSeq2SeqLM if name in ("Bart", "T5") else AutoModelForCausalLM
 
 
-def test_tied_weights_lie_on_one_device_and_generate_over_two(tmp_path):
+def test_tied_weights_are_on_one_device(tmp_path):
     expected = {}
     for name, config in TIED.items():
         model = auto_of(name).from_config(config()).eval()
@@ -227,7 +227,7 @@ def test_tied_weights_lie_on_one_device_and_generate_over_two(tmp_path):
 
 # Predictions ------------------------------------------------------------------------------------
 
-#: Tokens of a text, in two rows of which one is padded.
+#: Tokens of a text, in two rows; one is padded.
 TEXT = 128
 SOUND = 50  # positions of the encoder of ``WHISPER``
 PREDICTED = [
@@ -277,7 +277,7 @@ def kind_of(name):
 
 
 def predicted_and_measured(folder, name):
-    """Bytes in all on a device of its own, of a model that generates to the end."""
+    """Predicted and measured bytes of a model that generates on one device."""
     config = config_of(name)
     pair, length = config.is_encoder_decoder, 60 if name == "Whisper" else TEXT
     encoded = SOUND if name == "Whisper" else TEXT
@@ -308,7 +308,7 @@ def predicted_and_measured(folder, name):
         cache = EncoderDecoderCache(cache, HFCache(config, "static", max_seq_len=encoded))
     inputs |= given(model, cache)
     torch.accelerator.reset_peak_memory_stats(0)
-    for new in (2, length - 4) if pair else (4,):  # an encoder beside caches that are there
+    for new in (2, length - 4) if pair else (4,):  # an encoder besides existing caches
         cache.reset()
         model.generate(**inputs, max_new_tokens=new, do_sample=False, pad_token_id=0)
     measured = torch.accelerator.max_memory_allocated(0) - before
@@ -319,7 +319,7 @@ def all_predicted_and_measured(folder):
     return {name: predicted_and_measured(folder, name) for name in PREDICTED}
 
 
-def test_predictions_are_bounds_and_close_for_models_of_every_kind(tmp_path):
+def test_predictions_are_tight_bounds(tmp_path):
     for name in PREDICTED:
         config = config_of(name)
         model = kind_of(name).from_config(config)

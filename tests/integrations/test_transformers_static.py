@@ -1,4 +1,4 @@
-"""``HFCache("static")`` beside transformers' ``StaticCache``: same shapes, values and tokens."""
+"""``HFCache("static")`` compared with transformers' ``StaticCache``: shapes, values, tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pairs(tokens, seed):
 
 
 def config_of(kind, window):
-    """One layer of this kind, with a window, or chunks, of this length."""
+    """A config with one layer of this kind, with windows or chunks of this length."""
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     config = llama(num_hidden_layers=1, **({sizes[kind]: window} if kind in sizes else {}))
     config.layer_types = [kind]
@@ -33,8 +33,8 @@ def config_of(kind, window):
 @pytest.mark.parametrize("window", [4, 7, 40])
 @pytest.mark.parametrize("layer", ["full_attention", "sliding_attention", "chunked_attention"])
 @pytest.mark.parametrize("kind", ["static", "offloaded_static"])
-def test_buffers_are_those_of_stock_static_caches(kind, layer, window, read_first):
-    """Of every layer, whatever is read first: what an update returned, or what is stored then."""
+def test_buffers_match_stock_static_caches(kind, layer, window, read_first):
+    """Whether the update's result or the stored tensors are read first."""
     config = config_of(layer, window)
     ours, theirs = HFCache(config, kind, max_cache_len=LENGTH), StaticCache(config, LENGTH)
     for step, tokens in enumerate((5, 1, 3, 1, 9, 1)):
@@ -48,13 +48,13 @@ def test_buffers_are_those_of_stock_static_caches(kind, layer, window, read_firs
         assert ours.get_seq_length() == int(theirs.get_seq_length())
 
 
-def test_legacy_pairs_have_no_zeros_behind_the_last_token():
+def test_legacy_pairs_end_at_the_last_token():
     cache = HFCache(CONFIG, "static", max_cache_len=LENGTH)
     cache.update(*pairs(9, 0), 0)
     assert cache.to_legacy_cache()[0][0].shape == (2, 2, 9, 16)
 
 
-def test_a_full_layer_refuses_what_is_too_long_as_stock_ones_do_and_a_window_slides_on():
+def test_full_layer_is_limited_and_window_slides_on():
     for layer, is_full in (("full_attention", True), ("sliding_attention", False)):
         cache = HFCache(config_of(layer, 4), "static", max_cache_len=6)
         cache.update(*pairs(6, 0), 0)
@@ -65,14 +65,14 @@ def test_a_full_layer_refuses_what_is_too_long_as_stock_ones_do_and_a_window_sli
             assert cache.update(*pairs(1, 1), 0)[0].shape[2] == 4
 
 
-def test_a_window_before_a_full_layer_refuses_with_it_before_anything_is_stored():
+def test_window_before_a_full_layer_is_limited_too():
     model = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None))
     assert model.config.layer_types[0] == "sliding_attention"
     cache = HFCache(model.config, "static", max_seq_len=LENGTH)
     ids = torch.randint(3, 300, (1, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model(ids, **given(model, cache))
-        with pytest.raises(ValueError, match=f"{LENGTH} tokens are in the cache and 1 come"):
+        with pytest.raises(ValueError, match=f"holds {LENGTH} tokens and the call adds 1"):
             model(ids[:, :1], **given(model, cache))
     assert {layer.get_seq_length() for layer in cache.layers} == {LENGTH}
 
@@ -87,7 +87,7 @@ def test_a_window_before_a_full_layer_refuses_with_it_before_anything_is_stored(
         ({"max_new_tokens": 5, "cache_config": {"max_cache_len": 30}}, 30),
     ],
 )
-def test_a_call_by_name_makes_a_cache_of_the_length_that_it_needs(call, length):
+def test_named_cache_has_the_required_length(call, length):
     model = reference(CONFIG)
     ids = torch.arange(3, 11).view(1, -1)
     enable(every_name=True)
@@ -108,7 +108,7 @@ def test_a_call_by_name_makes_a_cache_of_the_length_that_it_needs(call, length):
         disable()
 
 
-def test_a_call_by_name_serves_an_encoder_decoder_without_a_longest_text():
+def test_named_cache_works_for_encoder_decoders():
     model = transformers.T5ForConditionalGeneration(
         ENCODER_DECODERS["T5ForConditionalGeneration"]()
     )
@@ -125,7 +125,7 @@ def test_a_call_by_name_serves_an_encoder_decoder_without_a_longest_text():
     assert out.past_key_values.self_attention_cache.get_max_length() == 5
 
 
-def test_it_is_a_static_cache_to_those_who_check():
+def test_static_cache_is_an_instance_of_the_stock_class():
     assert isinstance(HFCache(CONFIG, "static", max_seq_len=LENGTH), StaticCache)
     assert isinstance(OffloadedStaticCache(CONFIG, max_cache_len=LENGTH), StaticCache)
     assert not isinstance(HFCache(CONFIG, "dynamic"), StaticCache)
@@ -133,8 +133,8 @@ def test_it_is_a_static_cache_to_those_who_check():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "exkv"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"])
-def test_a_model_sees_nothing_behind_the_last_token(name, attention):
-    """By ``generate``, and by a loop without a mask, of one token a call from the first one on."""
+def test_padding_after_the_last_token_is_not_attended_to(name, attention):
+    """With ``generate``, and in a loop without a mask, one token per call."""
     model = reference(TINY[name](eos_token_id=None))
     ids = torch.randint(3, 300, (2, 8), generator=torch.Generator().manual_seed(0))
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -149,7 +149,7 @@ def test_a_model_sees_nothing_behind_the_last_token(name, attention):
     assert torch.equal(logits[:, -1].argmax(-1), expected[:, 15])
 
 
-def test_padded_rows_keep_their_padding_on_the_left():
+def test_padded_rows_keep_their_left_padding():
     model = reference(CONFIG)
     model.set_attn_implementation("exkv")
     ids, mask = torch.arange(3, 13).view(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1] * 5])

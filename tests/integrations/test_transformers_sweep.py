@@ -1,4 +1,4 @@
-"""``plan_device_map`` over the configs of transformers' models: a map, or one sentence.
+"""``plan_device_map`` for the configs of transformers' models: a map, or a one-line error.
 
 All config classes whose models generate text from text, or from images and text, with few layers
 and their default widths: a plan takes no memory.
@@ -19,7 +19,7 @@ from exkv.integrations.transformers.versions import SINCE_5
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers",
           "decoder_layers", "num_encoder_layers", "num_decoder_layers")  # fmt: skip
-#: Some that must be planned; the first two lines once ended in a crash, or were refused.
+#: Some that must be planned; the first two lines used to crash or be refused.
 PLANNED = {
     f"{name}Config"
     for name in (
@@ -30,7 +30,7 @@ PLANNED = {
         *("Qwen3Moe", "Qwen3Next", "Starcoder2"),
     )
 }
-#: Layers that are kept, so that a hybrid's first attention layer is among them.
+#: Number of layers to keep, which includes a hybrid's first attention layer.
 KEPT = 10
 
 
@@ -47,10 +47,10 @@ def parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def shrunk(config: PretrainedConfig) -> PretrainedConfig:
-    """With few layers where it has more, and what is said of each of them."""
+    """Reduce a config to few layers, with all per-layer settings."""
     for part in parts(config):
         if getattr(part, "num_kv_shared_layers", 0):
-            part.num_kv_shared_layers = 0  # else more than there are
+            part.num_kv_shared_layers = 0  # or it would exceed their number
         for name in LAYERS:
             count = vars(part).get(name)
             if isinstance(count, int) and count > KEPT:
@@ -62,10 +62,10 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def planned(config_class: type[PretrainedConfig]) -> str | dict[str, str]:
-    """The map, or the sentence that says why there is none."""
+    """The map, or the error's message."""
     try:
         config = shrunk(config_class())
-    except Exception as error:  # a class whose defaults don't hold together
+    except Exception as error:  # a class with inconsistent defaults
         return f"no config: {type(error).__name__}"
     call: dict[str, Any] = {"devices": "9T,9T", "objective": "balance"}
     try:
@@ -87,5 +87,5 @@ def test_every_config_is_planned_or_refused_in_a_sentence(name):
         assert found and "\n" not in found, found
     elif name in PLANNED:
         assert set(found.values()) == {"cuda:0", "cuda:1"}
-    else:  # some can't be split, or have one tensor in all of their parts
+    else:  # some can't be split, or share one tensor
         assert set(found.values()) <= {"cuda:0", "cuda:1"}

@@ -139,10 +139,10 @@ def test_the_demo_model_on_what_is_here():
         ([DEMO, "--max-seq-len", "max", "--cache", "best"], "one unknown at a time"),
         ([DEMO, "--objective", "luck"], "invalid choice: 'luck'"),
         ([DEMO, "--devices", "24G", "--objective", "speed"], "needs the bandwidth of cuda:0"),
-        ([DEMO, "--devices", "24G", "--bandwidth", "fast"], "'fast' is no number of GB/s"),
+        ([DEMO, "--devices", "24G", "--bandwidth", "fast"], "'fast' is not a number of GB/s"),
         ([DEMO, "--devices", "24G", "--bandwidth", "measure"], "cuda:0 can't be measured"),
-        ([DEMO, "--devices", "24G", "--bandwidth", "1,2"], "gives 2 rates, and there are 1"),
-        ([DEMO, "--devices", "1G,1G", "--bandwidth", "1"], "gives 1 rates, and there are 2"),
+        ([DEMO, "--devices", "24G", "--bandwidth", "1,2"], "gives 2 rates, but there are 1"),
+        ([DEMO, "--devices", "1G,1G", "--bandwidth", "1"], "gives 1 rates, but there are 2"),
         ([DEMO, "--draft-first"], "--draft-first needs --draft"),
         ([DEMO, "--draft", "nowhere"], "nowhere is not a folder"),
         ([], "the following arguments are required: MODEL"),
@@ -181,7 +181,7 @@ def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, 
         assert "host memory" not in out and values["host_cache_bytes"] == 0 < cache
         return
     # 4 layers of 2 heads of 32 keys and 32 values of 2 bytes, for 512 tokens.
-    assert "The cache lies in host memory, 512.00 KiB (524,288 bytes); " in out
+    assert "The cache is in host memory, 512.00 KiB (524,288 bytes); " in out
     assert values["host_cache_bytes"] == 524288
     on_host = "cpu" in cards
     assert ("the cpu's bar shows it." if on_host else "no bar shows it.") in out
@@ -456,4 +456,4 @@ def test_a_watched_plan_is_drawn_anew_as_memory_comes_and_goes():
 @pytest.mark.parametrize("other", [["--json"], ["--svg", "x.svg"], ["--simulate"]])
 def test_only_a_terminal_is_watched(capsys, config_70b, other):
     status, _, errors = plan(capsys, config_70b, "--devices", "48G", "--watch", *other)
-    assert status == 2 and f"--watch and {other[0]}" in errors
+    assert status == 2 and f"leave {other[0]} out" in errors

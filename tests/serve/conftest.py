@@ -22,8 +22,8 @@ def model():
 
 @pytest.fixture(scope="package")
 def alone(model):
-    """A prompt's greedy completion without a server, in an engine in which nothing else runs: its
-    chunks end where pages do, on which two tokens that are as likely may depend."""
+    """A prompt's greedy completion in an engine that runs nothing else: its chunks end at page
+    boundaries as the server's do, which may decide between equally likely tokens."""
     cache = PagedCache(model, max_seq_len=TOKENS, page=PAGE)
     with Engine(model, cache, Tokenizer(DEMO), max_running=1, chunk=CHUNK) as engine:
 
@@ -46,7 +46,6 @@ def serving(model):
 
 @pytest.fixture(scope="package")
 def address(serving):
-    """Where it runs, in a thread."""
     with running(serving) as address:
         yield address
 
@@ -57,8 +56,8 @@ def client(address):
 
 
 @pytest.fixture(autouse=True)
-def left_as_it_was(request):
-    """Whatever was asked, afterwards there is no job, and no page is held."""
+def no_job_or_page_is_left(request):
+    """After each test, no job is left and no page is held."""
     yield
     if "address" in request.fixturenames and "serving" in request.fixturenames:
         serving = request.getfixturevalue("serving")

@@ -1,4 +1,4 @@
-"""A server in a thread of this process, and what its clients need."""
+"""A server in a thread of this process, and helpers for its clients."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from exkv.serve.server import bound, config
 from exkv.serve.serving import Serving
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+CAPTURED = Path(__file__).parent / "captured"
 QUESTION = [{"role": "user", "content": "Anna put the key in the kitchen. Where is the key?"}]
 ANSWER = "The key is in the kitchen."
 TOKENS = 1024
-LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # that nothing ends before its time
+LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # a fixed, long answer
 
 
 @contextlib.contextmanager
 def running(serving: Serving) -> Iterator[str]:
-    """Its address, while it runs."""
+    """Run the server -> its address."""
     server, sockets = uvicorn.Server(config(serving)), bound("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=(sockets,))
     address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
@@ -43,8 +44,8 @@ def running(serving: Serving) -> Iterator[str]:
 
 @contextlib.contextmanager
 def stopped_after(engine: Engine, steps: int) -> Iterator[None]:
-    """The engine makes so many steps in this block, and none more: a job that begins in it is there
-    to its end, however slow the machine is."""
+    """Limit the engine to ``steps`` steps within this block: a job that begins in it doesn't end
+    before the block does, however slow the machine is."""
     left, step, over = threading.Semaphore(steps), engine.iterate, threading.Event()
 
     def iterate() -> list[Event]:
@@ -61,7 +62,7 @@ def stopped_after(engine: Engine, steps: int) -> Iterator[None]:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for it, three minutes at most."""
+    """Wait up to three minutes."""
     deadline = time.monotonic() + 180
     while not happened():
         assert time.monotonic() < deadline
@@ -69,7 +70,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 def post(url: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
+    """POST -> status and JSON."""
     headers = {"content-type": "application/json", **headers}
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return _answer(urllib.request.Request(url, data, headers))
@@ -88,7 +89,7 @@ def _answer(request: urllib.request.Request) -> tuple[int, Any]:
 
 
 def events(url: str, body: dict[str, Any]) -> Iterator[Any]:
-    """What a stream of events says, one after the other."""
+    """POST -> the contents of each server-sent event."""
     headers = {"content-type": "application/json"}
     with urllib.request.urlopen(
         urllib.request.Request(url, json.dumps(body).encode(), headers)

@@ -1,4 +1,4 @@
-"""What a request makes the server work out has its limits."""
+"""Time and size limits of untrusted input."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from exkv.sampling import Grammar
 from exkv.serve.bounds import GrammarTrials, _Trial, in_time
 
 
-def test_work_in_time_is_given_with_its_errors():
+def test_in_time_returns_results_and_raises_errors():
     assert asyncio.run(in_time(lambda: 7, 180, "it")) == 7
     with pytest.raises(ZeroDivisionError):
         asyncio.run(in_time(lambda: 1 // 0, 180, "it"))
 
 
-def test_work_that_does_not_end_is_stopped():
+def test_in_time_stops_endless_work():
     stopped = threading.Event()
 
     def endless() -> None:
@@ -40,7 +40,7 @@ def trials():
     trials.close()
 
 
-def test_grammars_are_tried_apart_and_one_that_ends_the_trial_does_no_harm(trials):
+def test_grammar_trials_survive_the_end_of_their_process(trials):
     async def checks() -> None:
         await trials.check(Grammar.regex("a+"))
         with pytest.raises(ValueError, match="can't be followed"):
@@ -48,14 +48,14 @@ def test_grammars_are_tried_apart_and_one_that_ends_the_trial_does_no_harm(trial
         with pytest.raises(ValueError, match="more than 262144 bytes"):
             await trials.check(Grammar.regex("a" * 300_000))
         process = trials._trials[0].process
-        process.kill()  # as the system does where one takes too long
+        process.kill()  # as the system does to one that takes too long
         process.wait()
         await trials.check(Grammar.json_schema())
 
     asyncio.run(checks())
 
 
-def test_small_grammars_go_before_large_ones_that_wait(trials, monkeypatch):
+def test_small_grammars_are_tried_before_large_ones(trials, monkeypatch):
     begun, go_on, order = threading.Event(), threading.Event(), []
 
     def tried(self, grammar: Grammar) -> str:

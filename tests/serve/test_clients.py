@@ -1,21 +1,19 @@
-"""Requests as clients send them: bodies that were captured from them, and what these rely on."""
+"""Requests as clients send them: captured bodies, and the behaviour that clients rely on."""
 
 from __future__ import annotations
 
 import json
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
-from running import ANSWER, DEMO, QUESTION, events, get, post
+from running import ANSWER, CAPTURED, DEMO, QUESTION, events, get, post
 from transformers import AutoModelForCausalLM
 
-CAPTURED = sorted((Path(__file__).parent / "captured").glob("*.json"))
 BODIES = [
     pytest.param(each["path"], each["body"], id=f"{file.stem}-{number}")
-    for file in CAPTURED
+    for file in sorted(CAPTURED.glob("*.json"))
     for number, each in enumerate(json.loads(file.read_text()))
 ]
 CHAT = {"messages": QUESTION, "temperature": 0}
@@ -28,7 +26,7 @@ def chat(address, **fields):
 
 
 def check_choices_of_ids(choices, body):
-    """One for each prompt; echoed ones have the logprobs of every token but the first."""
+    """One choice per prompt; echoed ones have logprobs of every token but the first."""
     for choice, ids in zip(choices, body["prompt"], strict=True):
         assert choice["finish_reason"]
         if body.get("echo"):
@@ -37,11 +35,13 @@ def check_choices_of_ids(choices, body):
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_what_a_client_sends_is_answered(address, path, body):
-    """Also with the settings that keep it short; what is asked for is there."""
+def test_captured_requests_are_answered(address, path, body):
+    """With settings that keep the answer short, and with everything that was requested."""
     names = ("max_output_tokens", "max_completion_tokens", "max_tokens")
-    said = [name for name in names if name in body]
-    short = said[0] if said else "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    given = [name for name in names if name in body]
+    short = (
+        given[0] if given else "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    )
     most = min(body.get(short, 64), 64)
     body = {"temperature": 0, **body, short: most}
     if body.get("stream"):
@@ -90,7 +90,7 @@ def reference():
 
 
 def loglikelihoods(reference, ids, context):
-    """Log-probabilities by transformers, and whether each token behind the context is likeliest."""
+    """transformers' log-probabilities, and whether each token after the context is likeliest."""
     with torch.no_grad():
         logits = reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     own = logits[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -99,8 +99,8 @@ def loglikelihoods(reference, ids, context):
 
 
 @pytest.mark.parametrize("new", [0, 1])
-def test_multiple_choice_has_the_loglikelihoods_of_transformers(address, serving, reference, new):
-    """As lm-eval asks (ids, echo, logprobs, one new token) and reads: a batch at once."""
+def test_loglikelihoods_match_transformers(address, serving, reference, new):
+    """A batch in lm-eval's format: ids, echo, logprobs, one new token."""
     encode = serving.model.engine.tokenizer.encode
     context = encode(CONTEXT)
     batch = [context + encode(each, add_bos=False) for each in CONTINUATIONS] * 2
@@ -121,7 +121,7 @@ def test_multiple_choice_has_the_loglikelihoods_of_transformers(address, serving
     assert answer["usage"]["completion_tokens"] == new * len(batch)
 
 
-def test_echoed_tokens_spell_the_text_and_streams_say_where_they_begin(address):
+def test_echoed_tokens_and_offsets_match_the_text(address):
     body = {"prompt": CONTEXT, "max_tokens": 2, "logprobs": 0, "echo": True, "temperature": 0}
     _, whole = post(f"{address}/v1/completions", body)
     (choice,) = whole["choices"]
@@ -140,11 +140,11 @@ def test_echoed_tokens_spell_the_text_and_streams_say_where_they_begin(address):
 STREAM = {"stream": True}
 
 
-# How long an answer is ------------------------------------------------------------------------
+# Lengths --------------------------------------------------------------------------------------
 
 
-def test_an_answer_may_have_to_be_long(address):
-    """As benchmarks ask: as many tokens as max_tokens, or min_tokens at least."""
+def test_minimum_length_is_enforced(address):
+    """As benchmarks ask: exactly max_tokens, or at least min_tokens."""
 
     def tokens(**fields):
         _, answer = post(f"{address}/v1/chat/completions", {**CHAT, "max_tokens": 40, **fields})
@@ -161,7 +161,7 @@ def test_an_answer_may_have_to_be_long(address):
     assert tokens(min_tokens=20, response_format=schema)[1] == "stop"  # which allows no more
 
 
-def test_minus_one_is_any_seed_and_as_many_tokens_as_fit(address):
+def test_minus_one_means_random_seed_and_no_token_limit(address):
     drawn = {"prompt": "anna put", "max_tokens": 12, "temperature": 1.5, "seed": -1}
     texts = {post(f"{address}/v1/completions", drawn)[1]["choices"][0]["text"] for _ in range(4)}
     assert len(texts) > 1
@@ -169,7 +169,7 @@ def test_minus_one_is_any_seed_and_as_many_tokens_as_fit(address):
     assert chat(address, max_tokens=-1)["message"]["content"] == ANSWER
 
 
-def test_a_final_message_of_the_assistant_is_continued(address):
+def test_final_assistant_message_is_continued(address):
     begun = [*QUESTION, {"role": "assistant", "content": "The key is in"}]
     assert chat(address, messages=begun)["message"]["content"] == ANSWER[len("The key is in") :]
     assert chat(address, messages=begun, tools=[FIND])["message"]["content"]
@@ -198,7 +198,7 @@ WAIT = {"type": "function", "function": {"name": "wait"}}
 NAMED = {"type": "function", "function": {"name": "find"}}
 
 
-def test_a_named_tool_is_called_once(address):
+def test_named_tool_is_called_once(address):
     choice = chat(address, tools=[FIND, WAIT], tool_choice=NAMED, max_tokens=200)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["find"]
     assert choice["finish_reason"] == "tool_calls"
@@ -217,7 +217,7 @@ def test_only_allowed_tools_are_called(address):
     assert status == 400 and "tool_choice allows 'no'" in answer["error"]["message"]
 
 
-def test_functions_are_tools_in_an_older_form(address):
+def test_older_functions_format(address):
     fields = {"functions": [FIND["function"]], "function_call": {"name": "find"}}
     choice = chat(address, **fields)
     assert choice["finish_reason"] == "function_call"
@@ -233,10 +233,10 @@ def test_functions_are_tools_in_an_older_form(address):
     assert chat(address, messages=[*QUESTION, called, told], functions=fields["functions"])
 
 
-# What is said beside answers ------------------------------------------------------------------
+# Other fields, routes and refusals ------------------------------------------------------------
 
 
-def test_answers_of_one_model_have_one_fingerprint(address):
+def test_fingerprint_is_stable(address):
     path = f"{address}/v1/chat/completions"
     prints = {post(path, CHAT)[1]["system_fingerprint"], *(
         each["system_fingerprint"] for each in events(path, {**CHAT, "stream": True})
@@ -244,7 +244,7 @@ def test_answers_of_one_model_have_one_fingerprint(address):
     assert len(prints) == 1 and min(prints).startswith("fp_")
 
 
-def test_usage_may_come_with_every_part(address):
+def test_continuous_usage(address):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {**CHAT, "stream": True, "stream_options": options}
     counts = [
@@ -256,7 +256,7 @@ def test_usage_may_come_with_every_part(address):
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/models"])
-def test_paths_are_there_without_v1(address, path):
+def test_routes_exist_without_v1(address, path):
     bodies = {"/chat/completions": CHAT, "/completions": {"prompt": "a"}}
     if path == "/models":
         assert get(f"{address}/models") == get(f"{address}/v1/models")
@@ -264,7 +264,7 @@ def test_paths_are_there_without_v1(address, path):
         assert post(f"{address}{path}", bodies.get(path, {"input": "a"}))[0] == 200
 
 
-def test_openapi_names_the_errors_that_come(address):
+def test_openapi_describes_actual_errors(address):
     schema = get(f"{address}/openapi.json")[1]
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
@@ -282,26 +282,26 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "reason"),
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type: Input "),
         ({"stop": ["x"] * 65}, "stop: List should have at most 64 items"),
         ({"stop": [1]}, "stop.0: Input should be a valid string"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function: Field required"),
         ({"messages": None}, "messages: Field required"),
-        ({"response_format": ITSELF}, "a $ref stands for itself alone"),
+        ({"response_format": ITSELF}, "a $ref refers only to itself"),
         ({"model": "\ud800"}, "half a surrogate pair"),
         ({"metadata": {"\udfff": "x"}}, "half a surrogate pair"),
         ({"prompt_cache_key": "a\ud800b"}, "half a surrogate pair"),
     ],
 )
-def test_what_makes_no_sense_is_told_by_its_place(address, fields, said):
+def test_invalid_fields_are_named(address, fields, reason):
     status, answer = post(f"{address}/v1/chat/completions", {**CHAT, **fields})
     assert status == 400
-    assert said in answer["error"]["message"]
+    assert reason in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], ["a", []]])
-def test_an_empty_prompt_is_refused(address, prompt):
+def test_empty_prompt_is_refused(address, prompt):
     status, answer = post(f"{address}/v1/completions", {"prompt": prompt})
     assert status == 400 and "empty" in answer["error"]["message"]

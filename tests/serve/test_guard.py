@@ -1,4 +1,4 @@
-"""What stands before the routes: hosts, keys, sizes and time; and a server's own key and hosts."""
+"""The guard before the routes (hosts, keys, sizes, time), and the server's own key and hosts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ KEY = "the-right-key"
 
 
 async def echo(scope, receive, send):
-    """Answers with what it was sent."""
+    """Answer with the request's body."""
     body = (await receive())["body"]
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": body})
 
 
 def ask(path="/v1/x", chunks=(b"",), *, seconds=0.0, hosts=None, key=None, limits=None, **headers):
-    """Status and body of what the guard lets through or says."""
+    """Status and body of the answer, the guard's or the app's."""
     return asked(list(chunks), path, seconds, hosts, key, limits, headers)
 
 
 def asked(left, path, seconds, hosts, key, limits, headers):
-    """The same of a body in these chunks, of which those stay that nobody read."""
+    """The same for a body in chunks; unread ones stay in ``left``."""
     sent = []
 
     async def run():
@@ -47,14 +47,14 @@ def asked(left, path, seconds, hosts, key, limits, headers):
 
 
 @pytest.mark.parametrize("host", [b"\xff]", b"[::1", b"a b", b"a/b", b"a:x"])
-def test_a_host_that_is_none_is_refused(host):
+def test_invalid_host_headers_are_refused(host):
     assert ask(host=host)[0] == 400
     for good in (b"", b"localhost", b"exkv.local:5000", b"[::1]:80", b"127.0.0.1", b"[fe80::1]"):
         assert ask(host=good)[0] == 200
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be"])
-def test_half_a_surrogate_pair_is_refused_wherever_it_stands(encoding):
+def test_unpaired_surrogates_are_refused(encoding):
     for text in ('{"a": "\\ud800"}', '{"\\uDFFF": 1}', '["\\ud83d\\ud83d"]'):
         status, body = ask(chunks=[text.encode(encoding)])
         assert (status, b"half a surrogate pair" in body) == (400, True)
@@ -62,7 +62,7 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(encoding):
         assert ask(chunks=[text.encode(encoding)])[0] == 200
 
 
-def test_a_body_goes_through_in_one_piece():
+def test_chunked_body_is_forwarded_whole():
     assert ask(chunks=[b"a", b"bc", b""]) == (200, b"abc")
 
 
@@ -78,14 +78,11 @@ def test_a_body_goes_through_in_one_piece():
         ({}, 401),
     ],
 )
-def test_the_key_opens(headers, status):
+def test_key_is_required(headers, status):
     found, body = ask(key=KEY, **headers)
     assert found == status
     assert status == 200 or json.loads(body)["error"]["type"] == "invalid_api_key"
-
-
-def test_health_needs_no_key():
-    assert ask("/health", key=KEY)[0] == 200
+    assert ask("/health", key=KEY)[0] == 200  # which needs no key
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,7 @@ def test_health_needs_no_key():
         (b"", 421),
     ],
 )
-def test_only_names_of_this_machine_are_answered(host, status):
+def test_only_local_host_names_are_answered(host, status):
     assert ask(hosts=allowed_hosts("127.0.0.1"), host=host)[0] == status
 
 
@@ -114,7 +111,7 @@ def test_only_names_of_this_machine_are_answered(host, status):
         (b"https://a.proxy", KEY, 200),
     ],
 )
-def test_without_a_key_pages_from_elsewhere_may_not_ask(origin, key, status):
+def test_foreign_origins_need_a_key(origin, key, status):
     headers = {"host": b"localhost:5000", "origin": origin, "x_api_key": KEY.encode()}
     assert ask(key=key, **headers)[0] == status
 
@@ -122,20 +119,20 @@ def test_without_a_key_pages_from_elsewhere_may_not_ask(origin, key, status):
 @pytest.mark.parametrize(
     ("path", "site", "key", "status"),
     [
-        ("/v1/plan", b"cross-site", None, 403),  # an <img> of a foreign page, without an origin
+        ("/v1/plan", b"cross-site", None, 403),  # a foreign page's <img>, which sends no Origin
         ("/v1/plan", b"same-site", None, 403),
         ("/v1/plan", b"same-origin", None, 200),
         ("/v1/plan", b"none", None, 200),
         ("/v1/plan", b"cross-site", KEY, 200),
-        ("/", b"cross-site", None, 200),  # somebody follows a link
+        ("/", b"cross-site", None, 200),  # a link from another site
     ],
 )
-def test_without_a_key_pages_from_elsewhere_may_not_have_anything_done(path, site, key, status):
+def test_cross_site_requests_need_a_key(path, site, key, status):
     assert ask(path, key=key, sec_fetch_site=site, x_api_key=KEY.encode())[0] == status
 
 
-def test_the_rest_of_a_body_that_is_too_large_goes_by():
-    """Else its sender gets a reset in place of the answer."""
+def test_rest_of_a_large_body_is_drained():
+    """Otherwise its sender gets a reset instead of the answer."""
     for headers in ({"content_length": b"48"}, {}):
         for sent, left in ((8, 0), (1000, 1000 - 17)):
             chunks = [b"123456"] * sent
@@ -143,7 +140,7 @@ def test_the_rest_of_a_body_that_is_too_large_goes_by():
             assert status == 413 and abs(len(chunks) - left) <= 4
 
 
-def test_a_body_that_is_too_large_is_not_read():
+def test_large_body_is_refused():
     small = Limits(body=10)
     assert ask(limits=small, content_length=b"11")[0] == 413
     assert ask(limits=small, content_length=b"x")[0] == 413
@@ -151,12 +148,12 @@ def test_a_body_that_is_too_large_is_not_read():
     assert ask(chunks=[b"1234567890"], limits=small, content_length=b"10")[0] == 200
 
 
-def test_a_body_that_comes_too_slowly_is_given_up():
+def test_slow_body_times_out():
     limits = Limits(body_seconds=0.05)
     assert ask(chunks=[b"a"] * 50, seconds=0.02, limits=limits)[0] == 408
 
 
-def test_a_server_beyond_this_machine_has_a_key(tmp_path):
+def test_public_address_gets_a_key(tmp_path):
     assert read_key(None, "127.0.0.1") == (None, False)
     made, new = read_key(None, "0.0.0.0")
     assert new
@@ -167,16 +164,16 @@ def test_a_server_beyond_this_machine_has_a_key(tmp_path):
     assert read_key(file, "127.0.0.1") == ("12345678", False)
     for bad in ("", "short", "two words here", "ünicode-key"):
         file.write_text(bad)
-        with pytest.raises(ValueError, match="holds no key"):
+        with pytest.raises(ValueError, match="has no valid key"):
             read_key(file, "0.0.0.0")
     file.write_bytes(b"\xff\xfe no text at all")
-    with pytest.raises(ValueError, match="holds no key"):
+    with pytest.raises(ValueError, match="has no valid key"):
         read_key(file, "0.0.0.0")
     with pytest.raises(OSError, match="missing"):
         read_key(tmp_path / "missing", "0.0.0.0")
 
 
-def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded():
+def test_unavailable_address_is_reported():
     (taken,) = bound("127.0.0.1", 0)
     with taken:
         taken.listen()
@@ -187,7 +184,7 @@ def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded():
         bound("203.0.113.1", 0)
 
 
-def test_addresses_are_known_for_what_they_are():
+def test_loopback_addresses_are_recognized():
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")))
     assert not any(map(is_loopback, ("0.0.0.0", "192.168.1.4", "::", "example.org")))
     assert allowed_hosts("0.0.0.0") is None

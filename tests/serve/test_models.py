@@ -1,4 +1,4 @@
-"""Models that come and go while the server runs, in the calls of TabbyAPI's clients."""
+"""Loading and unloading models while the server runs, as TabbyAPI's clients do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = ServeOptions(max_seq_len=1024, chunk_size=64, devices=("cpu",))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three models: one as it is, one within a folder, one whose weights are cut off."""
+    """Three models: one in the folder, one a level below, one with truncated weights."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("demo", "org/second", "broken"):
         shutil.copytree(DEMO, folder / name)
@@ -47,8 +47,8 @@ def url(serving):
         yield f"{address}/v1"
 
 
-def test_a_file_in_hugging_faces_cache_has_its_own_name_and_folder(tmp_path):
-    """Where files are links to blobs, and folders are named by commits."""
+def test_models_in_hugging_faces_cache_keep_their_names(tmp_path):
+    """There, files are links to blobs, and folders are named after commits."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "models--org--second" / "snapshots" / "0a1b"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -68,7 +68,7 @@ def answered(url: str) -> str:
     return answer["choices"][0]["text"]
 
 
-def test_models_are_listed_with_the_loaded_one_first(url, folder):
+def test_loaded_model_is_listed_first(url, folder):
     assert [model["id"] for model in get(f"{url}/models")[1]["data"]] == [
         "demo",
         "broken",
@@ -102,7 +102,7 @@ def test_another_model_is_loaded_and_the_first_one_is_gone(url, serving):
     assert get(f"{url}/state")[1]["model"] == "org/second"
 
 
-def test_what_may_not_be_loaded_is_refused_and_nothing_changes(url, serving, folder):
+def test_invalid_load_requests_change_nothing(url, serving, folder):
     loaded = serving.loaded
     for name in ("../demo", str(folder / "demo"), "demo/../demo", "none", "notes", "demo\0", "."):
         status, answer = post(f"{url}/model/load", {"name": name})
@@ -127,7 +127,7 @@ def test_what_may_not_be_loaded_is_refused_and_nothing_changes(url, serving, fol
     answered(url)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_the_old_one_leaves(url, serving):
+def test_model_that_does_not_fit_is_refused_before_unloading(url, serving):
     loaded = serving.loaded
     status, answer = post(f"{url}/model/load", {"name": "demo", "gpu_split": [0.0005]})
     assert (status, answer["error"]["code"]) == (400, "does_not_fit")
@@ -136,7 +136,7 @@ def test_a_model_that_does_not_fit_is_refused_before_the_old_one_leaves(url, ser
     answered(url)
 
 
-def test_a_model_that_breaks_while_it_is_loaded_gives_way_to_the_old_one(url, serving):
+def test_failed_load_restores_the_old_model(url, serving):
     before, first = answered(url), serving.loaded
     *_, last = events(f"{url}/model/load", {"name": "broken"})
     assert "broken: CheckpointError" in last["error"]["message"]
@@ -145,7 +145,7 @@ def test_a_model_that_breaks_while_it_is_loaded_gives_way_to_the_old_one(url, se
     assert answered(url) == before
 
 
-def test_where_neither_can_be_loaded_the_server_says_that_there_is_none(url, serving, folder):
+def test_failed_restore_leaves_no_model(url, serving, folder):
     (folder / "demo").rename(folder / "gone")
     try:
         *_, last = events(f"{url}/model/load", {"name": "broken"})
@@ -162,7 +162,7 @@ def test_where_neither_can_be_loaded_the_server_says_that_there_is_none(url, ser
     answered(url)
 
 
-def test_a_draft_is_planned_and_loaded_with_its_model_and_changes_no_answer(url, serving):
+def test_draft_is_planned_and_loaded_and_changes_no_answer(url, serving):
     before = answered(url)
     planned = get(f"{url}/plan?model=demo&draft=org/second&max_seq_len=512")[1]
     assert (planned["fits"], planned["asked"]["draft"]) == (True, "second")
@@ -178,7 +178,7 @@ def test_a_draft_is_planned_and_loaded_with_its_model_and_changes_no_answer(url,
             assert getattr(now, line) == ledger[line]
     (device,) = get(f"{url}/state")[1]["devices"]
     assert device["weights"] == sum(model.plan.ledgers[0].weights for model in models)
-    again = get(f"{url}/plan?model=demo&draft=org/second&max_seq_len=512")[1]  # as if both had left
+    again = get(f"{url}/plan?model=demo&draft=org/second&max_seq_len=512")[1]  # without both
     budgets = [found["plans"]["model"]["ledgers"][0]["budget"] for found in (planned, again)]
     assert budgets[0]["promised_workspace"] == budgets[1]["promised_workspace"]
     assert answered(url) == before
@@ -188,7 +188,7 @@ def test_a_draft_is_planned_and_loaded_with_its_model_and_changes_no_answer(url,
     assert not any(model.loaded for model in models) and len(serving.loaded.models) == 1
 
 
-def test_jobs_that_run_come_to_their_ends_first_and_new_ones_are_told_to_wait(url, serving):
+def test_running_jobs_finish_before_a_change_and_new_ones_are_refused(url, serving):
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}
     with ThreadPoolExecutor(2) as threads:
@@ -206,7 +206,7 @@ def test_jobs_that_run_come_to_their_ends_first_and_new_ones_are_told_to_wait(ur
         assert loading.result()[-1]["status"] == "finished"
 
 
-def test_a_client_that_has_gone_holds_no_change_up(url, serving):
+def test_disconnected_client_does_not_delay_unloading(url, serving):
     body = {"prompt": "a", "max_tokens": 900, "response_format": LONG, "stream": True}
     request = urllib.request.Request(
         f"{url}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -219,7 +219,7 @@ def test_a_client_that_has_gone_holds_no_change_up(url, serving):
         until(unloaded.done)
 
 
-def test_a_model_is_unloaded_at_once_if_that_is_wanted(url, serving):
+def test_skip_queue_unloads_at_once(url, serving):
     body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}
     engine = serving.loaded.engine
     with ThreadPoolExecutor(1) as threads, stopped_after(engine, 3):
@@ -231,7 +231,7 @@ def test_a_model_is_unloaded_at_once_if_that_is_wanted(url, serving):
     assert post(f"{url}/model/unload", b"")[0] == 503
 
 
-def test_the_plan_is_what_the_command_says_and_what_loading_brings(url, serving, capsys):
+def test_plan_route_matches_the_loaded_ledgers(url, serving, capsys):
     status, found = get(f"{url}/plan?model=org/second&max_seq_len=2048&cache=8bit")
     assert (status, found["fits"]) == (200, True)
     assert found["asked"]["max_seq_len"] == 2048

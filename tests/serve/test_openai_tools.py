@@ -1,4 +1,4 @@
-"""Tools by OpenAI's client, with a model that has never heard of them."""
+"""Tools through OpenAI's client, with a model that wasn't trained on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ask(client, **options):
 
 
 @pytest.mark.parametrize("choice", [NAMED, "required"])
-def test_a_call_that_is_asked_for_is_made(client, choice):
+def test_required_calls_are_made(client, choice):
     answer = ask(client, tool_choice=choice, parallel_tool_calls=False, max_tokens=120)
     (choice_,) = answer.choices
     assert (choice_.message.content, choice_.finish_reason) == (None, "tool_calls")
@@ -39,7 +39,7 @@ def test_a_call_that_is_asked_for_is_made(client, choice):
     assert call.function.name in ("find", "wait")
 
 
-def test_its_stream_brings_the_name_first_and_then_its_arguments(client):
+def test_streamed_calls_begin_with_the_name(client):
     whole = ask(client, tool_choice=NAMED, parallel_tool_calls=False)
     stream = list(ask(client, tool_choice=NAMED, parallel_tool_calls=False, stream=True))
     calls = [call for part in stream for call in part.choices[0].delta.tool_calls or ()]
@@ -53,7 +53,7 @@ def test_its_stream_brings_the_name_first_and_then_its_arguments(client):
     assert not any(part.choices[0].delta.content for part in stream)
 
 
-def test_where_nothing_must_be_called_an_answer_is_text(client):
+def test_optional_tools_allow_text_answers(client):
     answer = ask(client, tool_choice="none")
     assert answer.choices[0].message.content == ANSWER
     answer = ask(client, max_tokens=20)
@@ -61,7 +61,7 @@ def test_where_nothing_must_be_called_an_answer_is_text(client):
     assert answer.choices[0].message.tool_calls is None
 
 
-def test_calls_and_what_they_returned_are_part_of_a_conversation(client, serving):
+def test_calls_and_results_are_part_of_the_prompt(client, serving):
     call = ask(client, tool_choice=NAMED, parallel_tool_calls=False).choices[0].message
     result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "kitchen"}
     messages = [*QUESTION, call.model_dump(exclude_none=True), result]
@@ -71,15 +71,15 @@ def test_calls_and_what_they_returned_are_part_of_a_conversation(client, serving
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"tool_choice": "required", "tools": []}, "tool_choice asks for 'required'"),
         ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "asks for 'no'"),
-        ({"tools": [FIND, FIND]}, "two functions of one name"),
+        ({"tools": [FIND, FIND]}, "two functions of the same name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         (
             {"tool_choice": "auto", "response_format": {"type": "json_object"}},
-            "response_format beside tools",
+            "response_format excludes tools",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
@@ -99,13 +99,13 @@ def test_calls_and_what_they_returned_are_part_of_a_conversation(client, serving
         ),
     ],
 )
-def test_tools_that_make_no_sense_are_refused(client, changes, said):
+def test_invalid_tools_are_refused(client, changes, reason):
     body = {"messages": QUESTION, "tools": [FIND], **changes}
-    with pytest.raises(openai.BadRequestError, match=said):
+    with pytest.raises(openai.BadRequestError, match=reason):
         client.post("/chat/completions", body=body, cast_to=object)
 
 
-# Limits around what a request makes the server work out ---------------------------------------
+# Limits on grammars and templates -------------------------------------------------------------
 
 
 def schema_of(properties: int) -> dict[str, object]:
@@ -114,7 +114,7 @@ def schema_of(properties: int) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
-def test_a_grammar_that_explodes_is_refused_in_time_and_others_go_on(address, serving):
+def test_exploding_grammar_is_refused_and_others_go_on(address, serving):
     body = {"messages": QUESTION, "response_format": schema_of(8000)}
     status, answer = post(f"{address}/v1/chat/completions", body)
     assert status == 400
@@ -127,18 +127,14 @@ def test_a_grammar_that_explodes_is_refused_in_time_and_others_go_on(address, se
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_grammar_that_becomes_too_complex_at_a_later_token_is_the_request_s_fault(
-    address, serving, streamed
-):
+def test_grammar_too_complex_at_a_later_token_is_a_client_error(address, serving, streamed):
     body = {"messages": QUESTION, "response_format": schema_of(1000), "stream": streamed}
     status, answer = post(f"{address}/v1/chat/completions", body)
     assert status == 400
     assert "Current row has" in answer["error"]["message"]
 
 
-def test_a_template_gets_a_request_s_variables_but_for_those_that_are_the_server_s(
-    client, serving, monkeypatch
-):
+def test_template_gets_the_requests_variables_but_not_reserved_ones(client, serving, monkeypatch):
     asked: list[dict[str, object]] = []
     encode = Tokenizer.encode_chat
 
@@ -153,12 +149,12 @@ def test_a_template_gets_a_request_s_variables_but_for_those_that_are_the_server
         client.post("/chat/completions", body=body | extra, cast_to=object)
         assert asked.pop() == {"enable_thinking": False}
     for name in ("messages", "add_generation_prompt", "template"):
-        with pytest.raises(openai.BadRequestError, match=f"'{name}' is not for a request"):
+        with pytest.raises(openai.BadRequestError, match=f"can't set '{name}'"):
             extra = {"chat_template_kwargs": {name: []}}
             client.post("/chat/completions", body=body | extra, cast_to=object)
 
 
-def test_a_template_of_a_request_is_refused(client):
+def test_chat_templates_in_requests_are_refused(client):
     body = {"messages": QUESTION, "chat_template": "{{ messages }}"}
     with pytest.raises(openai.BadRequestError, match="chat_template: unknown field"):
         client.post("/chat/completions", body=body, cast_to=object)

@@ -1,4 +1,4 @@
-"""The page in a real browser, used as people do: by mouse, by keys, on a phone's width."""
+"""The page in a real browser: by mouse, by keyboard, on a phone's width."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import json
 import re
 import shutil
 import urllib.request
-from pathlib import Path
 
 import pytest
 from browser import Browser, needs_browser
-from running import running, stopped_after, until
+from running import ANSWER, DEMO, running, stopped_after, until
+from running import QUESTION as MESSAGES
 
 from exkv import Job
 from exkv.serve.hosting import ModelFolder, Prepared, ServeOptions
 from exkv.serve.page import FILES
 from exkv.serve.serving import Serving
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
-QUESTION = "Anna put the key in the kitchen. Where is the key?"
-ANSWER = "The key is in the kitchen."
-#: Makes the page ask for answers that nothing ends before their time.
+QUESTION = MESSAGES[0]["content"]
+#: Makes the page ask for long answers.
 SLOWLY = """
   const real = window.fetch;
   window.fetch = (path, options) => real(path, !path.includes("chat") ? options : {...options,
@@ -57,7 +55,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def page(browser, address):
-    """The page as somebody finds it who comes for the first time."""
+    """The page at a first visit."""
     browser.first_visit()
     browser.screen(1280, 800)
     browser.open(address)
@@ -67,7 +65,7 @@ def page(browser, address):
 
 
 def ask(page: Browser, text: str) -> str:
-    """The answer to a message."""
+    """Send a message -> the answer."""
     page.run("document.getElementById('say').focus()")
     page.type(text)
     page.press("Enter")
@@ -78,7 +76,7 @@ def ask(page: Browser, text: str) -> str:
 # Files --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_from_elsewhere_and_nothing_is_inline(address):
+def test_page_has_no_foreign_or_inline_code(address):
     for path in FILES:
         with urllib.request.urlopen(address + path) as answer:
             text, headers = answer.read().decode(), answer.headers
@@ -92,7 +90,7 @@ def test_nothing_is_from_elsewhere_and_nothing_is_inline(address):
 
 
 @needs_browser
-def test_an_answer_streams_and_is_there_after_a_reload(page, address):
+def test_answer_streams_and_survives_a_reload(page, address):
     assert ask(page, QUESTION) == ANSWER
     assert re.search(r"8 tokens, \d+ tokens/s", page.text(".turn.assistant nav"))
     page.open(address)
@@ -101,7 +99,7 @@ def test_an_answer_streams_and_is_there_after_a_reload(page, address):
 
 
 @needs_browser
-def test_an_answer_can_be_stopped_and_asked_for_again(page, serving):
+def test_answer_can_be_stopped_and_regenerated(page, serving):
     page.run(SLOWLY)
     page.type("tell me")
     with stopped_after(serving.loaded.engine, 60):
@@ -120,7 +118,7 @@ def test_an_answer_can_be_stopped_and_asked_for_again(page, serving):
 
 
 @needs_browser
-def test_a_message_can_be_edited_where_it_stands(page):
+def test_messages_are_edited_in_place(page):
     ask(page, QUESTION)
     ask(page, "Tom is in the garden. Where is Tom?")
     page.click(".turn.user nav button:nth-child(2)")
@@ -137,7 +135,7 @@ def test_a_message_can_be_edited_where_it_stands(page):
 
 
 @needs_browser
-def test_several_conversations_by_keyboard(page):
+def test_keyboard_switches_conversations(page):
     ask(page, QUESTION)
     page.press("n", "KeyN", alt=True)
     assert ask(page, "Tom is in the garden. Where is Tom?") == "Tom is in the garden."
@@ -146,7 +144,7 @@ def test_several_conversations_by_keyboard(page):
     page.run("document.activeElement.blur()")
     page.press("/")
     assert page.run("document.activeElement.id") == "say"
-    page.click("#chats li:nth-child(2) button:nth-child(2)")  # asks, and is told yes
+    page.click("#chats li:nth-child(2) button:nth-child(2)")  # asks for confirmation: yes
     page.until("document.querySelectorAll('#chats li').length === 1")
     page.until(f"{STORED}.length === 1")
 
@@ -157,7 +155,7 @@ NAMES = "[...document.querySelectorAll('#chats .name')].map(e => e.innerText)"
 
 
 @needs_browser
-def test_two_tabs_keep_each_other_s_conversations(page, address):
+def test_two_tabs_keep_each_others_conversations(page, address):
     page.run(SLOWLY)
     page.type("tell me")
     page.press("Enter")  # this tab stores its conversation every two seconds
@@ -181,7 +179,7 @@ def test_two_tabs_keep_each_other_s_conversations(page, address):
 
 
 @needs_browser
-def test_of_a_conversation_that_two_tabs_change_at_once_both_stay(page, address):
+def test_concurrent_changes_in_two_tabs_are_both_kept(page, address):
     ask(page, QUESTION)
     first = page.tab(address)
     page.run(SLOWLY)
@@ -206,7 +204,7 @@ def test_of_a_conversation_that_two_tabs_change_at_once_both_stay(page, address)
 
 
 @needs_browser
-def test_an_earlier_answer_is_asked_for_again_in_a_copy(page):
+def test_regenerating_an_earlier_answer_forks_the_conversation(page):
     ask(page, QUESTION)
     ask(page, OTHER)
     page.click(".turn.assistant nav button:nth-child(2)")
@@ -217,7 +215,7 @@ def test_an_earlier_answer_is_asked_for_again_in_a_copy(page):
 
 
 @needs_browser
-def test_a_draft_stays_with_its_conversation(page):
+def test_unsent_text_stays_with_its_conversation(page):
     ask(page, QUESTION)
     page.type("half a")
     page.press("n", "KeyN", alt=True)
@@ -227,10 +225,10 @@ def test_a_draft_stays_with_its_conversation(page):
 
 
 @needs_browser
-def test_what_is_damaged_of_what_was_stored_stops_nothing(page, address):
+def test_damaged_storage_is_ignored(page, address):
     good = {"role": "user", "content": "hello"}
     chats = [{"id": "a", "messages": [good, None, {"role": 1}, {"content": "x"}]}, {"id": "b"}, 7]
-    page.run(f"localStorage['exkv.chats'] = {json.dumps(json.dumps(chats))}")  # as it was once
+    page.run(f"localStorage['exkv.chats'] = {json.dumps(json.dumps(chats))}")  # the older format
     page.run("localStorage['exkv.chat.c'] = '{'; localStorage['exkv.chat.d'] = '[]'")
     page.open(address)
     assert page.run(NAMES)[-1:] == ["hello"]
@@ -247,11 +245,11 @@ def test_settings_are_sent(page):
     assert "cut" in page.text(".turn.assistant nav")
 
 
-# What the model writes ----------------------------------------------------------------------------
+# Output -------------------------------------------------------------------------------------------
 
 
 def say(page: Browser, text: str) -> None:
-    """Have the server answer with this text, in three pieces."""
+    """Fake an answer of this text, in three pieces."""
     third = len(text) // 3 + 1
     parts = [text[at : at + third] for at in range(0, len(text), third)]
     choices = [{"choices": [{"delta": {"content": part}, "finish_reason": None}]} for part in parts]
@@ -278,7 +276,7 @@ REASONED = r"""
 
 
 @needs_browser
-def test_reasoning_is_folded_away_and_not_sent_back(page):
+def test_reasoning_is_folded_and_not_sent_back(page):
     page.run(REASONED)
     ask(page, QUESTION)
     details = "document.querySelector('.turn.assistant details')"
@@ -291,7 +289,7 @@ def test_reasoning_is_folded_away_and_not_sent_back(page):
 
 
 @needs_browser
-def test_what_is_hostile_stays_text(page):
+def test_hostile_output_stays_text(page):
     hostile = [
         "<script>window.hit = 1</script>",
         "<img src=x onerror='window.hit = 2'>",
@@ -310,7 +308,7 @@ def test_what_is_hostile_stays_text(page):
     links = page.run("[...document.querySelectorAll('#log a')].map(e => [e.protocol, e.rel])")
     assert links and {(*link,) for link in links} <= {("https:", "noopener noreferrer")}
     assert "window.hit = 1" in page.text(".turn.assistant .text")
-    # Were it taken for HTML all the same, the policy would stop it.
+    # The policy would stop it even if it were parsed as HTML.
     refused = page.run(
         "(() => { const s = document.createElement('script');"
         "try { s.text = 'window.hit = 9'; document.body.append(s) } catch (e) { return e.name }})()"
@@ -321,7 +319,7 @@ def test_what_is_hostile_stays_text(page):
 
 
 @needs_browser
-def test_markdown_is_drawn(page):
+def test_markdown_is_rendered(page):
     say(
         page,
         "# Head\n\ntwo **bold** and `code`, *slanted* [site](https://e.org)\nnext line\n\n"
@@ -341,7 +339,7 @@ def test_markdown_is_drawn(page):
 
 
 @needs_browser
-def test_the_memory_is_that_of_the_plan(page, serving):
+def test_memory_bar_shows_the_plan(page, serving):
     engine = serving.loaded.engine  # of whatever model an earlier test left
     ledger = engine.model.report.devices[0].ledger
     page.until("!!document.querySelector('#devices .weights')")
@@ -351,7 +349,7 @@ def test_the_memory_is_that_of_the_plan(page, serving):
 
 
 @needs_browser
-def test_what_lies_in_host_memory_has_a_bar(page, serving, address):
+def test_host_memory_has_a_bar(page, serving, address):
     engine = serving.loaded.engine
     handle = engine.submit(Job(prompt=[5] * 40))
     while not handle.tokens:
@@ -365,7 +363,7 @@ def test_what_lies_in_host_memory_has_a_bar(page, serving, address):
 
 
 @needs_browser
-def test_another_model_is_planned_before_it_is_loaded(page, serving):
+def test_model_is_planned_before_loading(page, serving):
     page.press("m", "KeyM", alt=True)
     page.until("!!document.querySelector('#plan .bar')")
     assert page.run("[...document.querySelectorAll('#which option')].map(o => o.value)") == [
@@ -387,7 +385,7 @@ def test_another_model_is_planned_before_it_is_loaded(page, serving):
 
 
 @needs_browser
-def test_a_plan_that_does_not_fit_can_not_be_loaded(page):
+def test_plan_that_does_not_fit_cannot_be_loaded(page):
     page.press("m", "KeyM", alt=True)
     page.until("!!document.querySelector('#plan .bar')")
     page.click("#length")
@@ -402,7 +400,7 @@ def test_a_plan_that_does_not_fit_can_not_be_loaded(page):
 
 
 @needs_browser
-def test_a_server_with_a_key_asks_for_it(browser, serving):
+def test_page_asks_for_the_key(browser, serving):
     guarded = Serving(serving.loaded, key="a-key-of-ours")
     with running(guarded) as address:
         browser.screen(1280, 800)
@@ -421,7 +419,7 @@ def test_a_server_with_a_key_asks_for_it(browser, serving):
 
 
 @needs_browser
-def test_it_works_on_a_phone(page):
+def test_page_fits_a_phone(page):
     page.screen(390, 780)
     assert ask(page, QUESTION) == ANSWER
     assert page.run("document.documentElement.scrollWidth") <= 390

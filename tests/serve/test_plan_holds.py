@@ -1,4 +1,4 @@
-"""A server's memory under a random load, on simulated devices: never above what was planned."""
+"""A server's memory under random load, on simulated devices: never above the plan."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ PLAIN = SamplingParams(top_k=0, top_p=1.0, token_repetition_penalty=1.0)
 def peaks_under_load(
     seed: int, devices: int, draft: str | None, folder: str = str(DEMO), clients: int = 8
 ) -> list[list[int]]:
-    """Of each device that holds units: what was planned, the peak, and what is held at the end
-    beside what was held before."""
+    """Of each device that holds units: planned bytes, peak, and bytes before and after the load."""
     options = ServeOptions(
         max_seq_len=768,
         chunk_size=64,
@@ -60,7 +59,7 @@ def peaks_under_load(
 
 
 def _planned(prepared: Prepared) -> dict[torch.device, int]:
-    """Of each device that holds units; calls of two models are made one after the other."""
+    """Planned bytes of each device that holds units; two models' calls run one at a time."""
     ledgers = [each for model in prepared.models for each in model.plan.ledgers if each.units]
     return {
         device: sum(each.total - each.workspace for each in ledgers if each.device == device)
@@ -70,7 +69,7 @@ def _planned(prepared: Prepared) -> dict[torch.device, int]:
 
 
 async def _load(serving: Serving, source: random.Random, clients: int) -> None:
-    """More asked for than there are pages; some go away."""
+    """Ask for more tokens than there are pages; some clients disconnect."""
     shared = " ".join(source.choices(WORDS, k=60))
 
     async def client(number: int) -> None:
@@ -100,7 +99,7 @@ def _job(source: random.Random, shared: str, number: int) -> Job:
     )
 
 
-def test_the_peak_is_never_above_the_plan_and_all_is_given_back(tmp_path):
+def test_peak_stays_within_the_plan_and_memory_is_freed(tmp_path):
     demo = str(DEMO)
     agrees = str(agreeing("Glm4MoeForCausalLM", tmp_path / "agrees", **LONG))
     states = str(with_head("Qwen3NextForCausalLM", tmp_path / "states", **LONG))
@@ -113,8 +112,7 @@ def test_the_peak_is_never_above_the_plan_and_all_is_given_back(tmp_path):
 
 
 def small_steps() -> list:
-    """A prefill step on ever smaller cards, until one is smaller than usual; the same one there
-    for those who ask for the usual one."""
+    """Shrink the card until the prefill step is below the default; there, ask for the default."""
     usual = replace(OPTIONS, chunk_size=None, max_seq_len=512, max_running=2)
     for size in range(3000 << 10, 0, -(50 << 10)):
         sim.set_capacity(0, size)
@@ -133,7 +131,7 @@ def small_steps() -> list:
     return [served.chunk, served.options.chunk_size, report.remarks, refusal]
 
 
-def test_a_server_takes_the_largest_prefill_step_that_fits():
+def test_largest_prefill_step_that_fits_is_chosen():
     chunk, asked, said, refusal = run_sim(small_steps, "64M")
     assert chunk in (64, 128) and asked is None
     assert said == [f"To fit: chunks of {chunk} tokens; the same answers."]
@@ -141,7 +139,7 @@ def test_a_server_takes_the_largest_prefill_step_that_fits():
 
 
 def the_longest() -> list[bool]:
-    """Whether the longest cache that is said to fit loads, and a page more does not fit."""
+    """Whether the longest planned cache loads, and one page more does not fit."""
     found = Prepared(DEMO, OPTIONS).plan(as_long_as_fits=True)["found"]["max_seq_len"]
     more = Prepared(DEMO, replace(OPTIONS, max_seq_len=found + 16))
     prepared = Prepared(DEMO, replace(OPTIONS, max_seq_len=found))
@@ -151,6 +149,6 @@ def the_longest() -> list[bool]:
     return [16 < found < prepared.limit, *fit, prepared.model.loaded]
 
 
-def test_the_longest_cache_of_a_server_is_found():
-    """Rows of jobs have no pages of their own, however long they are."""
+def test_longest_cache_is_found():
+    """Jobs' rows share the pool: they have no pages of their own."""
     assert run_sim(the_longest, "2M,1250K") == [True, True, False, True]

@@ -1,4 +1,4 @@
-"""What a model thinks, through the server: a grammar has the demo model write what others would."""
+"""Reasoning through the server: a grammar makes the demo model write what others would."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLED = (
 
 @pytest.fixture
 def writes(serving, monkeypatch):
-    """Have the model write a text, as one whose template has certain words."""
+    """Make the model write a text, with certain words in its chat template."""
 
     def change(text: str, words: str) -> None:
         tokenizer, jobs = serving.loaded.engine.tokenizer, ChatRequest.jobs
@@ -63,7 +63,7 @@ def streamed(client, **changes):
     return reasoning, content
 
 
-def test_reasoning_comes_beside_the_answer(client, writes):
+def test_reasoning_is_separate_from_the_answer(client, writes):
     writes(THOUGHT, "</think>")
     answer = ask(client)
     message = answer.choices[0].message
@@ -73,7 +73,7 @@ def test_reasoning_comes_beside_the_answer(client, writes):
     assert streamed(client) == ("the key", "in the kitchen")
 
 
-def test_a_client_may_want_it_in_the_answer_or_not_at_all(client, writes):
+def test_reasoning_can_stay_in_the_content_or_be_left_out(client, writes):
     writes(THOUGHT, "</think>")
     for form, found in (
         ({"reasoning_format": "none"}, ("", THOUGHT)),
@@ -84,7 +84,7 @@ def test_a_client_may_want_it_in_the_answer_or_not_at_all(client, writes):
         assert message.content == found[1] and not hasattr(message, "reasoning_content")
 
 
-def test_a_model_that_does_not_reason_is_left_alone(client, writes):
+def test_text_of_models_without_reasoning_is_unchanged(client, writes):
     writes(THOUGHT, "")
     assert streamed(client) == ("", THOUGHT)
 
@@ -106,7 +106,7 @@ def test_gpt_oss_calls_functions_on_a_channel(client, writes, stream):
     assert parts[-1].finish_reason == "tool_calls"
 
 
-def test_responses_have_an_item_of_it_that_may_come_back(client, writes):
+def test_reasoning_items_round_trip(client, writes):
     writes(THOUGHT, "</think>")
     answer = client.responses.create(model="demo", input="Where is the key?")
     thought, said = answer.output
@@ -127,7 +127,7 @@ def test_responses_have_an_item_of_it_that_may_come_back(client, writes):
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done")
 
 
-def test_reasoning_alone_is_no_conversation(client):
+def test_reasoning_alone_is_refused_as_input(client):
     with pytest.raises(openai.BadRequestError, match="messages"):
         client.responses.create(
             model="demo", input=[{"type": "reasoning", "id": "rs", "summary": []}]

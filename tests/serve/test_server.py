@@ -1,4 +1,4 @@
-"""The server, by the clients that people have: OpenAI's own, and plain HTTP."""
+"""The server through OpenAI's client and through plain HTTP."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from exkv.serve.server import Connection
 ROOT = DEMO.parents[1]
 
 
-# By OpenAI's client -------------------------------------------------------------------------------
+# OpenAI's client ----------------------------------------------------------------------------------
 
 
-def test_a_chat_is_answered_and_counted(client, serving):
+def test_chat_is_answered_with_usage(client, serving):
     answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
     (choice,) = answer.choices
     assert choice.message.content == ANSWER
@@ -36,7 +36,7 @@ def test_a_chat_is_answered_and_counted(client, serving):
     assert answer.usage.total_tokens == prompt + answer.usage.completion_tokens
 
 
-def test_a_stream_brings_the_same_text_and_its_usage(client):
+def test_stream_has_the_same_text_and_usage(client):
     whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
     parts = list(
         client.chat.completions.create(
@@ -56,7 +56,7 @@ def test_a_stream_brings_the_same_text_and_its_usage(client):
     assert len({part.id for part in parts}) == 1
 
 
-def test_contents_may_come_in_parts(client):
+def test_content_may_be_split_into_parts(client):
     text = QUESTION[0]["content"]
     parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
     message = {"role": "user", "content": parts}
@@ -74,7 +74,7 @@ def test_completions_take_several_prompts_and_choices(client, alone):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
 
-def test_ids_are_a_prompt_and_stops_end_a_text(client, serving, alone):
+def test_prompts_may_be_ids_and_stops_end_a_text(client, serving, alone):
     ids = serving.loaded.engine.tokenizer.encode("the key is in the")
     answer = client.completions.create(model="demo", prompt=ids, max_tokens=5, temperature=0)
     assert answer.usage.prompt_tokens == len(ids)
@@ -87,7 +87,7 @@ def test_ids_are_a_prompt_and_stops_end_a_text(client, serving, alone):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_seed_repeats_and_choices_differ(client):
+def test_seed_repeats_and_choices_differ(client):
     def drawn(seed):
         answer = client.completions.create(
             model="demo",
@@ -106,7 +106,7 @@ def test_a_seed_repeats_and_choices_differ(client):
     assert drawn(6)[:2] == first[1:]  # each choice has the next seed
 
 
-def test_a_json_schema_is_kept(client):
+def test_json_schema_is_enforced(client):
     schema = {
         "type": "object",
         "properties": {"place": {"enum": ["kitchen", "garden"]}, "sure": {"type": "boolean"}},
@@ -121,7 +121,7 @@ def test_a_json_schema_is_kept(client):
     assert json.loads(answer.choices[0].message.content).keys() == {"place", "sure"}
 
 
-def test_a_token_can_be_forbidden(client, serving):
+def test_logit_bias_bans_a_token(client, serving):
     (key,) = serving.loaded.engine.tokenizer.encode(" key", add_bos=False)[-1:]
     answer = client.chat.completions.create(
         model="demo", messages=QUESTION, temperature=0, logit_bias={str(key): -100}
@@ -130,8 +130,8 @@ def test_a_token_can_be_forbidden(client, serving):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_those_of_the_model(client, serving, stream):
-    """Against the logits of one forward call over prompt and answer."""
+def test_logprobs_match_the_models_logits(client, serving, stream):
+    """Compared with the logits of one forward call over prompt and answer."""
     options = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "stream": stream}
     answer = client.chat.completions.create(model="demo", messages=QUESTION, **options)
     parts = answer if stream else [answer]
@@ -155,7 +155,7 @@ def test_log_probabilities_are_those_of_the_model(client, serving, stream):
         assert each.token == each.top_logprobs[0].token
 
 
-def test_completions_have_them_in_their_old_shape(client):
+def test_completions_logprobs_format(client):
     options = {"max_tokens": 2, "temperature": 0, "logprobs": 2}
     choice = client.completions.create(model="demo", prompt="the key is", **options).choices[0]
     found = choice.logprobs
@@ -163,7 +163,7 @@ def test_completions_have_them_in_their_old_shape(client):
     assert "".join(found.tokens).strip() == choice.text.strip()
     assert found.text_offset[:2] == [0, len(found.tokens[0])]
     assert all(len(top) == 2 for top in found.top_logprobs)
-    with pytest.raises(openai.BadRequestError, match="suffix: exkv doesn't"):
+    with pytest.raises(openai.BadRequestError, match="suffix: exkv has no"):
         client.completions.create(model="demo", prompt="a", suffix="b")
 
 
@@ -174,16 +174,16 @@ def test_models_are_listed(client):
         client.models.retrieve("gpt-9")
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Refusals -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "reason"),
     [
         ("temperature", -1, "temperature is -1"),
         ("temprature", 1, "temprature: unknown field"),
         ("n", 999, "n: Input should be less than or equal to 128"),
-        ("n", 9, "n is 9, and at most 8 jobs run at once here"),
+        ("n", 9, "n is 9, but at most 8 jobs run at once"),
         ("tools", [{"type": "function"}], "tools.0.function: Field required"),
         ("top_logprobs", 2, "top_logprobs needs logprobs"),
         ("top_logprobs", 21, "top_logprobs: Input should be less than or equal to 20"),
@@ -192,28 +192,28 @@ def test_models_are_listed(client):
         ("messages", [], "messages: List should have at least 1 item"),
         ("response_format", {"type": "json_schema"}, "response_format has no json_schema"),
         ("response_format", {"type": "regex", "pattern": "("}, "grammar can't be followed"),
-        ("messages", [{"role": "user", "content": "word " * 2000}], "the context is of 1024"),
+        ("messages", [{"role": "user", "content": "word " * 2000}], "the context holds 1024"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_told_why(client, field, value, said):
+def test_invalid_requests_are_refused_with_a_reason(client, field, value, reason):
     body = {"messages": QUESTION, field: value}
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
+    with pytest.raises(openai.BadRequestError, match=reason) as caught:
         client.post("/chat/completions", body=body, cast_to=object)
     assert caught.value.body["type"] == "invalid_request_error"
 
 
-def test_what_is_not_here_says_so(client, address):
+def test_missing_routes_and_features_are_reported(client, address):
     with pytest.raises(openai.InternalServerError, match="makes no embeddings"):
         client.embeddings.create(model="demo", input="x")
-    status, body = post(f"{address}/completion", b"{}")  # as llama.cpp's server has it
-    assert (status, body["error"]["message"][:34]) == (404, "there is no POST /completion here:")
-    form = {"content-type": "application/x-www-form-urlencoded"}  # curl's, where nobody says JSON
+    status, body = post(f"{address}/completion", b"{}")  # a route of llama.cpp's server
+    assert (status, body["error"]["message"][:29]) == (404, "there is no POST /completion:")
+    form = {"content-type": "application/x-www-form-urlencoded"}  # curl's default
     status, body = post(f"{address}/v1/completions", b'{"prompt": "a"}', **form)
     assert (status, "Content-Type: application/json" in body["error"]["message"]) == (400, True)
     assert post(f"{address}/v1/completions", b"{")[0] == 400
 
 
-def test_more_jobs_than_may_wait_are_told_to_come_again(client, serving):
+def test_too_many_jobs_get_429(client, serving):
     serving.metrics.jobs += 100
     try:
         with pytest.raises(openai.RateLimitError, match="try again later") as caught:
@@ -223,8 +223,8 @@ def test_more_jobs_than_may_wait_are_told_to_come_again(client, serving):
         serving.metrics.jobs -= 100
 
 
-def test_a_connection_that_brings_no_request_is_closed_in_time(address, monkeypatch):
-    """Not one byte, or a byte now and then; one that has asked is waited for."""
+def test_idle_connection_times_out(address, monkeypatch):
+    """One that sends nothing, or begins a second request and stops."""
     monkeypatch.setattr(Connection, "seconds", 0.3)
     port = int(address.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as silent:
@@ -237,14 +237,14 @@ def test_a_connection_that_brings_no_request_is_closed_in_time(address, monkeypa
         while not received.endswith(b"}"):
             received += slow.recv(1 << 16)
         assert received.startswith(b"HTTP/1.1 200")
-        slow.sendall(b"GET /heal")  # and another one, that never comes
+        slow.sendall(b"GET /heal")  # never completed
         assert slow.recv(1) == b""
 
 
 # Tokens and state ---------------------------------------------------------------------------------
 
 
-def test_tokens_go_there_and_back(address, serving):
+def test_tokens_round_trip(address, serving):
     _, found = post(f"{address}/v1/token/encode", b'{"text": "the key"}')
     assert found["tokens"] == serving.loaded.engine.tokenizer.encode("the key")
     assert found["length"] == len(found["tokens"])
@@ -253,7 +253,7 @@ def test_tokens_go_there_and_back(address, serving):
     assert post(f"{address}/v1/token/decode", b'{"tokens": [9999999]}')[0] == 400
 
 
-def test_state_and_metrics_are_told(address, client, serving):
+def test_health_model_and_metrics(address, client, serving):
     client.completions.create(model="demo", prompt="the key", max_tokens=3, temperature=0)
     with urllib.request.urlopen(f"{address}/health") as answer:
         assert json.load(answer) == {"status": "healthy"}
@@ -268,7 +268,7 @@ def test_state_and_metrics_are_told(address, client, serving):
     assert float(figures["exkv_pages_available"]) == float(figures["exkv_pages"]) == TOKENS / 16
 
 
-def test_the_state_says_what_is_where(address, serving):
+def test_state_reports_memory(address, serving):
     with urllib.request.urlopen(f"{address}/v1/state") as answer:
         state = json.load(answer)
     (device,) = state["devices"]
@@ -278,7 +278,7 @@ def test_the_state_says_what_is_where(address, serving):
     assert state["host"] == {"pages": 0, "pages_room": 0, "jobs": 0, "jobs_bytes": 0}
 
 
-def test_the_state_counts_what_is_put_away(serving):
+def test_state_counts_preempted_jobs(serving):
     engine = serving.loaded.engine
     handle = engine.submit(Job(prompt=[5] * 40))
     while not handle.tokens:
@@ -292,10 +292,10 @@ def test_the_state_counts_what_is_put_away(serving):
     assert serving.state()["host"]["jobs"] == 0
 
 
-# Clients that go away, and many at once -----------------------------------------------------------
+# Disconnects and load -----------------------------------------------------------------------------
 
 
-def test_a_client_that_goes_away_ends_its_jobs(client, serving):
+def test_disconnect_cancels_a_streaming_job(client, serving):
     with stopped_after(serving.loaded.engine, 20):
         stream = client.completions.create(
             model="demo", prompt="a", max_tokens=900, stream=True,
@@ -307,7 +307,7 @@ def test_a_client_that_goes_away_ends_its_jobs(client, serving):
         until(lambda: serving.metrics.jobs == 0)
 
 
-def test_a_client_that_goes_away_unanswered_ends_its_jobs(address, serving):
+def test_disconnect_cancels_a_waiting_job(address, serving):
     body = json.dumps({"prompt": "a", "max_tokens": 900, "response_format": LONG}).encode()
     host, port = address.removeprefix("http://").split(":")
     waiting = stopped_after(serving.loaded.engine, 0)
@@ -318,9 +318,9 @@ def test_a_client_that_goes_away_unanswered_ends_its_jobs(address, serving):
     until(lambda: serving.metrics.jobs == 0)
 
 
-def test_under_load_no_answer_is_lost_or_wrong(client, serving, alone):
-    """Many clients, a third with one beginning, more tokens asked for than there are pages, some
-    who drop out, some who send nonsense: every answer is the one that it is alone."""
+def test_answers_are_correct_under_load(client, serving, alone):
+    """Many clients, a third with a shared prefix; more tokens than there are pages; some
+    disconnect, some send invalid requests: every answer equals the one generated alone."""
     source = random.Random(7)
     words = ["the key", "is in", "kitchen", "anna put", "red", "ball", "garden", "where", "tom"]
     shared = " ".join(source.choices(words, k=60))
@@ -334,7 +334,7 @@ def test_under_load_no_answer_is_lost_or_wrong(client, serving, alone):
 
     def ask(request):
         index, text, count = request
-        if index % 5 == 1:  # drops out
+        if index % 5 == 1:  # disconnects
             with client.completions.create(
                 model="demo", prompt=text, max_tokens=200, stream=True, temperature=0
             ) as stream:
@@ -361,7 +361,7 @@ def test_under_load_no_answer_is_lost_or_wrong(client, serving, alone):
 # The command --------------------------------------------------------------------------------------
 
 
-def test_sigterm_lets_answers_end_and_a_second_one_does_not(tmp_path):
+def test_second_sigterm_ends_running_answers(tmp_path):
     key = tmp_path / "key"
     key.write_text("a-key-of-ours\n")
     with socket.socket() as free:
@@ -397,7 +397,7 @@ def test_sigterm_lets_answers_end_and_a_second_one_does_not(tmp_path):
         assert len(text) == 600
         server.send_signal(signal.SIGTERM)
         assert server.wait(180) == 0
-        with contextlib.suppress(Exception):  # of whichever client it has: the stream breaks off
+        with contextlib.suppress(Exception):  # the stream breaks off
             text += "".join(part.choices[0].text for part in later)
         assert len(text) == 600
         told = server.stderr.read()

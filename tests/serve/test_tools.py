@@ -1,4 +1,4 @@
-"""Tools: calls that a grammar keeps, calls that are found in a text, and the prompts of both."""
+"""Tools: calls enforced by a grammar, calls parsed from text, and the prompts of both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import DEMO
 
 from exkv import Tokenizer
 from exkv.serve.tools import (
@@ -22,7 +23,6 @@ from exkv.serve.tools import (
 )
 from exkv.text.chat_template import ChatTemplate
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 FIND = {
     "name": "find",
     "description": "Finds a thing",
@@ -38,7 +38,7 @@ TOOLS = tuple({"type": "function", "function": each} for each in (FIND, WAIT))
 CALL = '{"name": "find", "arguments": {"thing": "ke{y\\"}"}}'
 ARGUMENTS = '{"thing": "ke{y\\"}"}'
 TYPED = '{"thing": "ke\\ny", "deep": true}'
-#: What a model writes -> its content (None for the text as it is), its calls' names and arguments.
+#: Generated text, its content (None if unchanged), its calls' names and arguments.
 TEXTS = [
     ("Hello <tool", "Hello <tool", []),
     (f"<tool_call>\n{CALL}\n</tool_call>", "", [("find", ARGUMENTS)]),
@@ -98,7 +98,7 @@ OPENINGS = ("", "<tool_call>", "[TOOL_CALLS]", "```json\n", "<function=", '<invo
 
 
 def read(pieces, most=None):
-    """Content and calls, as a client puts them together."""
+    """Content and calls, joined from deltas as clients do."""
     reader = CallReader({each["name"]: each["parameters"] for each in (FIND, WAIT)}, most)
     content, calls = "", []
     for delta in [*(d for piece in pieces for d in reader.push(piece)), *reader.flush()]:
@@ -115,7 +115,7 @@ def read(pieces, most=None):
 @pytest.mark.parametrize(("text", "content", "calls"), TEXTS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_calls_are_found_however_a_text_comes(text, content, calls, data):
+def test_calls_are_parsed_from_any_chunks(text, content, calls, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(pieces) == (text if content is None else content, calls)
@@ -124,7 +124,7 @@ def test_calls_are_found_however_a_text_comes(text, content, calls, data):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(OPENINGS), st.text('[]{}<>=\\"/ :,`\nabtool_call', max_size=40))
-def test_text_that_is_no_call_comes_out_as_it_was(opening, text):
+def test_other_text_passes_through_unchanged(opening, text):
     for written in (text, f"{opening}{text}", f'{opening}{{"name": "no", {text}'):
         content, calls = read(list(written))
         assert calls or content == written
@@ -132,7 +132,7 @@ def test_text_that_is_no_call_comes_out_as_it_was(opening, text):
 
 
 def test_parser_is_linear_in_input():
-    """Ten times the text takes no more characters looked at than ten times as many."""
+    """Ten times the text scans about ten times as many characters."""
 
     def looked_at(length: int) -> int:
         value, count = JsonValue.length, 0
@@ -152,7 +152,7 @@ def test_parser_is_linear_in_input():
     assert looked_at(3000) < 11 * looked_at(300)
 
 
-def test_one_call_is_enough_where_calls_are_not_parallel():
+def test_only_one_call_without_parallel_calls():
     two = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call> and more"
     assert read([two], most=1) == ("", [("find", ARGUMENTS)])
     assert read([f"[{CALL}, {CALL}]"], most=1) == ("", [("find", ARGUMENTS)])
@@ -160,8 +160,8 @@ def test_one_call_is_enough_where_calls_are_not_parallel():
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
 @pytest.mark.parametrize("choice", ["required", "wait"])
-def test_what_the_grammar_allows_is_read_as_calls(form, choice):
-    """Text after text: the follower takes only what the reader calls a call of that tool."""
+def test_grammar_allows_only_what_the_reader_parses(form, choice):
+    """The grammar accepts exactly the texts that the reader parses as calls of that tool."""
     tokenizer = Tokenizer(DEMO)
     names = frozenset({"find", "wait"} if choice == "required" else {choice})
     tools = Tools(tools=TOOLS, names=names, forced=True, parallel=True)
@@ -185,7 +185,7 @@ def _allows(tokenizer, grammar, text):
     follower = grammar.follow(tokenizer)
     for token in tokenizer.encode(text, add_bos=False, add_special=False):
         if text and not follower.allowed(tokenizer.vocab_size)[token]:
-            # A sentencepiece vocabulary puts a space before a text; its pieces are tried alone.
+            # A sentencepiece vocabulary prepends a space: try byte tokens instead.
             return _allows_bytes(tokenizer, grammar, text)
         follower.take(token)
     return True
@@ -204,7 +204,7 @@ def _allows_bytes(tokenizer, grammar, text):
 
 # Prompts --------------------------------------------------------------------------------------
 
-#: The calls of each are written as its models' own templates do; shortened.
+#: Shortened versions of real models' templates.
 HERMES_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -236,14 +236,14 @@ def with_template(source):
     return tokenizer
 
 
-def test_a_template_says_how_its_model_calls():
+def test_call_format_follows_the_template():
     assert format_of(Tokenizer(DEMO)) is HERMES
     assert format_of(with_template(HERMES_TEMPLATE)) is HERMES
     assert format_of(with_template(MISTRAL_TEMPLATE)) is MISTRAL
     assert format_of(with_template(LLAMA_TEMPLATE)) is LLAMA
 
 
-def test_tools_go_through_the_template_and_arguments_come_as_objects():
+def test_template_gets_tools_and_arguments_as_objects():
     tokenizer = with_template(HERMES_TEMPLATE)
     tools = Tools(tools=TOOLS, names=frozenset({"find", "wait"}), forced=False, parallel=True)
     text = tokenizer.decode(encode_chat(tokenizer, CALLED, tools), skip_special=False)
@@ -252,7 +252,7 @@ def test_tools_go_through_the_template_and_arguments_come_as_objects():
     assert "kitchen" in text
 
 
-def test_without_such_a_template_tools_are_described_and_calls_are_text():
+def test_preamble_describes_tools_without_a_tool_template():
     tokenizer = Tokenizer(DEMO)
     tools = Tools(tools=TOOLS, names=frozenset({"find", "wait"}), forced=False, parallel=True)
     text = tokenizer.decode(encode_chat(tokenizer, CALLED, tools), skip_special=False)
@@ -264,7 +264,7 @@ def test_without_such_a_template_tools_are_described_and_calls_are_text():
     assert text.count("<|system|>") == 1 and "Be kind." in text and "Finds a thing" in text
 
 
-def test_a_template_without_system_messages_gets_them_with_the_first_one():
+def test_preamble_joins_the_first_message_if_system_is_refused():
     refusing = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
         "<|{{ m.role }}|>{{ m.content }}{% endfor %}"

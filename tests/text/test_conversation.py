@@ -1,4 +1,4 @@
-"""A conversation fits its context, keeps what must stay, and drops the oldest turns first."""
+"""A conversation fits its context, and drops the oldest turns first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from exkv.text import Conversation
 
-HEADER = 2  # what the template below adds to each message, and at the end
+HEADER = 2  # tokens that the template below adds to each message, and at the end
 
 
 class CountingTokenizer:
-    """A chat template of two tokens around each message, one token a character."""
+    """A chat template with two tokens around each message, and one token per character."""
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         ids = []
@@ -22,7 +22,7 @@ class CountingTokenizer:
 
 
 def conversation(*texts: str, limit: int = 1000, system: str | None = None) -> Conversation:
-    """User and assistant by turns, beginning with the user."""
+    """A conversation whose messages alternate, beginning with the user's."""
     made = Conversation(CountingTokenizer(), limit, system)
     for index, text in enumerate(texts):
         made.add(("user", "assistant")[index % 2], text)
@@ -51,7 +51,7 @@ def test_prompt_fits_or_refuses_and_keeps_the_newest(texts, system, limit, room)
     assert len(ids) + room <= limit
     assert contents(made) == [*head, *texts[2 * dropped :]]
     assert ids == CountingTokenizer().encode_chat(made.messages)
-    # As few as possible: one turn more would not have fitted.
+    # As few as possible: one more turn wouldn't fit.
     if dropped:
         wider = conversation(*texts[2 * dropped - 2 :], limit=limit, system=system)
         assert len(CountingTokenizer().encode_chat(wider.messages)) + room > limit
@@ -63,17 +63,10 @@ def test_dropped_turns_are_counted_once():
     assert made.prompt(6)[1] == 0
 
 
-def test_a_greeting_of_the_assistant_is_the_first_turn_to_go():
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_greetings_and_consecutive_user_messages_are_turns(role):
     made = Conversation(CountingTokenizer(), 12)
-    made.add("assistant", "hello")
-    made.add("user", "hi")
-    assert made.prompt(5)[1] == 1
-    assert contents(made) == ["hi"]
-
-
-def test_two_messages_of_the_user_are_two_turns():
-    made = Conversation(CountingTokenizer(), 12)
-    made.add("user", "first")
+    made.add(role, "hello")
     made.add("user", "then")
     assert made.prompt(4)[1] == 1
     assert contents(made) == ["then"]
@@ -88,17 +81,17 @@ def test_reset_keeps_only_the_system_message():
     assert without.messages == []
 
 
-def test_an_empty_system_message_is_still_one():
+def test_empty_system_message_is_kept():
     assert conversation(system="").messages == [{"role": "system", "content": ""}]
 
 
-def test_there_must_be_something_to_answer():
+def test_prompt_needs_a_user_message():
     for made in (conversation(), conversation("hello", "hi"), conversation(system="be kind")):
         with pytest.raises(ValueError, match="nothing to answer"):
             made.prompt(1)
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_are_named():
     with pytest.raises(ValueError, match="'system'"):
         conversation().add("system", "be kind")
     with pytest.raises(ValueError, match="room is 0"):

@@ -1,5 +1,5 @@
-"""Tokenizers from a GGUF file's metadata: against the libraries that they come from, how each rule
-cuts a text, and what is refused."""
+"""Tokenizers from a GGUF file's metadata: compared with their original libraries, how each
+pre-tokenizer splits a text, and refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{% en
 
 
 def write(file: Path, model: str, tokens: list[str], **values) -> Path:
-    """A vocabulary alone, as llama.cpp's own test files are."""
+    """Write a file with only a vocabulary, like llama.cpp's own test files."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -58,11 +58,11 @@ def of_pieces(file: Path, model, **values) -> Path:
     )
 
 
-def test_pieces_and_scores_give_what_sentencepiece_gives(processor, tmp_path):
+def test_ids_match_sentencepiece(processor, tmp_path):
     tokenizer = Tokenizer(of_pieces(tmp_path / "m.gguf", processor, chat_template=CHAT))
     for text in TEXTS:
         ids = tokenizer.encode(text, add_bos=False)
-        # The trainer's rule drops spaces at the ends; llama.cpp's files say that none is dropped.
+        # The trained normalizer drops extra spaces; llama.cpp's files keep them.
         if text.strip() == text and "  " not in text:
             assert ids == processor.encode(text)
         assert tokenizer.decode(ids) == text
@@ -73,7 +73,7 @@ def test_pieces_and_scores_give_what_sentencepiece_gives(processor, tmp_path):
     assert tokenizer.encode_chat([{"role": "user", "content": "hi"}])[0] == 1
 
 
-def test_flags_of_the_file_are_followed(processor, tmp_path):
+def test_flags_are_followed(processor, tmp_path):
     file = of_pieces(
         tmp_path / "m.gguf",
         processor,
@@ -124,7 +124,7 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def of_bytes(file: Path, **values) -> Path:
-    """Every byte, two merges and an end."""
+    """All bytes, two merges, and a control token."""
     merged = ["\u0120t", "\u0120th", "<|im_end|>"]
     types = [1] * (len(ALPHABET) + 2) + [3]
     settings = {"token_types": types, "token_merges": ["\u0120 t", "\u0120t h"], **values}
@@ -132,14 +132,14 @@ def of_bytes(file: Path, **values) -> Path:
 
 
 @pytest.mark.parametrize("pre", CUTS)
-def test_a_rule_cuts_a_text_as_its_model_was_trained(tmp_path, pre):
+def test_pre_tokenizers_split_a_text(tmp_path, pre):
     tokenizer = Tokenizer(of_bytes(tmp_path / "m.gguf", tokenizer_pre=pre))
     library = tokenizer._vocabulary._tokenizer
     cut = library.pre_tokenizer.pre_tokenize_str(TEXT)
     assert [TEXT[begin:end] for _, (begin, end) in cut] == CUTS[pre]
     ids = tokenizer.encode(TEXT + " the<|im_end|>")
     assert tokenizer.decode(ids, skip_special=False) == TEXT + " the<|im_end|>"
-    # A space, t and h are one token; the control token ends answers, though no key says so.
+    # " th" is one token; the control token ends answers although no key names it.
     assert [tokenizer.piece_of(i) for i in ids[-3:]] == ["\u0120th", "e", "<|im_end|>"]
     assert tokenizer.eos_ids == (ids[-1],)
     assert PRE_TOKENIZERS[pre].add_bos == (pre in ("llama-bpe", "tekken"))
@@ -155,7 +155,7 @@ def test_a_rule_cuts_a_text_as_its_model_was_trained(tmp_path, pre):
         ("jais-2", "a" + " " * 11 + "b", ["a", " " * 8, " " * 2, " b"]),
     ],
 )
-def test_a_rule_cuts_where_others_do_not(tmp_path, pre, text, cut):
+def test_pre_tokenizers_split_special_cases(tmp_path, pre, text, cut):
     tokenizer = Tokenizer(of_bytes(tmp_path / "m.gguf", tokenizer_pre=pre))
     found = tokenizer._vocabulary._tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in found] == cut
@@ -170,7 +170,7 @@ def test_a_rule_cuts_where_others_do_not(tmp_path, pre, text, cut):
         (["[BOS]", "[EOS]", "[EOT]", "[start_header_id]"], (1, 2)),  # Kimi
     ],
 )
-def test_what_ends_an_answer_is_told_by_its_spelling(tmp_path, tokens, ends):
+def test_eos_ids_are_recognized_by_spelling(tmp_path, tokens, ends):
     known = [*ALPHABET, "\u0120t"]
     types = [1] * len(known) + [3] * len(tokens)
     file = write(
@@ -190,13 +190,13 @@ BAD = {
     "tokenizer.ggml.pre is 'chameleon'; exkv knows default": lambda f: of_bytes(
         f, tokenizer_pre="chameleon"
     ),
-    "token_type has 1 entries, and there are 259 tokens": lambda f: of_bytes(f, token_types=[1]),
-    "merges.0. is 'x', which is no pair": lambda f: of_bytes(f, token_merges=["x"]),
+    "token_type has 1 entries, but there are 259 tokens": lambda f: of_bytes(f, token_types=[1]),
+    "merges.0. is 'x', which isn't a pair": lambda f: of_bytes(f, token_merges=["x"]),
     "cannot be read as a tokenizer": lambda f: of_bytes(f, token_merges=["no such"]),
     "tokens has 'a' twice, as 0 and 1": lambda f: write(
         f, "gpt2", ["a", "a"], token_merges=["a a"]
     ),
-    "scores is None; such a tokenizer merges by scores": lambda f: write(f, "llama", ["a"]),
+    "scores is None; this kind of tokenizer needs scores": lambda f: write(f, "llama", ["a"]),
     "bos_token_id is 7; there are 1 tokens": lambda f: write(f, "llama", ["a"], bos_token_id=7),
     "is not a sentencepiece model": lambda f: write(
         f, "llama", ["a", "a"], token_scores=[0.0, 0.0], token_types=[1, 1]
@@ -206,7 +206,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, message):
+def test_invalid_tokenizers_are_refused(tmp_path, message):
     file = BAD[message](tmp_path / "m.gguf")
     with pytest.raises(ValueError, match=message) as caught:
         Tokenizer(file)
@@ -218,7 +218,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, message):
 needs_golden = pytest.mark.skipif(
     not golden.COMPLETE.exists(), reason="`make test` fetches llama.cpp's golden tokenizations"
 )
-#: Vocabulary -> what it is refused for: WordPiece.
+#: Vocabulary -> its unsupported kind, WordPiece.
 REFUSED = {"bert-bge": "bert"}
 READ = (
     *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-bpe", "llama-spm"),
@@ -228,14 +228,14 @@ READ = (
 
 @needs_golden
 @pytest.mark.parametrize("name", READ)
-def test_llama_cpp_s_golden_tokenizations_come_out(name):
+def test_golden_tokenizations_of_llama_cpp(name):
     tokenizer = Tokenizer(golden.FOLDER / f"{name}.gguf")
     for text, ids in golden.cases(name):
         assert tokenizer.encode(text, add_bos=False) == ids, text
 
 
 @needs_golden
-def test_llama_cpp_s_other_vocabularies_are_refused_by_their_kind():
+def test_other_vocabularies_of_llama_cpp_are_refused():
     assert {file.stem for file in golden.FOLDER.glob("*.gguf")} == {*READ, *REFUSED}
     for name, kind in REFUSED.items():
         with pytest.raises(ValueError, match=f"model is '{kind}'; exkv knows llama, gpt2, gemma4"):

@@ -1,5 +1,5 @@
-"""Regular expressions of a tokenizer.json: those of tokenizers in use pass, and those on which the
-library backtracks without end are refused when the file is opened."""
+"""Regular expressions of a tokenizer.json: those in use are accepted, those on which the library
+backtracks endlessly are refused when the file is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from exkv import Tokenizer
 from exkv.text.gguf import PRE_TOKENIZERS
 
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-#: As tokenizers in use cut texts, beside those that GGUF files name.
+#: Patterns of tokenizers in use, besides those that GGUF files name.
 IN_USE = [
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
@@ -48,20 +48,20 @@ def with_pattern(folder, pattern: str, part: str = "pre_tokenizer") -> None:
 
 
 @pytest.mark.parametrize("pattern", IN_USE)
-def test_patterns_of_tokenizers_in_use_pass(tmp_path, pattern):
+def test_patterns_in_use_are_accepted(tmp_path, pattern):
     with_pattern(tmp_path, pattern)
     Tokenizer(tmp_path).encode("a" * 500)
 
 
 @pytest.mark.parametrize("pattern", SLOW)
-def test_patterns_of_many_ways_are_refused(tmp_path, pattern):
+def test_backtracking_patterns_are_refused(tmp_path, pattern):
     with_pattern(tmp_path, pattern)
     with pytest.raises(ValueError, match=r"tokenizer\.json .*retry-limit"):
         Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["in a sequence", "normalizer"])
-def test_any_part_with_such_a_pattern_is_refused_by_name(tmp_path, part):
+def test_backtracking_patterns_are_refused_in_any_part(tmp_path, part):
     with_pattern(tmp_path, "(?:a|a)*$", part)
     with pytest.raises(ValueError, match=r"tokenizer\.json .*retry-limit"):
         Tokenizer(tmp_path)

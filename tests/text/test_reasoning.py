@@ -1,4 +1,4 @@
-"""Reasoning is told from answers, however the text comes."""
+"""Reasoning is separated from answers, in whatever chunks the text arrives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from hypothesis import strategies as st
 
 from exkv import Tokenizer
 from exkv.text.chat_template import ChatTemplate
-from exkv.text.reasoning import (
-    HARMONY,
-    ChannelReader,
-    Piece,
-    TagReader,
-    reasoning_format,
-)
+from exkv.text.reasoning import HARMONY, ChannelReader, Piece, TagReader, reasoning_format
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 
 
 def joined(reader, parts):
-    """Reasoning, text, and what is written to each recipient."""
+    """Reasoning, answer, and the text for each recipient."""
     pieces = [piece for part in parts for piece in reader.push(part)] + reader.flush()
     sent: dict[str, str] = {}
     for piece in pieces:
@@ -34,7 +28,7 @@ def joined(reader, parts):
 
 
 def cuts(draw_from: str) -> st.SearchStrategy[list[str]]:
-    """The text in any pieces."""
+    """The text, split anywhere."""
     places = st.lists(st.integers(0, len(draw_from)), max_size=6)
     return places.map(
         lambda at: [
@@ -44,7 +38,7 @@ def cuts(draw_from: str) -> st.SearchStrategy[list[str]]:
     )
 
 
-#: Whether the prompt opened it, what a model writes -> its reasoning and its text.
+#: Whether the prompt opened the reasoning, the output, its reasoning and its answer.
 TAGGED = [
     (False, "<think>\nI <b>see</b>.\n</think>\n\nYes.\n", "I <b>see</b>.", "Yes.\n"),
     (True, "\nI see.\n</think>\n\nYes.", "I see.", "Yes."),
@@ -60,7 +54,7 @@ TAGGED = [
 
 @pytest.mark.parametrize(("inside", "text", "reasoning", "answer"), TAGGED)
 @given(data=st.data())
-def test_tags_are_found_however_a_text_comes(inside, text, reasoning, answer, data):
+def test_tags_are_parsed_from_any_chunks(inside, text, reasoning, answer, data):
     reader = TagReader("<think>", "</think>", inside=inside)
     assert joined(reader, data.draw(cuts(text))) == (reasoning, answer, {})
 
@@ -90,12 +84,12 @@ CHANNELS = [
 
 @pytest.mark.parametrize(("text", "found"), CHANNELS)
 @given(data=st.data())
-def test_channels_are_read_however_a_text_comes(text, found, data):
+def test_channels_are_parsed_from_any_chunks(text, found, data):
     assert joined(ChannelReader(), data.draw(cuts(text))) == found
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<", "/", "think>", " ", "a"]), max_size=9))
-def test_nothing_but_tags_and_space_around_them_is_lost(parts):
+def test_only_tags_and_space_around_them_are_dropped(parts):
     reasoning, answer, _ = joined(TagReader("<think>", "</think>", inside=False), parts)
     text = "".join(parts)
     closed = "</think>" if "</think>" in text else ""
@@ -104,7 +98,7 @@ def test_nothing_but_tags_and_space_around_them_is_lost(parts):
     assert "".join(told.split()) == "".join(text.split())
 
 
-#: What a chat template's source has -> the end of its models' reasoning.
+#: Source of a chat template -> the tag that ends reasoning.
 SOURCES = {
     "{%- set content = content.split('</think>')[-1] %}": "</think>",
     "{{ '[THINK]' + message.thinking + '[/THINK]' }}": "[/THINK]",
@@ -121,17 +115,17 @@ def with_template(source: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_template_says_how_its_models_reason(source):
+def test_format_follows_the_template(source):
     assert reasoning_format(with_template(source)).end == SOURCES[source]
 
 
-def test_channels_come_before_tags_and_a_plain_template_has_neither():
+def test_channels_take_precedence_over_tags():
     source = "{{ '<|start|>assistant<|channel|>final<|message|>' }}{# </think> #}"
     assert reasoning_format(with_template(source)) is HARMONY
     assert reasoning_format(Tokenizer(DEMO)) is None
 
 
-def test_a_prompt_may_have_opened_it():
+def test_prompt_may_open_the_reasoning():
     tokenizer = with_template("</think>")
     form = reasoning_format(tokenizer)
     for prompt, inside in (("Hi <think>\n", True), ("<think>\n\n</think>\n\n", False)):
@@ -139,7 +133,7 @@ def test_a_prompt_may_have_opened_it():
         assert reader.push("a")[0] == Piece(text="a", reasoning=inside)
 
 
-def test_control_tokens_are_shown_where_they_are_markers():
+def test_marker_control_tokens_are_shown():
     tokenizer = Tokenizer(DEMO)
     control = min(tokenizer.special_ids - {tokenizer.unk_id, tokenizer.bos_id})
     ids = [*tokenizer.encode("key", add_bos=False), control]

@@ -1,4 +1,4 @@
-"""Text to ids and back: against transformers and sentencepiece on the same files, and streaming."""
+"""Text to ids and back, compared with transformers and sentencepiece; streaming."""
 
 import io
 import json
@@ -89,7 +89,7 @@ def special(content: str) -> tokenizers.AddedToken:
 
 
 def build_llama3(folder: Path) -> Path:
-    """Byte-level BPE with special tokens behind the vocabulary, as Llama 3 has it."""
+    """Byte-level BPE with special tokens after the vocabulary, as in Llama 3."""
     tokenizer = tokenizers.Tokenizer(BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -142,7 +142,7 @@ def build_llama2(folder: Path, kind: str) -> Path:
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
         )
-    elif kind == "llama2-bare":  # no space before a text, so none to take away after
+    elif kind == "llama2-bare":  # no space before a text, so none to strip
         tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
         strip = []
     else:
@@ -196,7 +196,7 @@ def build(folder: Path, kind: str) -> Path:
         return build_llama3(folder)
     if kind == "sentencepiece":
         return build_sentencepiece(folder)
-    if kind == "sentencepiece-unigram":  # sentencepiece's own defaults, as T5 has them
+    if kind == "sentencepiece-unigram":  # sentencepiece's defaults, as in T5
         return build_sentencepiece(
             folder,
             model_type="unigram",
@@ -241,7 +241,7 @@ def within(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 @given(text=texts)
 @example(text="")
 @example(text="</s> and <s>")
-def test_ids_are_those_of_transformers(ours, theirs, kind, text):
+def test_ids_match_transformers(ours, theirs, kind, text):
     tokenizer, oracle = ours[kind], theirs[kind]
     assert tokenizer.encode(text) == oracle.encode(text)
     assert tokenizer.encode(text, add_bos=False) == oracle.encode(text, add_special_tokens=False)
@@ -249,14 +249,14 @@ def test_ids_are_those_of_transformers(ours, theirs, kind, text):
 
 @pytest.mark.parametrize("kind", JSON_KINDS)
 @given(text=texts)
-def test_ordinary_text_is_encoded_as_transformers_splits_special_tokens(ours, theirs, kind, text):
+def test_ordinary_text_matches_transformers(ours, theirs, kind, text):
     want = theirs[kind].encode(text, add_special_tokens=False, split_special_tokens=True)
     assert ours[kind].encode(text, add_bos=False, add_special=False) == want
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
 @given(text=texts)
-def test_without_special_tokens_ids_are_those_of_sentencepiece(folders, ours, kind, text):
+def test_ordinary_text_matches_sentencepiece(folders, ours, kind, text):
     model = sentencepiece.SentencePieceProcessor(str(folders[kind] / "tokenizer.model"))
     tokenizer = ours[kind]
     assert tokenizer.encode(text, add_special=False) == [1, *model.encode(text)]
@@ -265,23 +265,23 @@ def test_without_special_tokens_ids_are_those_of_sentencepiece(folders, ours, ki
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_sentencepiece_puts_a_space_after_a_special_token_only_if_legacy(folders, tmp_path, legacy):
+def test_sentencepiece_adds_a_space_after_special_tokens_only_if_legacy(folders, tmp_path, legacy):
     build_sentencepiece(tmp_path)
     write_json(tmp_path / "tokenizer_config.json", {"legacy": legacy})
     tokenizer = Tokenizer(tmp_path)
     plain = sentencepiece.SentencePieceProcessor(str(tmp_path / "tokenizer.model"))
     dog = plain.encode("dog") if legacy else plain.encode("\ndog")[2:]
     newline = plain.encode("\n")
-    assert plain.encode("\ndog")[:2] == newline  # so that the line above is what it seems to be
+    assert plain.encode("\ndog")[:2] == newline  # so that [2:] above is "dog"
     the, call = plain.encode("the"), plain.piece_to_id("<|call|>")
     assert tokenizer.encode("the<|call|>dog</s>") == [1, *the, call, *dog, 2]
 
 
 @given(text=st.lists(st.sampled_from([*MARKS, "the", " ", "dog", "\n"]), max_size=8).map("".join))
 @example(text="<s>the dog</s> the")
-def test_sentencepiece_with_special_tokens_is_as_transformers_has_it(sentencepiece_pair, text):
+def test_sentencepiece_with_special_tokens_matches_transformers(sentencepiece_pair, text):
     tokenizer, oracle = sentencepiece_pair
-    text = text.lstrip(" ")  # where Metaspace spends its own space, and sentencepiece does not
+    text = text.lstrip(" ")  # Metaspace and sentencepiece differ in leading spaces
     assert tokenizer.encode(text, add_bos=False) == oracle.encode(text)
 
 
@@ -292,7 +292,7 @@ def sentencepiece_pair(tmp_path_factory):
     model = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
     vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
     merges = [
-        (piece[:cut], piece[cut:])  # in the order of the ids, which is the order of learning
+        (piece[:cut], piece[cut:])  # in the order of ids, which is that of training
         for piece in vocab
         for cut in range(1, len(piece))
         if piece[:cut] in vocab and piece[cut:] in vocab
@@ -308,14 +308,14 @@ def sentencepiece_pair(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts)
 @settings(max_examples=40)
-def test_outside_text_cannot_forge_a_special_token(ours, kind, text):
+def test_untrusted_text_cannot_forge_special_tokens(ours, kind, text):
     tokenizer = ours[kind]
     ids = tokenizer.encode(text + "".join(MARKS), add_bos=False, add_special=False)
     assert not tokenizer.special_ids.intersection(ids)
 
 
-def test_a_special_token_that_sentencepiece_itself_matches_is_cut_to_plain_text(tmp_path):
-    # sentencepiece finds its user-defined symbols whatever one asks for.
+def test_user_defined_symbols_can_be_plain_text(tmp_path):
+    # sentencepiece always matches its user-defined symbols.
     build_sentencepiece(tmp_path, user_defined_symbols=["<|turn|>", "<|turn|><|turn|>", "|><|"])
     named = ["<|turn|>", "<|turn|><|turn|>", "|><|"]
     write_json(tmp_path / "tokenizer_config.json", {"additional_special_tokens": named})
@@ -327,8 +327,8 @@ def test_a_special_token_that_sentencepiece_itself_matches_is_cut_to_plain_text(
     assert tokenizer.decode(ids) == text
 
 
-def test_a_special_token_that_cannot_be_kept_out_of_the_ids_is_refused(tmp_path):
-    # A Unigram vocabulary matches every piece that it has, "</s>" as well as "the".
+def test_unavoidable_special_token_is_refused(tmp_path):
+    # A Unigram vocabulary matches all of its pieces, "</s>" like "the".
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", -1.0), *((c, -2.0) for c in "</s> the")]
     tokenizer = tokenizers.Tokenizer(Unigram(pieces, unk_id=0))
     tokenizer.decoder = decoders.Metaspace()
@@ -340,7 +340,7 @@ def test_a_special_token_that_cannot_be_kept_out_of_the_ids_is_refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
-def test_add_bos_true_adds_one_and_false_none(ours, kind):
+def test_add_bos(ours, kind):
     tokenizer = ours[kind]
     bare = tokenizer.encode("the dog", add_bos=False)
     assert bare[0] != tokenizer.bos_id
@@ -348,7 +348,7 @@ def test_add_bos_true_adds_one_and_false_none(ours, kind):
     assert tokenizer.encode("the dog") == [tokenizer.bos_id, *bare]
 
 
-def test_ids_with_a_character_are_those_whose_text_has_it(ours):
+def test_ids_with_a_character(ours):
     tokenizer = ours["llama3"]
     found = tokenizer.ids_with("a\n")
     assert tokenizer.special_ids <= found
@@ -358,14 +358,14 @@ def test_ids_with_a_character_are_those_whose_text_has_it(ours):
     assert tokenizer.ids_with("a\n") is found
 
 
-def test_a_list_of_texts_gives_a_list_of_ids(ours):
+def test_lists_of_texts_are_encoded(ours):
     tokenizer = ours["llama2"]
     assert tokenizer.encode(["a", "b c"]) == [tokenizer.encode("a"), tokenizer.encode("b c")]
 
 
 @pytest.mark.parametrize("ending", [[], ["</s>"]])
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": False, "add_eos_token": True}])
-def test_the_post_processor_alone_frames_a_text(tmp_path, ending, flags):
+def test_only_the_post_processor_adds_tokens(tmp_path, ending, flags):
     folder = build(tmp_path, "llama2")
     stored = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     stored.post_processor = processors.TemplateProcessing(
@@ -380,21 +380,21 @@ def test_the_post_processor_alone_frames_a_text(tmp_path, ending, flags):
     assert tokenizer.encode("the dog", add_bos=True) == [1, *dog]
 
 
-def test_without_a_post_processor_a_text_is_not_framed(tmp_path):
+def test_no_post_processor_adds_no_tokens(tmp_path):
     folder = build(tmp_path, "llama2")
     change_json(folder / "tokenizer.json", post_processor=None)
     tokenizer = Tokenizer(folder)
     assert tokenizer.encode("the dog") == tokenizer.encode("the dog", add_bos=False)
 
 
-def test_sentencepiece_takes_flags_too(tmp_path):
+def test_sentencepiece_follows_flags(tmp_path):
     build_sentencepiece(tmp_path)
     write_json(tmp_path / "tokenizer_config.json", {"add_bos_token": False, "add_eos_token": True})
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.encode("dog") == [*tokenizer.encode("dog", add_bos=False), 2]
 
 
-def test_truncation_and_padding_left_in_the_file_are_not_applied(tmp_path):
+def test_stored_truncation_and_padding_are_ignored(tmp_path):
     folder = build(tmp_path, "llama3")
     before = Tokenizer(folder).encode("the quick brown fox" * 9)
     stored = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -404,7 +404,7 @@ def test_truncation_and_padding_left_in_the_file_are_not_applied(tmp_path):
     assert Tokenizer(folder).encode("the quick brown fox" * 9) == before
 
 
-def test_tokens_known_only_beside_tokenizer_json_are_added_under_their_ids(tmp_path):
+def test_tokens_of_other_files_are_added(tmp_path):
     folder = build(tmp_path, "llama3")
     free = Tokenizer(folder).vocab_size
     write_json(folder / "added_tokens.json", {"<|tool|>": free})
@@ -418,7 +418,7 @@ def test_tokens_known_only_beside_tokenizer_json_are_added_under_their_ids(tmp_p
         Tokenizer(folder)
 
 
-def test_an_added_token_is_spelt_as_text_and_not_in_byte_characters(tmp_path):
+def test_added_tokens_are_plain_text(tmp_path):
     folder = build(tmp_path, "llama3")
     free = Tokenizer(folder).vocab_size
     write_json(folder / "added_tokens.json", {"\u00e9\u0120": free})  # both stand for bytes in BPE
@@ -426,7 +426,7 @@ def test_an_added_token_is_spelt_as_text_and_not_in_byte_characters(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["named", "flagged"])
-def test_a_token_is_special_as_soon_as_one_file_says_so(tmp_path, how):
+def test_token_is_special_if_any_file_says_so(tmp_path, how):
     folder = build(tmp_path, "llama3")
     think = Tokenizer(folder).id_of("<think>")
     entry = {"content": "<think>", "special": True}
@@ -442,7 +442,7 @@ def test_a_token_is_special_as_soon_as_one_file_says_so(tmp_path, how):
     assert tokenizer.encode("a<think>", add_bos=False, add_special=False) == want
 
 
-def test_added_tokens_extend_a_sentencepiece_vocabulary(tmp_path):
+def test_added_tokens_extend_sentencepiece(tmp_path):
     build_sentencepiece(tmp_path)
     entry = {"content": "<|end|>", "special": True, "lstrip": True, "rstrip": True}
     write_json(tmp_path / "tokenizer_config.json", {"added_tokens_decoder": {"451": entry}})
@@ -455,8 +455,8 @@ def test_added_tokens_extend_a_sentencepiece_vocabulary(tmp_path):
     assert 451 in tokenizer.special_ids and 450 not in tokenizer.special_ids
 
 
-def test_thousands_of_added_tokens_are_not_tried_at_every_character(tmp_path):
-    """Gemma has 6,000; as groups of a pattern they took 27 ms a character."""
+def test_many_added_tokens_are_matched_fast(tmp_path):
+    """Gemma has 6,000; as groups of a pattern they took 27 ms per character."""
     build_sentencepiece(tmp_path)
     write_json(tmp_path / "added_tokens.json", {f"<unused{n}>": 450 + n for n in range(6000)})
     tokenizer = Tokenizer(tmp_path)
@@ -466,7 +466,7 @@ def test_thousands_of_added_tokens_are_not_tried_at_every_character(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
-def test_what_is_not_text_is_refused(ours, kind):
+def test_invalid_text_is_refused(ours, kind):
     with pytest.raises(TypeError, match="not bytes"):
         ours[kind].encode(b"dog")
     with pytest.raises(ValueError, match="lone surrogate at character 3"):
@@ -478,15 +478,15 @@ def test_what_is_not_text_is_refused(ours, kind):
 
 @pytest.mark.parametrize("kind", JSON_KINDS)
 @given(ids=drawn_ids, skip=st.booleans())
-def test_text_is_that_of_transformers(ours, theirs, kind, ids, skip):
+def test_decoded_text_matches_transformers(ours, theirs, kind, ids, skip):
     tokenizer = ours[kind]
     ids = within(tokenizer, ids)
-    if kind != "llama3":  # a bad byte spoils a whole run of bytes there, see the next test
+    if kind != "llama3":  # there, an invalid byte replaces its whole run, see the next test
         ids = [token for token in ids if not re.match("<0x[89A-F]", tokenizer.piece_of(token))]
     assert tokenizer.decode(ids, skip) == theirs[kind].decode(ids, skip_special_tokens=skip)
 
 
-def test_a_bad_byte_spoils_no_more_than_itself(ours):
+def test_invalid_byte_replaces_only_itself(ours):
     for kind in ("llama2", "sentencepiece"):
         tokenizer = ours[kind]
         euro = [tokenizer.id_of(f"<0x{byte:02X}>") for byte in "\u20ac".encode()]
@@ -495,22 +495,22 @@ def test_a_bad_byte_spoils_no_more_than_itself(ours):
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece-unigram"])
 @given(ids=drawn_ids)
-def test_text_is_that_of_sentencepiece(folders, ours, kind, ids):
+def test_decoded_text_matches_sentencepiece(folders, ours, kind, ids):
     model = sentencepiece.SentencePieceProcessor(str(folders[kind] / "tokenizer.model"))
     tokenizer = ours[kind]
-    # Left out first: sentencepiece ends a run of bytes at a control token that it leaves out.
+    # Drop control tokens first: sentencepiece ends a run of bytes at one that it skips.
     ids = [i for i in within(tokenizer, ids) if i not in tokenizer.special_ids]
     assert tokenizer.decode(ids) == model.decode(ids)
 
 
-# Not those that lose something on purpose: NFKC, or byte tokens without a decoder for them.
+# Without lossy kinds: NFKC, or byte tokens without a decoder for them.
 LOSSLESS = [kind for kind in KINDS if kind not in ("sentencepiece-unigram", "metaspace")]
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
 @given(text=texts)
-def test_a_text_survives_encoding_and_decoding(ours, kind, text):
-    text = "x" + text  # Metaspace takes a space at the start for the one that it would put there
+def test_text_round_trips(ours, kind, text):
+    text = "x" + text  # Metaspace would take a leading space for its own
     ids = ours[kind].encode(text, add_bos=False, add_special=False)
     if kind != "llama3":
         text = text.replace("\u2581", " ")  # a piece's visible space is a space
@@ -520,19 +520,19 @@ def test_a_text_survives_encoding_and_decoding(ours, kind, text):
 @pytest.mark.parametrize("kind", KINDS)
 @given(ids=drawn_ids, skip=st.booleans())
 @settings(max_examples=200)
-def test_the_pieces_of_a_stream_are_the_text(ours, kind, ids, skip):
+def test_streamed_pieces_join_to_the_text(ours, kind, ids, skip):
     tokenizer = ours[kind]
     ids = within(tokenizer, ids)
     stream = tokenizer.stream(skip)
     pieces = [stream.push(token) for token in ids]
     assert "".join([*pieces, stream.flush()]) == tokenizer.decode(ids, skip)
-    # What was given out stays true whatever follows.
+    # Text that was returned stays valid whatever follows.
     for end in range(len(ids)):
         assert tokenizer.decode(ids[:end], skip).startswith("".join(pieces[:end]))
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
-def test_a_stream_never_splits_a_character(ours, kind):
+def test_stream_never_splits_a_character(ours, kind):
     text = "Hi \U0001f44d\U0001f3fd caf\u00e9 \u4f60\u597d \U0001f468\u200d\U0001f469!"
     tokenizer = ours[kind]
     stream = tokenizer.stream()
@@ -544,7 +544,7 @@ def test_a_stream_never_splits_a_character(ours, kind):
 
 
 @pytest.mark.parametrize("kind", ["llama2", "sentencepiece"])
-def test_a_stream_keeps_the_space_of_a_text_that_it_continues(ours, kind):
+def test_continued_stream_keeps_the_leading_space(ours, kind):
     tokenizer = ours[kind]
     prompt = tokenizer.encode("The quick")
     answer = tokenizer.encode("The quick brown")[len(prompt) :]
@@ -553,7 +553,7 @@ def test_a_stream_keeps_the_space_of_a_text_that_it_continues(ours, kind):
     assert "".join(map(continued.push, answer)) == " brown"
 
 
-def test_a_stream_gives_out_an_unfinished_character_at_the_end_and_starts_anew(ours):
+def test_flush_returns_an_incomplete_character_and_resets(ours):
     tokenizer = ours["llama2"]
     first, fox = tokenizer.id_of("<0xE2>"), tokenizer.encode("fox", add_bos=False)
     stream = tokenizer.stream()
@@ -563,7 +563,7 @@ def test_a_stream_gives_out_an_unfinished_character_at_the_end_and_starts_anew(o
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_costs_the_same_late_in_a_text(ours, kind, monkeypatch):
+def test_stream_decodes_each_token_once(ours, kind, monkeypatch):
     tokenizer = ours[kind]
     vocabulary = tokenizer._vocabulary
     asked = []
@@ -582,7 +582,7 @@ def test_a_token_costs_the_same_late_in_a_text(ours, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
 @pytest.mark.parametrize("wrong", [-1, 10**6])
-def test_an_id_outside_of_the_vocabulary_is_named(ours, kind, wrong):
+def test_id_outside_of_the_vocabulary_is_named(ours, kind, wrong):
     tokenizer = ours[kind]
     limit = 512 if kind == "llama3" else tokenizer.vocab_size  # config.json has a padded size
     for refuse in (lambda: tokenizer.decode([5, wrong]), lambda: tokenizer.stream().push(wrong)):
@@ -590,17 +590,17 @@ def test_an_id_outside_of_the_vocabulary_is_named(ours, kind, wrong):
             refuse()
 
 
-def test_ids_that_only_the_embedding_has_are_without_text(ours):
+def test_ids_beyond_the_vocabulary_have_no_text(ours):
     tokenizer = ours["llama3"]
     assert tokenizer.vocab_size < 511
     assert tokenizer.decode([511, *tokenizer.encode("dog"), 511]) == "dog"
     assert tokenizer.piece_of(511) == ""
 
 
-# What a folder says ------------------------------------------------------------------------------
+# Folders -----------------------------------------------------------------------------------------
 
 
-def test_special_ids_come_from_all_the_files(ours):
+def test_special_ids_come_from_all_files(ours):
     tokenizer = ours["llama3"]
     eot, end = tokenizer.id_of("<|eot_id|>"), tokenizer.id_of("<|end_of_text|>")
     assert tokenizer.bos_id == tokenizer.id_of("<|begin_of_text|>")
@@ -612,7 +612,7 @@ def test_special_ids_come_from_all_the_files(ours):
     assert tokenizer.id_of("no such piece") is None
 
 
-def test_config_json_names_the_ids_where_the_tokenizer_is_silent(tmp_path):
+def test_config_json_supplies_missing_ids(tmp_path):
     folder = build(tmp_path, "llama3")
     change_json(folder / "config.json", bos_token_id=7, pad_token_id=8)
     assert Tokenizer(folder).pad_id is None  # an explicit null in tokenizer_config.json
@@ -621,26 +621,26 @@ def test_config_json_names_the_ids_where_the_tokenizer_is_silent(tmp_path):
     assert (tokenizer.bos_id, tokenizer.pad_id) == (7, 8)
 
 
-def test_sentencepiece_names_its_own_special_ids(ours):
+def test_sentencepiece_has_its_own_special_ids(ours):
     tokenizer = ours["sentencepiece"]
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (2,), None)
     assert tokenizer.special_ids == {0, 1, 2, tokenizer.id_of("<|call|>")}
 
 
-def test_tokenizer_json_wins_over_tokenizer_model(tmp_path):
+def test_tokenizer_json_takes_precedence(tmp_path):
     build_sentencepiece(tmp_path)
     assert Tokenizer(tmp_path).file.name == "tokenizer.model"
     assert Tokenizer(build(tmp_path, "llama3")).file.name == "tokenizer.json"
 
 
-def test_a_config_object_leads_to_its_folder(folders):
+def test_source_may_be_a_config(folders):
     assert Tokenizer(SimpleNamespace(path=folders["llama3"])).encode("dog")
     assert Tokenizer(str(folders["llama3"])).encode("dog")
     with pytest.raises(ValueError, match="SimpleNamespace has no path"):
         Tokenizer(SimpleNamespace(path=None))
 
 
-def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
+def test_missing_tokenizer_names_the_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"looked for tokenizer.json and tokenizer.model"):
         Tokenizer(tmp_path)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
@@ -657,7 +657,7 @@ def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
         ("tokenizer_config.json", '{"chat_template": [{}]}', "chat_template must be a text"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path, name, content, message):
+def test_broken_file_is_named(tmp_path, name, content, message):
     folder = build(tmp_path, "llama3")
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -665,7 +665,7 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
     assert str(folder / name) in str(error.value)
 
 
-def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path):
+def test_unsupported_decoder_is_refused(tmp_path):
     folder = build(tmp_path, "llama3")
     change_json(
         folder / "tokenizer.json",
@@ -675,7 +675,7 @@ def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path):
         Tokenizer(folder)
 
 
-def test_a_tiktoken_file_gets_a_hint(tmp_path):
+def test_tiktoken_file_gets_a_hint(tmp_path):
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
     with pytest.raises(ValueError, match="not a sentencepiece model.*tiktoken"):
         Tokenizer(tmp_path)
@@ -688,7 +688,7 @@ def test_a_tiktoken_file_gets_a_hint(tmp_path):
 @pytest.mark.parametrize("tools", [None, [{"name": "look", "about": "caf\u00e9 <b>"}]])
 @pytest.mark.parametrize("source", [LLAMA3_TEMPLATE, CHATML_TEMPLATE, LLAMA2_TEMPLATE])
 @pytest.mark.parametrize("kind", ["llama3", "llama2"])
-def test_a_chat_is_rendered_and_encoded_as_by_transformers(tmp_path, kind, source, tools, prompt):
+def test_chat_matches_transformers(tmp_path, kind, source, tools, prompt):
     folder = build(tmp_path, kind)
     change_json(folder / "tokenizer_config.json", chat_template=source)
     tokenizer, oracle = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
@@ -701,7 +701,7 @@ def test_a_chat_is_rendered_and_encoded_as_by_transformers(tmp_path, kind, sourc
 
 @pytest.mark.parametrize("text", ["It is in", "It is in ", " It\n"])
 @pytest.mark.parametrize("source", [LLAMA3_TEMPLATE, CHATML_TEMPLATE, LLAMA2_TEMPLATE])
-def test_a_final_message_is_left_open_as_by_transformers(tmp_path, source, text):
+def test_unfinished_chat_matches_transformers(tmp_path, source, text):
     folder = build(tmp_path, "llama3")
     change_json(folder / "tokenizer_config.json", chat_template=source)
     tokenizer, oracle = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
@@ -714,7 +714,7 @@ def test_a_final_message_is_left_open_as_by_transformers(tmp_path, source, text)
     assert tokenizer.encode_chat(chat, continue_final_message=True) == ids
 
 
-def test_a_final_message_that_a_template_drops_or_without_text_cannot_be_continued(tmp_path):
+def test_unfinished_chat_needs_a_final_text(tmp_path):
     folder = build(tmp_path, "llama3")
     change_json(folder / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
     tokenizer = Tokenizer(folder)
@@ -724,13 +724,13 @@ def test_a_final_message_that_a_template_drops_or_without_text_cannot_be_continu
         tokenizer.encode_chat([*CHAT, {"role": "assistant"}], continue_final_message=True)
 
 
-def test_a_chat_begins_with_one_bos(ours):
+def test_chat_begins_with_one_bos(ours):
     tokenizer = ours["llama3"]
     ids = tokenizer.encode_chat(CHAT)
     assert ids.count(tokenizer.bos_id) == 1 and ids[0] == tokenizer.bos_id
 
 
-def test_templates_in_files_replace_the_one_in_tokenizer_config(tmp_path):
+def test_template_files_take_precedence(tmp_path):
     folder = build(tmp_path, "llama3")
     (folder / "chat_template.jinja").write_text("{{ messages | length }}", "utf-8")
     (folder / "additional_chat_templates").mkdir()
@@ -752,7 +752,7 @@ def test_named_templates_in_tokenizer_config(tmp_path):
         tokenizer.apply_chat_template(CHAT, template="third")
 
 
-def test_a_folder_without_a_template_says_what_to_do(ours):
+def test_missing_template_names_remedies(ours):
     with pytest.raises(ValueError, match="no chat template .*Write the prompt yourself"):
         ours["sentencepiece"].encode_chat(CHAT)
 
@@ -767,7 +767,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("templates") / "model", "llama3")
 
 
-def test_a_template_can_ask_for_the_date(folder):
+def test_template_can_format_the_date(folder):
     assert re.fullmatch(r"\d{4}-\d\d", render(folder, "{{ strftime_now('%Y-%m') }}"))
 
 
@@ -787,7 +787,7 @@ def test_a_template_can_ask_for_the_date(folder):
         "{% include 'tokenizer.json' %}",
     ],
 )
-def test_a_template_cannot_leave_its_sandbox(folder, source):
+def test_template_cannot_leave_the_sandbox(folder, source):
     with pytest.raises(ValueError, match="chat_template.jinja: the chat template failed"):
         render(folder, source)
 
@@ -801,7 +801,7 @@ def test_a_template_cannot_leave_its_sandbox(folder, source):
         ("{{ 1 / 0 }}", "division by zero"),
     ],
 )
-def test_a_failing_template_is_named(folder, source, message):
+def test_failing_template_is_named(folder, source, message):
     with pytest.raises(ValueError, match=message) as error:
         render(folder, source)
     assert str(folder / "chat_template.jinja") in str(error.value)
@@ -814,15 +814,15 @@ def test_a_failing_template_is_named(folder, source, message):
         ([], ValueError, "messages is empty"),
         (["hello"], TypeError, r"messages\[0\] must be a mapping with a role"),
         ([{"content": "hello"}], TypeError, r"messages\[0\] must be a mapping with a role"),
-        ([{"role": "user", "content": {1, 2}}], TypeError, r"messages\[0\] is of the type set"),
+        ([{"role": "user", "content": {1, 2}}], TypeError, r"messages\[0\] is of type set"),
     ],
 )
-def test_messages_that_are_none_are_refused(folder, messages, error, message):
+def test_invalid_messages_are_refused(folder, messages, error, message):
     with pytest.raises(error, match=message):
         render(folder, "x", messages)
 
 
-def test_the_callers_messages_are_left_alone(folder):
+def test_messages_are_not_modified(folder):
     messages = [{"role": "user", "content": None, "parts": ["a"]}]
     assert (
         render(folder, "{{ messages[0] | tojson }}", messages) == '{"role": "user", "parts": ["a"]}'
@@ -830,7 +830,7 @@ def test_the_callers_messages_are_left_alone(folder):
     assert messages == [{"role": "user", "content": None, "parts": ["a"]}]
 
 
-# In transformers' words ----------------------------------------------------------------------
+# transformers' interface ---------------------------------------------------------------------
 
 
 TEXTS = ["the key", "", "the key is in the kitchen, caf\u00e9"]
@@ -838,7 +838,7 @@ TEXTS = ["the key", "", "the key is in the kitchen, caf\u00e9"]
 
 @pytest.mark.parametrize("options", [{}, {"add_special_tokens": False}])
 @pytest.mark.parametrize("kind", JSON_KINDS)
-def test_a_call_returns_what_a_call_of_transformers_returns(ours, theirs, kind, options):
+def test_call_matches_transformers(ours, theirs, kind, options):
     for text in (TEXTS[0], TEXTS):
         found, expected = ours[kind](text, **options), theirs[kind](text, **options)
         assert found["input_ids"] == found.input_ids == expected["input_ids"]
@@ -854,7 +854,7 @@ def test_a_call_returns_what_a_call_of_transformers_returns(ours, theirs, kind, 
         {"padding": "max_length", "max_length": 30},
     ],
 )
-def test_a_call_pads_and_cuts_as_transformers_does(tmp_path, side, options):
+def test_padding_and_truncation_match_transformers(tmp_path, side, options):
     folder = build(tmp_path, "llama3")
     change_json(folder / "tokenizer_config.json", padding_side=side, pad_token="<|eot_id|>")
     expected = PreTrainedTokenizerFast.from_pretrained(folder)(
@@ -876,7 +876,7 @@ def test_a_call_pads_and_cuts_as_transformers_does(tmp_path, side, options):
         ({"max_length": 0}, "max_length is 0"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_refused(ours, options, message):
+def test_invalid_calls_are_refused(ours, options, message):
     with pytest.raises(ValueError, match=message):
         ours["llama2"](TEXTS, **options)
 

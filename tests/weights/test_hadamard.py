@@ -270,7 +270,7 @@ def test_a_run_that_was_ended_goes_on_with_the_transform_that_it_had(tmp_path, c
     for name in ("model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"):
         (out / name).write_bytes((whole / name).read_bytes())
     assert main(["quantize", str(floats), str(out), *given]) == 2
-    assert "another --transform (hadamard, and now none)" in capsys.readouterr().err
+    assert "another --transform (hadamard, now none)" in capsys.readouterr().err
     assert main(["quantize", str(floats), str(out), *given, "--transform", "hadamard"]) == 0
     for name in sorted(file.name for file in whole.glob("*.safetensors")):
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name

@@ -152,7 +152,7 @@ def test_what_was_begun_otherwise_is_refused_by_what_differs(
     for arguments, said in (
         (
             ["--weights", "int5", "--calibration", str(text)],
-            "another --weights (int4, and now int5",
+            "another --weights (int4, now int5",
         ),
         (["--weights", "int4"], "another --calibration ("),
         (["--weights", "int4", "--calibration", str(other)], "another --calibration ("),

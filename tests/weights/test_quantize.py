@@ -199,7 +199,7 @@ def test_what_cannot_be_quantized_is_refused_and_nothing_stays(folder, quantized
         return capsys.readouterr().err
 
     assert "quantized already; give a folder of float weights" in refusal(str(out), str(tmp_path))
-    assert "is there already, and not an empty folder" in refusal(str(folder), str(out))
+    assert "exists already, and is not an empty folder" in refusal(str(folder), str(out))
     broken = tmp_path / "broken"
     broken.mkdir()
     tensors = {name: tensor.clone() for name, tensor in tensors_of(folder).items()}

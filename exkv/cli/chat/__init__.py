@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from exkv.cli.picture import PAGE_WIDTH
+from exkv.cli.picture import page_console
 from exkv.errors import OutOfMemoryError, PlacementError
 
 from .commands import Commands, mistaken_for_a_message
@@ -29,8 +29,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a model",
-        description="Load a model and talk to it. /help lists what can be said to the program "
-        "instead. Exit status: 0, 1 it does not fit, 2 bad input.",
+        description="Load a model and talk to it. /help lists the commands. Exit status: 0, 1 the "
+        "model doesn't fit, 2 invalid input.",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, or a GGUF file")
@@ -41,9 +41,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace, program: str = "exkv chat") -> int:
     """Chat -> the exit status: 0, 1 for a model that does not fit, 2 for invalid input."""
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr] # TextIO has no such method
-    notes = Console(stderr=True, width=None if sys.stderr.isatty() else PAGE_WIDTH)
     try:
-        return _converse(args, notes)
+        return _converse(args, page_console(stderr=True))
     except PlacementError as error:
         return _fail(program, error, 1)
     except BrokenPipeError:  # the reader of the answers is gone
@@ -89,7 +88,7 @@ def _converse(args: argparse.Namespace, notes: Console) -> int:
 
 
 def _respond(session: Session, commands: Commands, reader: Reader, text: str) -> bool:
-    """Answer a message or run a command; False for the one to quit."""
+    """Answer a message or run a command; False to quit."""
     if text.startswith("/"):
         return commands.do(text)
     hint = mistaken_for_a_message(text)

@@ -22,20 +22,20 @@ from .session import Session, check_template, recommended
 _HELP = {
     "/help": ("", "this list"),
     "/regen": ("", "answer the last message again"),
-    "/edit": ("[TEXT]", "say the last message in other words"),
-    "/undo": ("", "take the last message and its answer back"),
-    "/reset": ("", "forget the conversation and begin anew"),
-    "/system": ("[TEXT]", 'what the model is told before everything else; "" for nothing'),
-    "/set": ("[NAME VALUE]", "how tokens are chosen: show it, or change it; VALUE may be default"),
+    "/edit": ("[TEXT]", "change the last message"),
+    "/undo": ("", "remove the last message and its answer"),
+    "/reset": ("", "start a new conversation"),
+    "/system": ("[TEXT]", 'show or change the system message; "" removes it'),
+    "/set": ("[NAME VALUE]", "show or change how tokens are sampled; VALUE may be default"),
     "/save": ("FILE", "write the conversation to a file"),
-    "/load": ("FILE", "go on with one that was saved"),
+    "/load": ("FILE", "continue a saved conversation"),
     "/model": ("[MODEL FLAGS]", "show this model's plan; or another's, and load it if you agree"),
-    "/stats": ("", "what is placed on which device, and what the cache takes there"),
+    "/stats": ("", "show each device's units and cache"),
     "/quit": ("", "leave; so does Ctrl-D"),
 }
 _FOOT = '''\
-A message of several lines is pasted, or begins and ends with """. Ctrl-C stops an answer. A message
-that begins with / goes to the model after a space.'''
+To send several lines, paste them, or put """ before and after. Ctrl-C stops an answer. To send a
+message that begins with /, put a space before it.'''
 NAMES = tuple(_HELP)
 #: Other names of commands.
 _ALIASES = {
@@ -59,7 +59,7 @@ def mistaken_for_a_message(text: str) -> str | None:
     name = _ALIASES.get(f"/{word}", f"/{word}")
     if text[:1].isspace() or name not in _HELP or word in ("system", "model", "set"):
         return None
-    return f"({word} was not sent: the command is {name}. To say it, begin with a space)"
+    return f"({word} was not sent: the command is {name}. To send it, begin with a space)"
 
 
 class Commands:
@@ -89,7 +89,7 @@ class Commands:
             self._session.answer(text)
 
     def do(self, text: str) -> bool:
-        """Run a /command; False for the one to quit.
+        """Run a /command; False to quit.
 
         Raises:
             ValueError, OSError, PlacementError: it failed, and nothing has changed.
@@ -102,7 +102,7 @@ class Commands:
         if name not in self._table:
             self._unknown(name)
         elif rest.strip() and not _HELP[name][0]:
-            raise ValueError(f"{name} takes nothing behind it, and got {rest.strip()[:40]!r}")
+            raise ValueError(f"{name} takes no argument, but got {rest.strip()[:40]!r}")
         else:
             self._table[name](rest.strip())
         return True
@@ -124,33 +124,32 @@ class Commands:
         self._session.note("(a new conversation)")
 
     def _undo(self, rest: str) -> None:
-        message = self._taken_back()
-        self._session.note(f"(took back: {_shortened(message)})")
+        message = self._undo_last()
+        self._session.note(f"(removed: {_shortened(message)})")
 
     def _regen(self, rest: str) -> None:
         if self._session.settings.is_greedy:
-            self._session.note(
-                "(the likeliest token is taken each time: /set temperature 0.8 for another answer)"
-            )
-        self.say(self._taken_back())
+            self._session.note("(decoding is greedy: /set temperature 0.8 for another answer)")
+        self.say(self._undo_last())
 
     def _edit(self, rest: str) -> None:
         if rest:
-            self._taken_back()
+            self._undo_last()
             self.say(rest)
         elif self._reader.edits:
             self._draft = self._last()
         else:
-            raise ValueError("say /edit NEW TEXT: nothing can be edited in place here")
+            raise ValueError("give /edit NEW TEXT: this input has no editor")
 
     def _last(self) -> str:
         """The user's last message."""
-        said = [m["content"] for m in self._session.conversation.messages if m["role"] == "user"]
-        if not said:
-            raise ValueError("nothing was said yet")
-        return said[-1]
+        sent = [m["content"] for m in self._session.conversation.messages if m["role"] == "user"]
+        if not sent:
+            raise ValueError("there is no message yet")
+        return sent[-1]
 
-    def _taken_back(self) -> str:
+    def _undo_last(self) -> str:
+        """Remove the user's last message and its answer -> the message."""
         message = self._last()
         self._session.conversation.undo()
         return message
@@ -209,7 +208,7 @@ class Commands:
         else:
             near = difflib.get_close_matches(name, [*_OWN, *sorted(PLAIN)], 1)
             raise ValueError(
-                f"/set knows no {name!r}" + (f": did you mean {near[0]}?" if near else "")
+                f"there is no setting {name!r}" + (f": did you mean {near[0]}?" if near else "")
             )
         now = getattr(session, _OWN[name]) if name in _OWN else getattr(session.settings, name)
         session.note(f"({name} is {now})")
@@ -243,9 +242,9 @@ class Commands:
         session.planned(args)
         if self._reader.yes(f"Load it, and unload {session.name}?"):
             session.replace_model(args)
-            session.note(f"({session.name} goes on with this conversation)")
+            session.note(f"({session.name} continues this conversation)")
         else:
-            session.note(f"({session.name} stays)")
+            session.note(f"({session.name} stays loaded)")
 
     def _flags(self, rest: str) -> argparse.Namespace:
         """This model's flags, updated by the given ones."""
@@ -268,7 +267,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _number(name: str, text: str) -> int | float | bool:
-    """Convert a text to the type of the setting's default."""
+    """Convert a value's text to the setting's type."""
     kind = type(getattr(SamplingParams(), name))
     if kind is bool:
         words = {"true": True, "on": True, "false": False, "off": False}
@@ -285,7 +284,7 @@ def _number(name: str, text: str) -> int | float | bool:
 def _one_path(command: str, rest: str) -> str:
     paths = shlex.split(rest)
     if len(paths) != 1:
-        raise ValueError(f"say {command} FILE")
+        raise ValueError(f"{command} takes one file name: {command} FILE")
     return paths[0]
 
 

@@ -14,7 +14,7 @@ from .reading import is_open, unquoted
 
 
 class Editor:
-    """Enter sends; Alt-Enter, or Enter after ``\"\"\"``, starts a line; Tab completes commands.
+    """Enter sends; Alt-Enter, or Enter within ``\"\"\"``, starts a line; Tab completes commands.
 
     Args:
         history: file of earlier messages; None to keep them for this run only.

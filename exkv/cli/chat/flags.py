@@ -14,13 +14,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_loading_flags(parser.add_argument_group("model and devices"))
     _add_sampling_flags(parser.add_argument_group("answers"))
     add = parser.add_argument_group("terminal").add_argument
-    add("--raw", action="store_true", help="show answers as they are: no markdown")
-    add("--no-history", action="store_true", help="remember nothing that is typed")
+    add("--raw", action="store_true", help="show answers as plain text, without rendering markdown")
+    add("--no-history", action="store_true", help="don't store what is typed")
 
 
 def _add_sampling_flags(flags: argparse._ArgumentGroup) -> None:
     add = flags.add_argument
-    add("--system", metavar="TEXT", help="what the model is told before everything else")
+    add("--system", metavar="TEXT", help="the system message")
     add(
         "--max-tokens",
         "--max-response-tokens",
@@ -29,17 +29,17 @@ def _add_sampling_flags(flags: argparse._ArgumentGroup) -> None:
         type=count,
         default=1000,
         metavar="TOKENS",
-        help="the most tokens of an answer (1000)",
+        help="most tokens per answer (1000)",
     )
-    add("--seed", "-seed", type=seed, metavar="N", help="makes the answers repeatable")
+    add("--seed", "-seed", type=seed, metavar="N", help="makes answers reproducible")
     for name, setting in PLAIN.items():
-        kind, said = BOUNDS[name].kind, f"{setting.does}; {BOUNDS[name].words}"
+        kind, meaning = BOUNDS[name].kind, f"{setting.does}; {BOUNDS[name].words}"
         value: dict[str, Any] = {"type": kind, "metavar": "N" if kind is int else "X"}
         if kind is bool:
             value = {"action": "store_const", "const": True}
         short = [setting.short] if setting.short else []
         flag = f"--{name.removeprefix('token_').replace('_', '-')}"
-        add(flag, *short, dest=name, help=said, **value)
+        add(flag, *short, dest=name, help=meaning, **value)
 
 
 def seed(text: str) -> int:

@@ -1,7 +1,7 @@
 """Input: lines of a pipe, or an editor at a terminal.
 
 A message is a line, or the text between two lines with ``\"\"\"``. In the editor, pasted lines stay
-together, Alt-Enter starts a line, and the arrow keys recall what was typed in earlier runs.
+together, Alt-Enter starts a line, and the arrow keys recall messages of earlier runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Reader(Protocol):
     """Asks for one message after another.
 
     Attributes:
-        interactive: whether a person types, who can correct mistakes.
+        interactive: whether a person types and can correct mistakes.
         edits: whether a draft can be edited.
     """
 
@@ -43,7 +43,7 @@ def reader_for(args: argparse.Namespace) -> Reader:
     """An editor if input and output are a capable terminal, else lines."""
     able = os.environ.get("TERM", "dumb") != "dumb" or sys.platform == "win32"
     if able and sys.stdin.isatty() and sys.stdout.isatty():
-        from .editor import Editor  # what a pipe never needs
+        from .editor import Editor  # which a pipe never needs
 
         return Editor(None if args.no_history else history_file())
     return Lines()
@@ -62,13 +62,13 @@ def history_file() -> Path | None:
 
 
 def is_open(text: str) -> bool:
-    """Whether a text begins with quotes that are not closed yet."""
+    """Whether a text begins with quotes that are still open."""
     text = text.strip()
     return text.startswith(QUOTES) and (len(text) < 6 or not text.endswith(QUOTES))
 
 
 def unquoted(text: str) -> str:
-    """Strip the quotes around a message; the space before it keeps a slash from being a command."""
+    """Strip the quotes around a message; a space before it keeps a slash from being a command."""
     bare = text.strip()
     if not bare.startswith(QUOTES) or is_open(bare):
         return text

@@ -1,4 +1,4 @@
-"""Conversations as files: JSON with OpenAI's ``messages``, so that other programs read them."""
+"""Conversations as files: JSON with OpenAI's ``messages``, which other programs can read."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def read_conversation(file: str) -> tuple[str | None, list[dict[str, str]]]:
     """Read a saved conversation -> its system message and turns.
 
     Raises:
-        ValueError: the file is not a conversation; says what is wrong, and where.
+        ValueError: the file is not a conversation; the message says what is wrong, and where.
         OSError: it can't be read.
     """
     path = Path(file).expanduser()
     messages = read_json_object(path).get("messages")
     if not isinstance(messages, list):
-        raise ValueError(f"{path} is no conversation: it has no list of messages")
+        raise ValueError(f"{path} is not a conversation: it has no list of messages")
     checked = [_checked(path, index, message) for index, message in enumerate(messages)]
     head = checked[0]["content"] if checked and checked[0]["role"] == "system" else None
     turns = checked if head is None else checked[1:]
     for index, message in enumerate(turns):
         if message["role"] != ROLES[index % 2]:
             raise ValueError(
-                f"{path} is no conversation: message {index} is of the {message['role']}, and "
-                f"should be of the {ROLES[index % 2]}"
+                f"{path} is not a conversation: message {index} is the {message['role']}'s, and "
+                f"should be the {ROLES[index % 2]}'s"
             )
     return head, turns
 
@@ -57,5 +57,5 @@ def read_conversation(file: str) -> tuple[str | None, list[dict[str, str]]]:
 def _checked(path: Path, index: int, message: Any) -> dict[str, str]:
     keys = ("role", "content")
     if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in keys):
-        raise ValueError(f"{path} is no conversation: message {index} has no role and content")
+        raise ValueError(f"{path} is not a conversation: message {index} has no role and content")
     return {key: message[key] for key in keys}

@@ -1,5 +1,4 @@
-"""A loaded model in conversation: read ``Session.answer`` for how an answer streams, ``_load`` for
-how a model is loaded."""
+"""A loaded model in conversation: ``Session.answer`` streams an answer, ``_load`` loads a model."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from rich.progress import Progress
 
 from exkv.cache import KeepAll, KVCache
 from exkv.cli.loading import Prepared, prepare
-from exkv.cli.picture import draw_bars
+from exkv.cli.picture import draw_bars, say
 from exkv.decode import Generator
 from exkv.devices import allocated_memory
 from exkv.model import Model
@@ -29,7 +28,7 @@ from exkv.text.reasoning import Piece, reasoning_format
 
 from .showing import Plain, Rendered, counted, without_controls
 
-#: Notes in the statistics about answers that were cut.
+#: Notes in the statistics about truncated answers.
 _CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
 
 
@@ -37,11 +36,11 @@ class Session:
     """A model in conversation.
 
     Attributes:
-        args: flags by which the model was loaded.
+        args: flags with which the model was loaded.
         models: the model, and its draft if there is one.
         chosen: fields of SamplingParams that the user set; they override the checkpoint's.
-        most: most tokens of an answer.
-        answers: number of answers so far, so that each has its own seed.
+        most: upper bound on the tokens of an answer.
+        answers: number of answers so far, added to the seed.
     """
 
     models: list[Model]
@@ -59,14 +58,14 @@ class Session:
     # Answers ----------------------------------------------------------------------------------
 
     def answer(self, message: str) -> None:
-        """Stream the answer to a message. Ctrl-C stops it; the partial answer is kept.
+        """Stream the answer to a message. Ctrl-C stops it; the partial answer stays.
 
         Raises:
             ValueError: the message is too long; it is removed.
         """
         prompt = self._prompt(message)
-        if came := self.models[0].take_in():
-            self.note(f"({', '.join(came)} came, and holds a part of the model)")
+        if joined := self.models[0].take_in():
+            self.note(f"({', '.join(joined)} joined, and now holds units of the model)")
         text, stopped = "", False
         try:
             pieces = self._pieces(prompt)
@@ -98,7 +97,7 @@ class Session:
         return prompt
 
     def _pieces(self, prompt: list[int]) -> Iterator[Piece]:
-        """The answer, with the reasoning before it told apart."""
+        """Yield the pieces of reasoning, then those of the answer."""
         tokenizer = self.conversation.tokenizer
         if (form := reasoning_format(tokenizer)) is None:
             yield from (Piece(text=text) for text in self._stream(prompt))
@@ -109,7 +108,7 @@ class Session:
         yield from reader.flush()
 
     def _show_reasoning(self, pieces: Iterator[Piece]) -> list[Piece]:
-        """Print pieces of reasoning beside the answers, as notes -> the first one of the answer."""
+        """Print pieces of reasoning as notes -> the first piece of the answer."""
         shown = False
         for piece in pieces:
             if not piece.reasoning:
@@ -153,21 +152,21 @@ class Session:
             counted(stats.new_tokens, "token"),
             f"{stats.tokens_per_second:.1f} tokens/s",
             f"prompt {stats.prompt_tokens - stats.cached_tokens} new, {stats.cached_tokens} reused",
-            *self._guesses(),
+            *self._acceptance(),
             f"context {cache.current_seq_len} of {cache.max_seq_len}",
             *self._memory(),
         ]
         return " | ".join(parts) + (" | stopped" if stopped else cut)
 
-    def _guesses(self) -> Iterator[str]:
-        """Yield the draft's acceptance, if there is one."""
+    def _acceptance(self) -> Iterator[str]:
+        """Yield the draft's acceptance, if there is a draft."""
         stats = self.generator.stats
         if stats.proposed_tokens:
-            yield f"{stats.accepted_tokens} of {stats.proposed_tokens} guesses right"
+            yield f"{stats.accepted_tokens} of {stats.proposed_tokens} draft tokens accepted"
 
     def _memory(self) -> Iterator[str]:
-        """Yield memory in use on each device with units. The host keeps no count: predicted weights
-        and the cache's current bytes stand for it."""
+        """Yield memory in use on each device with units. The host doesn't count its memory:
+        predicted weights and the cache's current bytes stand in."""
         cache = self.generator.cache.nbytes()
         model = self.generator.model
         report = model.report if isinstance(model, Model) else None
@@ -182,7 +181,7 @@ class Session:
     # Another model ----------------------------------------------------------------------------
 
     def planned(self, args: argparse.Namespace) -> Prepared:
-        """Plan another model in this one's place, and show the plan.
+        """Plan another model in place of this one, and show the plan.
 
         Raises:
             ValueError, OSError: invalid flags or files.
@@ -190,26 +189,26 @@ class Session:
         """
         prepared = prepare(args, replaced=self.models)
         recommended(args.model, self.chosen)
-        conversation_with(prepared, *self._said())
+        conversation_with(prepared, *self._so_far())
         show_plan(self.notes, prepared)
         return prepared
 
     def replace_model(self, args: argparse.Namespace) -> None:
-        """Unload this model and load another, which continues the conversation; if that fails, this
-        one is loaded again.
+        """Unload this model and load another, which continues the conversation; if that fails,
+        load this one again.
 
         Raises:
             ValueError, OSError, PlacementError: why the other one was not loaded.
         """
-        before, said = self.args, self._said()
+        before, so_far = self.args, self._so_far()
         self._unload()
         try:
-            self._load(args, *said)
+            self._load(args, *so_far)
         except BaseException:
-            self._load(before, *said)
+            self._load(before, *so_far)
             raise
 
-    def _said(self) -> tuple[str | None, list[dict[str, str]]]:
+    def _so_far(self) -> tuple[str | None, list[dict[str, str]]]:
         """The system message and the turns so far."""
         system, messages = self.conversation.system, self.conversation.messages
         return system, messages[0 if system is None else 1 :]
@@ -229,7 +228,7 @@ class Session:
         *,
         drawn: bool = False,
     ) -> None:
-        """Load a model for a conversation; errors in small files are found before the weights are
+        """Load a model for a conversation; errors in small files are found before weights are
         read."""
         settings, loading = recommended(args.model, self.chosen), _Loading(self.notes)
         with loading.bar:
@@ -246,8 +245,8 @@ class Session:
 def conversation_with(
     prepared: Prepared, system: str | None, turns: list[dict[str, str]]
 ) -> Conversation:
-    """A conversation with a model after these turns; ValueError if its chat template can't render
-    one."""
+    """A conversation with a model, after these turns; ValueError if its chat template can't render
+    it."""
     made = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, system)
     check_template(made)
     made.messages += turns
@@ -258,8 +257,8 @@ class _Loading:
     """A progress bar for planning and loading, at a terminal."""
 
     def __init__(self, notes: Console) -> None:
-        watched = sys.stderr.isatty() and sys.stdout.isatty()
-        self.bar = Progress(console=notes, disable=not watched, transient=True)
+        visible = sys.stderr.isatty() and sys.stdout.isatty()
+        self.bar = Progress(console=notes, disable=not visible, transient=True)
         self._task = self.bar.add_task("Planning", total=None)
 
     def carry_out(self, prepared: Prepared) -> None:
@@ -276,19 +275,18 @@ def show_plan(notes: Console, prepared: Prepared) -> None:
     line = f"{prepared.name}: {cache.max_seq_len:,} tokens of {type(cache).__name__}"
     if prepared.shortened:
         most = prepared.model.config.max_position_embeddings
-        line += f" (of {most:,} that the model could have: no more fit)"
-    notes.print(line, style="bold", highlight=False, markup=False)
+        line += f" (of the model's {most:,}: no more fit)"
+    say(notes, line, style="bold")
     names = ["model", "draft"][: len(prepared.plans)]
     draw_bars(notes, prepared.plans, names)
     for name, plan in zip(names, prepared.plans, strict=True):
         for ledger in plan.ledgers:
             if ledger.units:
-                text = f"{name} on {ledger.device}: {_in_words(ledger)}"
-                notes.print(text, style="dim", highlight=False)
+                say(notes, f"{name} on {ledger.device}: {_in_words(ledger)}", style="dim")
 
 
 def _in_words(ledger: Ledger) -> str:
-    """Describe what a plan puts on a device."""
+    """Describe a device's ledger."""
     parts = [f"{human(getattr(ledger, line))} {line}" for line in ("weights", "cache")]
     calls = human(ledger.workspace + ledger.logits)
     return ", ".join([*parts, f"{calls} for calls", f"{human(ledger.headroom)} left"])
@@ -312,16 +310,15 @@ def check_template(conversation: Conversation) -> None:
 
 def about_cache(cache: KVCache) -> str:
     """Describe a cache: its kind, current bytes, and how it differs from a plain one."""
-    taken = cache.nbytes()
-    sizes = ", ".join(f"{device} {human(count)}" for device, count in taken.items())
+    current = cache.nbytes()
+    sizes = ", ".join(f"{device} {human(count)}" for device, count in current.items())
     parts = [f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}"]
     if any(layer.offloaded for layer in cache.layers):
-        parts.append("in host memory, from which each layer's tokens are fetched")
+        parts.append("offloaded to host memory, fetched layer by layer")
     full = sum(layer.full_bytes() for layer in cache.layers if not layer.shares)
-    if full > sum(taken.values()):
+    if full > sum(current.values()):
         parts.append(f"{human(full)} when full")
     specs = [layer.spec for layer in cache.layers]
     if any((spec.storage, spec.retention) != (spec.storage.floats, KeepAll()) for spec in specs):
-        kept = dict.fromkeys(f"{spec.storage}, {spec.retention}" for spec in specs)
-        parts.append(" and ".join(kept))
+        parts.append(" and ".join(dict.fromkeys(f"{x.storage}, {x.retention}" for x in specs)))
     return "; ".join(parts)

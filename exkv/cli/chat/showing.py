@@ -1,8 +1,7 @@
 """Output of answers while they are generated: plain text in a pipe, markdown at a terminal.
 
-At a terminal, a growing block of markdown is redrawn, and printed for good when the next one
-begins, so that text that has scrolled away never changes. Control characters of a model's text are
-dropped there.
+At a terminal, a growing block of markdown is redrawn until the next one begins, so that text that
+has scrolled away never changes. Control characters in a model's text are dropped there.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
 
-#: Seconds between two drawings of what is growing.
+#: Seconds between two drawings of the growing block.
 _EVERY = 0.07
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PARSER = MarkdownIt("commonmark").enable("table")
 
 
@@ -108,7 +107,7 @@ def _rendered(text: str) -> Markdown:
 
 
 class _Tail:
-    """The last lines of a text, as many as fit on the screen."""
+    """The last lines of a text that fit on the screen."""
 
     def __init__(self, text: Markdown) -> None:
         self._text = text
@@ -135,7 +134,7 @@ def split_complete(text: str) -> tuple[str, str]:
 
 def without_controls(text: str) -> str:
     """Drop control characters, except tabs and line ends."""
-    return _OBEYED.sub("", text)
+    return _CONTROLS.sub("", text)
 
 
 def counted(number: int, what: str) -> str:

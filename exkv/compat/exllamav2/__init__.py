@@ -1,9 +1,10 @@
-"""ExLlamaV2's names over exkv: a script runs after changing its import lines.
+"""ExLlamaV2's interface over exkv: scripts run after changing their import lines.
 
-``from exkv.compat.exllamav2 import ExLlamaV2, ...``; or unchanged, by
-``python -m exkv.compat.exllamav2 script.py``. Each object's ``exkv`` is exkv's own behind it.
+``from exkv.compat.exllamav2 import ExLlamaV2, ...``; or unchanged, with
+``python -m exkv.compat.exllamav2 script.py``. Each object's ``exkv`` is the exkv object behind it.
 
-Read on in ``model.py``, ``cache.py`` and ``generator/base.py``; ``gone.py`` has the missing names.
+Read on in ``model.py``, ``cache.py`` and ``generator/base.py``; ``missing.py`` has the names that
+exkv doesn't have.
 """
 
 from . import generator, model_init
@@ -17,8 +18,8 @@ from .cache import (
     ExLlamaV2CacheBase,
 )
 from .config import ExLlamaV2Config
-from .gone import NotHere, missing_from
 from .lora import ExLlamaV2Lora
+from .missing import NotHere, missing_from
 from .model import ExLlamaV2
 from .module import Intervention
 from .serving import serve

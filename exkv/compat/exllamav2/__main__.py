@@ -15,7 +15,7 @@ def main() -> None:
         sys.exit("usage: python -m exkv.compat.exllamav2 SCRIPT [ARGUMENTS ...]")
     script = Path(sys.argv[1])
     if not script.is_file():
-        sys.exit(f"{script} is no file")
+        sys.exit(f"{script} is not a file")
     serve()
     stand_in_for_cuda()
     sys.argv = sys.argv[1:]

@@ -1,7 +1,7 @@
 """ExLlamaV2's caches over exkv's, which are their ``exkv``.
 
-``current_seq_len`` counts padding on the left, as in ExLlamaV2. exkv stores no padding, so the
-cache remembers how much each row has.
+``current_seq_len`` includes left padding, as in ExLlamaV2. exkv stores no padding, so the cache
+remembers each row's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from exkv import Cache, Cache4bit, Cache8bit, KVCache, Model, QuantizedCache
 
-from .gone import Adapter, gone, missing_from, refuse_arguments
+from .missing import Adapter, missing_from, placeholder, refuse_arguments
 
 if TYPE_CHECKING:
     from .generator.dynamic import ExLlamaV2DynamicGenerator
     from .model import ExLlamaV2
 
-ExLlamaV2Cache_TP = gone("ExLlamaV2Cache_TP", __name__)
+ExLlamaV2Cache_TP = placeholder("ExLlamaV2Cache_TP", __name__)
 
 
 class ExLlamaV2CacheBase(Adapter):
@@ -28,14 +28,14 @@ class ExLlamaV2CacheBase(Adapter):
 
     Args:
         model: loaded or not.
-        batch_size: rows.
-        max_seq_len: tokens a row can hold; -1 for ``config.max_seq_len``.
-        copy_from: a cache of the same kind, whose tokens are copied.
+        batch_size: number of rows.
+        max_seq_len: capacity of a row in tokens; -1 for ``config.max_seq_len``.
+        copy_from: a cache of the same kind to copy.
         lazy: without effect: storage is allocated once the layers' devices are known.
 
     Attributes:
         exkv: the :class:`exkv.KVCache` that does the work.
-        pads: tokens of padding before each row.
+        pads: left padding of each row in tokens.
     """
 
     #: exkv's class, and its arguments.
@@ -54,7 +54,7 @@ class ExLlamaV2CacheBase(Adapter):
     ) -> None:
         name = type(self).__name__
         if self.kind is None:
-            raise TypeError(f"{name} is what caches share: build an ExLlamaV2Cache")
+            raise TypeError(f"{name} is a base class: build an ExLlamaV2Cache")
         refuse_arguments(name, num_key_value_heads=num_key_value_heads, fixed_device=fixed_device)
         if not isinstance(getattr(model, "exkv", None), Model):
             raise TypeError(f"model is a {type(model).__name__}; it must be an ExLlamaV2")
@@ -68,8 +68,8 @@ class ExLlamaV2CacheBase(Adapter):
             )
         elif type(copy_from) is not type(self) or lazy:
             raise ValueError(
-                f"copy_from is a {type(copy_from).__name__}, lazy {lazy}: a {name} copies one of "
-                "its own kind, with its tokens"
+                f"copy_from is a {type(copy_from).__name__} and lazy is {lazy}: a {name} copies "
+                "one of its own kind, which can't be lazy"
             )
         else:
             self.exkv, self.pads = copy_from.exkv.clone(), copy_from.pads
@@ -104,15 +104,15 @@ class ExLlamaV2CacheBase(Adapter):
 
     @property
     def current_seq_len(self) -> int:
-        """Filled columns, padding included. Set it to a smaller value to truncate all rows."""
+        """Filled columns, including padding. Set a smaller value to truncate all rows."""
         return max(held + pad if held else 0 for held, pad in self._rows())
 
     @current_seq_len.setter
     def current_seq_len(self, length: int) -> None:
         if not 0 <= length <= self.current_seq_len:
             raise ValueError(
-                f"current_seq_len is {self.current_seq_len}, and can't be set to {length}: a cache "
-                "forgets tokens, and has no others than those that were run"
+                f"current_seq_len is {self.current_seq_len} and can't be set to {length}: it can "
+                "only be reduced"
             )
         self.exkv.crop([max(length - pad, 0) for _, pad in self._rows()])
 
@@ -122,25 +122,24 @@ class ExLlamaV2CacheBase(Adapter):
         return list(zip(self.exkv.seq_lens, pads, strict=False))
 
     def agreed_padding(self, pads: Sequence[int] | None, rows: int) -> Sequence[int]:
-        """Padding of each row: as a call gives it for an empty cache, else as remembered.
+        """Padding of each row: the call's for an empty cache, the remembered one otherwise.
 
         Raises:
-            ValueError: the call gives another padding than the one that began these rows.
+            ValueError: the call's padding differs from the rows' own.
         """
         if not self.current_seq_len:
             return [0] * rows if pads is None else pads
         known = [pad for _, pad in self._rows()[:rows]]
         if pads is not None and list(pads) != known:
             raise ValueError(
-                f"input_mask says that rows begin with {list(pads)} tokens of padding, and the "
-                f"cache has rows that began with {known}"
+                f"rows have {list(pads)} tokens of padding by input_mask, but {known} in the "
+                "cache: pass the mask with which they began, or reset() the cache"
             )
         return known
 
     def take_over(self, holder: ExLlamaV2DynamicGenerator | None) -> None:
-        """Hand the cache to a generator, closing a dynamic one that holds it and has no jobs.
-
-        One that has jobs keeps it, and the cache refuses the next."""
+        """Lend the cache to a generator, and close a dynamic one that holds it, unless that has
+        jobs: then the cache refuses the new one."""
         before = None if self._holder is None else self._holder()
         if before is not None:
             if before.num_remaining_jobs():
@@ -149,11 +148,11 @@ class ExLlamaV2CacheBase(Adapter):
         self._holder = None if holder is None else ref(holder)
 
     def update_cache_tensors(self) -> None:
-        """Allocate the storage of all placed layers, unless it is there."""
+        """Allocate the storage of all placed layers that have none."""
         self.exkv.allocate(self.model.exkv.cache_map)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Drop all tokens."""
         self.current_seq_len = 0
 
     def clone(self) -> ExLlamaV2CacheBase:
@@ -177,27 +176,27 @@ class ExLlamaV2Cache(ExLlamaV2CacheBase):
 
 
 class ExLlamaV2Cache_8bit(ExLlamaV2CacheBase):
-    """int8 with a scale for every 32 values (:class:`exkv.Cache8bit`), which loses less than
-    ExLlamaV2's truncated floats."""
+    """int8 with a scale per 32 values (:class:`exkv.Cache8bit`), which loses less than ExLlamaV2's
+    truncated floats."""
 
     kind = Cache8bit
 
 
 class ExLlamaV2Cache_Q8(ExLlamaV2CacheBase):
-    """:class:`exkv.Cache8bit`: 8.5 bits a value."""
+    """:class:`exkv.Cache8bit`: 8.5 bits per value."""
 
     kind = Cache8bit
 
 
 class ExLlamaV2Cache_Q6(ExLlamaV2CacheBase):
-    """8 bits for keys and 4 for values, as there: :class:`exkv.QuantizedCache`."""
+    """8 bits for keys and 4 for values, as in ExLlamaV2: :class:`exkv.QuantizedCache`."""
 
     kind = QuantizedCache
     properties: ClassVar[dict[str, Any]] = {"key_bits": 8, "value_bits": 4}
 
 
 class ExLlamaV2Cache_Q4(ExLlamaV2CacheBase):
-    """:class:`exkv.Cache4bit`: 5 bits a value."""
+    """:class:`exkv.Cache4bit`: 5 bits per value."""
 
     kind = Cache4bit
 

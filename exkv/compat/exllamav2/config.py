@@ -1,7 +1,7 @@
-"""``ExLlamaV2Config``: a folder, and settings that may be changed until the model is built.
+"""``ExLlamaV2Config``: a folder, and settings that can be changed until the model is built.
 
-``prepare`` reads the folder into exkv's ModelConfig; what a script sets beside that is carried into
-it by :meth:`ExLlamaV2Config.for_exkv`, once, when ``ExLlamaV2(config)`` is built.
+``prepare`` reads the folder into exkv's ModelConfig; :meth:`ExLlamaV2Config.for_exkv` applies a
+script's settings to it, once, when ``ExLlamaV2(config)`` is built.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from exkv import ModelConfig, RopeScaling
 
-from .gone import Adapter, absent, missing_from
+from .missing import Adapter, missing_attribute, missing_from
 
 logger = logging.getLogger(__name__)
 
@@ -60,27 +60,27 @@ _READ = {
 _FIXED = {*_READ, "num_key_value_groups", "num_experts", "exkv"} - {"bos_token_id", "pad_token_id"}
 #: Settings without effect -> why.
 WITHOUT_EFFECT = {
-    "max_batch_size": "each cache's batch_size is what exkv plans with",
+    "max_batch_size": "exkv plans with each cache's batch_size",
     "max_attention_size": "exkv's attention has no matrix that grows with both lengths",
     "no_flash_attn": "exkv has kernels of its own",
     "no_xformers": "exkv has kernels of its own",
     "no_sdpa": "exkv has kernels of its own",
-    "no_graphs": "exkv binds what can be bound itself",
-    "fasttensors": "exkv reads files as the machine can",
+    "no_graphs": "exkv decides about graphs itself",
+    "fasttensors": "exkv chooses the fastest way to read files itself",
 }
 _noted: set[str] = set()
 
 
 class ExLlamaV2Config(Adapter):
-    """Settings of a model, as ExLlamaV2's scripts change them.
+    """Settings of a model, which ExLlamaV2's scripts change.
 
     Attributes:
         exkv: the ModelConfig that :meth:`prepare` read; None before.
         low_mem: run prompts in chunks of at most 1,024 tokens, which needs less workspace.
 
     Raises:
-        AttributeError: a fixed attribute is set, or an unknown one; the message names a similar one
-            or what to use instead.
+        AttributeError: a fixed or unknown attribute is set; the message names a similar one, or
+            what to use instead.
     """
 
     exkv: ModelConfig | None
@@ -109,15 +109,15 @@ class ExLlamaV2Config(Adapter):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in vars(self):
-            raise absent(type(self).__qualname__, name, vars(self))
+            raise missing_attribute(type(self).__qualname__, name, vars(self))
         if name in _FIXED:
             raise AttributeError(
-                f"config.{name} is {vars(self)[name]!r:.60}, as config.json says, and can't be "
-                "set: edit a copy of config.json"
+                f"config.{name} is {vars(self)[name]!r:.60} in config.json, and can't be set: edit "
+                "a copy of config.json"
             )
         if name in WITHOUT_EFFECT and value != _SETTINGS[name]:
             _note(name, WITHOUT_EFFECT[name])
-        if name.startswith("scale_") and value is None:  # as flags that aren't given have it
+        if name.startswith("scale_") and value is None:  # the value of a flag that isn't given
             value = 1.0
         super().__setattr__(name, value)
         if name == "low_mem" and value:
@@ -156,13 +156,13 @@ class ExLlamaV2Config(Adapter):
             self.max_output_len = min(self.max_output_len, _LOW_MEM_TOKENS)
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
-        """Without effect: exkv follows the architecture, or refuses it by name."""
+        """Without effect: exkv implements the architecture, or refuses it by name."""
 
     def for_exkv(self) -> ModelConfig:
-        """ModelConfig with the script's settings.
+        """The ModelConfig with the script's settings.
 
         Raises:
-            ValueError: :meth:`prepare` wasn't called, or a setting is out of its range.
+            ValueError: :meth:`prepare` wasn't called, or a setting is out of range.
         """
         if self.exkv is None:
             raise ValueError("call config.prepare() before ExLlamaV2(config)")
@@ -190,7 +190,7 @@ class ExLlamaV2Config(Adapter):
             if self.alt_rope_method != "yarn" or self.yarn_rope_factor is None:
                 raise ValueError(
                     f"config.alt_rope_method is {self.alt_rope_method!r}: set 'yarn' with "
-                    "yarn_rope_factor; other methods are what config.json says"
+                    "yarn_rope_factor; other methods must be in config.json"
                 )
             trained = self.yarn_rope_original_max_position_embeddings
             return RopeScaling(
@@ -202,24 +202,26 @@ class ExLlamaV2Config(Adapter):
             return None
         if config.rope_scaling is not None:
             raise ValueError(
-                f"config.scale_pos_emb is {self.scale_pos_emb}, and config.json has a rope_scaling "
-                f"already: {config.rope_scaling.rope_type}"
+                f"config.scale_pos_emb is {self.scale_pos_emb}, but config.json already has a "
+                f"rope_scaling: {config.rope_scaling.rope_type}; set one of them"
             )
         return RopeScaling(rope_type="linear", factor=self.scale_pos_emb)
 
 
 def _note(name: str, why: str) -> None:
-    """Warn once that a setting is without effect."""
+    """Warn once that a setting has no effect."""
     if name not in _noted:
         _noted.add(name)
-        logger.warning("config.%s changes nothing: %s", name, why)
+        logger.warning("config.%s has no effect: %s", name, why)
 
 
 def _experts(config: ModelConfig) -> tuple[int | None, int | None]:
     """Number of experts, and of experts per token."""
-    names = ("num_local_experts", "num_experts_per_tok")
-    there, taken = (getattr(config.specific, name, None) for name in names)
-    return there, taken
+    number, per_token = (
+        getattr(config.specific, name, None)
+        for name in ("num_local_experts", "num_experts_per_tok")
+    )
+    return number, per_token
 
 
 __getattr__ = missing_from(__name__)

@@ -1,15 +1,15 @@
-"""``torch.cuda`` for scripts on a machine without CUDA: they ask it how many devices there are."""
+"""A stand-in for ``torch.cuda``, for scripts that count devices on a machine without CUDA."""
 
 from __future__ import annotations
 
 import torch
 
-_AMPERE = (8, 0)  # what scripts take for able to do everything
+_AMPERE = (8, 0)  # a capability for which scripts enable everything
 
 
 def stand_in_for_cuda() -> None:
-    """Answer for ``torch.cuda`` where there is no CUDA: its devices are those of
-    ``torch.accelerator``, or one, which is the host. What asks for a CUDA tensor still fails."""
+    """Without CUDA, let ``torch.cuda`` report the devices of ``torch.accelerator``, or one, the
+    host. Making a CUDA tensor still fails."""
     if torch.cuda.is_available():
         return
     here = torch.accelerator.is_available()

@@ -1,27 +1,27 @@
-"""``ExLlamaV2Lora``: an adapter in ExLlamaV2's words, one of ``model.exkv.adapters``."""
+"""``ExLlamaV2Lora``: one of ``model.exkv.adapters``, with ExLlamaV2's interface."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from .gone import check_kind, missing_from
 from .loras import OfModel
+from .missing import check_kind, missing_from
 from .model import ExLlamaV2
 
 
 class ExLlamaV2Lora(OfModel):
-    """A low-rank adapter (LoRA) on a model, as PEFT saves it.
+    """A low-rank adapter (LoRA) of a model, as PEFT saves it.
 
     Attributes:
-        model: that it is for.
-        name: in ``model.exkv.adapters``.
+        model: the adapter's model.
+        name: its key in ``model.exkv.adapters``.
         lora_config_path, lora_path: its files.
-        lora_r, lora_alpha: as its config says.
+        lora_r, lora_alpha: rank and alpha of its config.
         lora_scaling: the factor of its matrices' product.
 
     Raises:
-        ValueError, FileNotFoundError, PlacementError: as :meth:`exkv.Model.load_adapter`.
+        ValueError, FileNotFoundError, PlacementError: as :meth:`exkv.Model.load_adapter` does.
     """
 
     def __init__(
@@ -34,9 +34,7 @@ class ExLlamaV2Lora(OfModel):
         check_kind("model", model, ExLlamaV2)
         config, tensors = Path(lora_config_path), Path(lora_path)
         if config.parent != tensors.parent:
-            raise ValueError(
-                f"{config} and {tensors} are in two folders: put an adapter's files into one"
-            )
+            raise ValueError(f"{config} and {tensors} are in different folders: put them into one")
         self.model = model
         self.lora_config_path, self.lora_path = str(config), str(tensors)
         self.name = _free_name(model, config.resolve().parent.name)

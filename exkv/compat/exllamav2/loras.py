@@ -1,15 +1,15 @@
-"""From a ``loras`` argument to the one adapter that exkv's calls take."""
+"""Convert a ``loras`` argument to the one adapter that exkv's calls take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from .gone import Adapter
+from .missing import Adapter
 
 
 class OfModel(Adapter):
-    """An adapter's ``name`` in ``model.exkv.adapters``; see :class:`ExLlamaV2Lora`."""
+    """A model's adapter, with its name in ``model.exkv.adapters``; see :class:`ExLlamaV2Lora`."""
 
     model: Any
     name: str
@@ -20,7 +20,7 @@ def adapter_of(model: Any, loras: Any) -> str | None:
 
     Raises:
         ValueError: several adapters, or one of another model.
-        TypeError: an entry that is no adapter.
+        TypeError: an entry is not an adapter.
     """
     each = list(loras) if isinstance(loras, Sequence) else [loras] if loras is not None else []
     for lora in each:
@@ -30,7 +30,7 @@ def adapter_of(model: Any, loras: Any) -> str | None:
             raise ValueError(f"adapter {lora.name!r} was loaded for another model")
     if len(each) > 1:
         raise ValueError(
-            f"loras has {len(each)} adapters, and exkv runs a row through one: merge them into one "
-            "with PEFT (add_weighted_adapter)"
+            f"loras has {len(each)} adapters, but exkv runs a row through one: merge them with "
+            "PEFT (add_weighted_adapter)"
         )
     return each[0].name if each else None

@@ -1,10 +1,11 @@
-"""``ExLlamaV2``: a model in ExLlamaV2's words over :class:`exkv.Model`, which is its ``exkv``."""
+"""``ExLlamaV2``: ExLlamaV2's interface over :class:`exkv.Model`, which is its ``exkv``."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from exkv.planning.solve import plans_for
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .gone import ARGUMENTS, Adapter, check_kind, missing_from, refuse_arguments
 from .loras import adapter_of
+from .missing import ARGUMENTS, Adapter, check_kind, missing_from, refuse_arguments
 from .rows import new_tokens, padding, to_left_padding, to_right_padding
 
 _GB = 1 << 30
@@ -31,7 +32,7 @@ class ExLlamaV2(Adapter):
     """A model over several devices.
 
     Attributes:
-        config: as it was given; what is set there later counts at the next load.
+        config: the given one; later changes to it take effect at the next load.
         exkv: the :class:`exkv.Model` that does the work.
         tp_context: None: there is no tensor parallelism.
     """
@@ -55,11 +56,11 @@ class ExLlamaV2(Adapter):
 
     @property
     def cache_map(self) -> dict[int, str]:
-        """Decoder layer -> name of its device, for the layers that are placed; to be read only."""
+        """Decoder layer -> name of its device, for placed layers; read-only."""
         return _Places({layer: str(device) for layer, device in self.exkv.cache_map.items()})
 
     def set_cache_map(self) -> None:
-        """Without effect: :attr:`cache_map` always says where the layers are."""
+        """Without effect: :attr:`cache_map` is always current."""
 
     def get_cache_devices(self) -> list[str]:
         """The devices of decoder layers, in the model's order."""
@@ -68,13 +69,13 @@ class ExLlamaV2(Adapter):
     def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
         """Place the layers by a split in GB (2**30 bytes), without reading them.
 
-        A later ``load`` places them anew; a forward call without one reads each layer on demand.
+        A later ``load`` places them again; without one, a forward call reads each layer on demand.
 
         Returns:
             GB that are left of each device's share.
 
         Raises:
-            ValueError, PlacementError: as :meth:`exkv.Model.load`.
+            ValueError, PlacementError: as :meth:`exkv.Model.load` does.
         """
         self._begin()
         self.exkv.embed_cpu = embed_cpu
@@ -97,12 +98,12 @@ class ExLlamaV2(Adapter):
         callback_gen: Callback | None = None,
         progress: bool = False,
     ) -> Generator[Any]:
-        """Load with a split in GB by hand; None or ``[]`` for what is free on all devices.
-        ``load`` does it at once; ``load_gen`` is a generator of what ``callback_gen`` yields.
+        """Load with a manual split in GB; None or ``[]`` for all free memory of all devices.
+        ``load`` runs it to its end; ``load_gen`` yields what ``callback_gen`` yields.
 
-        A split is of weights and workspace, as in ExLlamaV2, and caches take what they need beside
-        it; in :meth:`exkv.Model.load`, whose arguments and errors are the same, they count.
-        ``stats`` is without effect, as there.
+        As in ExLlamaV2, a split is of weights and workspace, and caches take further memory; in
+        :meth:`exkv.Model.load`, which has the same arguments and errors, a split includes them.
+        ``stats`` has no effect.
         """
         self._begin()
         plan = self._plan(gpu_split)
@@ -113,7 +114,7 @@ class ExLlamaV2(Adapter):
     load = finished(load_gen)
 
     def _plan(self, gpu_split: Sequence[float] | None) -> Plan | None:
-        """Units by a split that counts no caches; then with all caches, and without the split."""
+        """Place units by a split without caches; then add all caches, and remove the limits."""
         budgets = tuple(split_budgets(None, gpu_split))
         if not gpu_split:
             return None
@@ -131,9 +132,9 @@ class ExLlamaV2(Adapter):
         callback_gen: Callback | None = None,
         progress: bool = False,
     ) -> Generator[Any]:
-        """Load over the devices, the cache counted in, whether it is lazy or not. Arguments and
-        errors as of :meth:`exkv.Model.load_autosplit`, but ``last_id_only``, which is without
-        effect: where there is no room for the logits of many tokens, they are made in slices."""
+        """Load over the devices, including the cache, whether it is lazy or not. Arguments and
+        errors are those of :meth:`exkv.Model.load_autosplit`, except ``last_id_only``, which has
+        no effect: without room for the logits of many tokens, they are computed in slices."""
         check_kind("cache", cache, ExLlamaV2CacheBase)
         self._begin()
         only_last = True if self.config.max_output_len == 1 else None
@@ -144,7 +145,7 @@ class ExLlamaV2(Adapter):
     load_autosplit = finished(load_autosplit_gen)
 
     def _begin(self) -> None:
-        """Before placement: undo ``set_device_map``, and apply the settings."""
+        """Prepare placement: undo ``set_device_map``, and apply the settings."""
         if self._only_placed:
             self.exkv.unload()
             self._only_placed = False
@@ -153,10 +154,10 @@ class ExLlamaV2(Adapter):
             self.exkv.embed_cpu = True
 
     def unload(self) -> None:
-        """Free all memory, that of the caches too. The model can be loaded again.
+        """Free all memory, including that of the caches. The model can be loaded again.
 
-        An asynchronous generator makes its steps in another thread, where ExLlamaV2's makes them
-        between two awaits: one that runs is waited for, and is its last.
+        An asynchronous generator runs its steps in another thread, unlike ExLlamaV2's: a running
+        step is waited for, and is the last one.
         """
         for cache in self.exkv.caches:
             cache.revoke("model.unload", wait=True)
@@ -182,55 +183,57 @@ class ExLlamaV2(Adapter):
         """Run tokens through the model, after those that the cache holds.
 
         Args:
-            input_ids: int64 (B, T), padded on the left where rows differ.
-            cache: where their keys and values go; or a list of caches, one for each row.
-            input_mask: (B, columns since the cache was empty), below 0 at padding, as
-                ``tokenizer.padding_mask`` makes it. Padding must come first in its row; it is
-                neither stored nor seen.
+            input_ids: int64 (B, T), left-padded if rows differ in length.
+            cache: stores their keys and values; or a list of caches, one per row.
+            input_mask: (B, columns since the cache was empty), below 0 at padding, as made by
+                ``tokenizer.padding_mask``. Padding must come first in its row; it is neither
+                stored nor attended to.
             preprocess_only: fill the cache; no logits.
-            last_id_only: logits of each row's last token only.
-            position_offsets: (B, 1), minus each row's padding; says nothing that the mask doesn't.
-            abort_event: looked at between chunks of ``config.max_input_len`` tokens.
+            last_id_only: only the logits of each row's last token.
+            position_offsets: (B, 1), minus each row's padding; must agree with the mask.
+            abort_event: checked between chunks of ``config.max_input_len`` tokens.
             cpu_logits: gather the logits in host memory.
             loras: an ``ExLlamaV2Lora``, or a list with one.
 
         Returns:
             Logits (B, T or 1, vocabulary) in the model's dtype, 0 at padding; None with
-            ``preprocess_only``, or where it was aborted.
+            ``preprocess_only``, or after an abort.
 
         Raises:
-            ValueError: an argument that isn't taken here, padding elsewhere, and what
-                :meth:`exkv.Model.forward` raises it for.
+            ValueError: an unsupported argument, padding elsewhere, or as
+                :meth:`exkv.Model.forward` does.
         """
         refuse_arguments("model.forward", return_last_state=return_last_state)
         adapter = adapter_of(self, loras)
         _refuse_others(kwargs)
         if input_ids.dim() != 2 or not input_ids.numel():
             raise ValueError(
-                f"input_ids are {tuple(input_ids.shape)}: give (rows, tokens), with a token or more"
+                f"input_ids are {tuple(input_ids.shape)}: give (rows, tokens), at least one token"
             )
         only_last = preprocess_only or last_id_only
         most = self.config.max_output_len
         if most is not None and not only_last and input_ids.shape[1] > most:
             raise ValueError(
-                f"{input_ids.shape[1]} tokens, and config.max_output_len is {most}: ask for "
+                f"{input_ids.shape[1]} tokens, but config.max_output_len is {most}: set "
                 "last_id_only or preprocess_only, or pass fewer"
             )
         pads = padding(input_mask, position_offsets)
+        run = partial(
+            self._forward,
+            preprocess_only=preprocess_only,
+            last_id_only=last_id_only,
+            adapter=adapter,
+        )
         if cache is not None and not isinstance(cache, ExLlamaV2CacheBase):
-            logits = self._row_by_row(
-                input_ids, cache, pads, preprocess_only, last_id_only, adapter
-            )
+            logits = _row_by_row(run, input_ids, cache, pads)
         elif abort_event is None:
-            logits = self._forward(input_ids, cache, pads, preprocess_only, last_id_only, adapter)
+            logits = run(input_ids, cache, pads)
         else:
             parts: list[Tensor | None] = []
             for part in input_ids.split(self.config.max_input_len, 1) if cache else [input_ids]:
                 if abort_event.is_set():
                     return None
-                parts.append(
-                    self._forward(part, cache, pads, preprocess_only, last_id_only, adapter)
-                )
+                parts.append(run(part, cache, pads))
             logits = _joined(parts[-1:] if last_id_only else parts, dim=1)
         return logits.cpu() if cpu_logits and logits is not None else logits
 
@@ -245,7 +248,7 @@ class ExLlamaV2(Adapter):
         last_id_only: bool,
         adapter: str | None,
     ) -> Tensor | None:
-        """One call of exkv's forward, with rows padded on the right."""
+        """Call exkv's forward once, with right-padded rows."""
         held = 0 if cache is None else cache.current_seq_len
         if cache is not None:
             pads = cache.agreed_padding(pads, len(input_ids))
@@ -267,26 +270,20 @@ class ExLlamaV2(Adapter):
             return logits
         return to_left_padding(logits, new, width)
 
-    def _row_by_row(
-        self,
-        input_ids: Tensor,
-        caches: Sequence[ExLlamaV2CacheBase],
-        pads: Sequence[int] | None,
-        preprocess_only: bool,
-        last_id_only: bool,
-        adapter: str | None,
-    ) -> Tensor | None:
-        """One call for each row, which has a cache of its own."""
-        if len(caches) != len(input_ids) or pads is not None and any(pads):
-            raise ValueError(
-                f"{len(caches)} caches for {len(input_ids)} rows: give one for each, and no padding"
-            )
-        rows = zip(input_ids.split(1), caches, strict=True)
-        parts = [
-            self._forward(ids, each, None, preprocess_only, last_id_only, adapter)
-            for ids, each in rows
-        ]
-        return _joined(parts, dim=0)
+
+def _row_by_row(
+    run: Callable[..., Tensor | None],
+    input_ids: Tensor,
+    caches: Sequence[ExLlamaV2CacheBase],
+    pads: Sequence[int] | None,
+) -> Tensor | None:
+    """One call per row, each with its own cache."""
+    if len(caches) != len(input_ids) or pads is not None and any(pads):
+        raise ValueError(
+            f"{len(caches)} caches for {len(input_ids)} rows: give one per row, and no padding"
+        )
+    rows = zip(input_ids.split(1), caches, strict=True)
+    return _joined([run(ids, each, None) for ids, each in rows], dim=0)
 
 
 class _Places(dict[int, str]):
@@ -294,8 +291,8 @@ class _Places(dict[int, str]):
 
     def __setitem__(self, layer: int, device: str) -> None:
         raise TypeError(
-            f"layer {layer} can't be put on {device!r} by cache_map: a cache lies where its layer "
-            "does, so use load(gpu_split) or set_device_map"
+            f"layer {layer} can't be moved to {device!r} by cache_map: a cache is on its layer's "
+            "device, so use load(gpu_split) or set_device_map"
         )
 
 

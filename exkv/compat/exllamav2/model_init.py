@@ -1,4 +1,4 @@
-"""Flags that ExLlamaV2's scripts share, and the model and tokenizer they describe."""
+"""The flags that ExLlamaV2's scripts share, and the model and tokenizer that they describe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import ExLlamaV2Config
-from .gone import instead_of, missing_from
+from .missing import instead_of, missing_from
 from .model import ExLlamaV2
 from .tokenizer import ExLlamaV2Tokenizer
 
@@ -19,23 +19,23 @@ _NO_EFFECT = "without effect"
 def add_args(parser: argparse.ArgumentParser) -> None:
     """Add the flags to a parser."""
     add = parser.add_argument
-    add("-m", "--model_dir", help="folder of the model")
-    add("-gs", "--gpu_split", help='"auto", or GB for each device: 20,24')
+    add("-m", "--model_dir", help="the model's folder")
+    add("-gs", "--gpu_split", help='"auto", or GB per device: 20,24')
     add("-tp", "--tensor_parallel", action="store_true", help="refused: see the documentation")
-    add("-l", "--length", type=int, help="the longest sequence, in tokens")
-    add("-rs", "--rope_scale", type=float, help="divide positions by this")
-    add("-ra", "--rope_alpha", type=float, help="stretch positions by raising the rotary base")
-    add("-ry", "--rope_yarn", type=float, help="stretch positions by this, as YaRN does")
+    add("-l", "--length", type=int, help="maximum sequence length in tokens")
+    add("-rs", "--rope_scale", type=float, help="divide positions by this factor")
+    add("-ra", "--rope_alpha", type=float, help="extend positions by raising the rotary base")
+    add("-ry", "--rope_yarn", type=float, help="extend positions by this factor, with YaRN")
     add("-nfa", "--no_flash_attn", action="store_true", help=_NO_EFFECT)
     add("-nxf", "--no_xformers", action="store_true", help=_NO_EFFECT)
     add("-nsdpa", "--no_sdpa", action="store_true", help=_NO_EFFECT)
     add("-ng", "--no_graphs", action="store_true", help=_NO_EFFECT)
     add("-lm", "--low_mem", action="store_true", help="run prompts in chunks of 1,024 tokens")
-    add("-ept", "--experts_per_token", type=int, help="experts that a token takes")
+    add("-ept", "--experts_per_token", type=int, help="number of experts per token")
     add("-lq4", "--load_q4", action="store_true", help="refused: see the documentation")
     add("-fst", "--fast_safetensors", action="store_true", help=_NO_EFFECT)
     add("-ic", "--ignore_compatibility", action="store_true", help=_NO_EFFECT)
-    add("-chunk", "--chunk_size", type=int, help="tokens of a prompt that are run at once")
+    add("-chunk", "--chunk_size", type=int, help="tokens per prefill step")
 
 
 def print_options(args: argparse.Namespace) -> None:
@@ -49,7 +49,7 @@ def print_options(args: argparse.Namespace) -> None:
 def check_args(args: argparse.Namespace) -> None:
     """Exit with a message if there is no model to load."""
     if not args.model_dir:
-        sys.exit("no model is given: -m FOLDER")
+        sys.exit("give a model: -m FOLDER")
     folder = Path(args.model_dir)
     if not folder.is_dir():
         sys.exit(f"{folder} is not a folder")
@@ -69,13 +69,13 @@ def init(
     max_output_len: int | None = None,
     progress: bool = False,
 ) -> tuple[ExLlamaV2, ExLlamaV2Tokenizer]:
-    """Build model and tokenizer by the flags.
+    """Build model and tokenizer from the flags.
 
-    With ``-gs auto``, or ``skip_load``, the model isn't loaded: build a cache on it, and call
+    With ``-gs auto``, or ``skip_load``, the model isn't loaded: build a cache for it, and call
     ``model.load_autosplit(cache)``.
 
     Raises:
-        ValueError: a flag asks for a feature that exkv doesn't have.
+        ValueError: a flag requests a feature that exkv doesn't have.
     """
     config = ExLlamaV2Config(args.model_dir)
     sizes = {
@@ -101,10 +101,10 @@ def post_init_load(
     benchmark: bool = False,
     progress: bool = False,
 ) -> None:
-    """Load by ``-gs``; with ``-gs auto`` leave that to the caller, who has the cache."""
+    """Load by ``-gs``; with ``-gs auto``, leave that to the caller, who has the cache."""
     if args.gpu_split == "auto":
         if not allow_auto_split:
-            raise ValueError("-gs auto: this script loads without a cache; give GB for each device")
+            raise ValueError("-gs auto: this script loads without a cache; give GB per device")
         return
     split = [float(size) for size in args.gpu_split.split(",")] if args.gpu_split else None
     if not quiet and not progress:

@@ -1,7 +1,7 @@
-"""Hooks around a module, which are torch's own in exkv."""
+"""Hooks around a module, for which exkv has torch's own."""
 
-from .gone import gone, missing_from
+from .missing import missing_from, placeholder
 
-Intervention = gone("Intervention", __name__)
+Intervention = placeholder("Intervention", __name__)
 
 __getattr__ = missing_from(__name__)

@@ -9,30 +9,30 @@ from torch import Tensor
 
 
 def padding(mask: Tensor | None, offsets: Tensor | None) -> tuple[int, ...] | None:
-    """Tokens of padding at the beginning of each row; None if neither argument is given.
+    """Left padding of each row in tokens; None if neither argument is given.
 
     Args:
         mask: (B, columns), below 0 at padding.
         offsets: minus the padding of each row.
 
     Raises:
-        ValueError: padding behind a token, or the two arguments contradict each other.
+        ValueError: padding after a token, or the two arguments contradict each other.
     """
     moved = None if offsets is None else tuple(-int(n) for n in offsets.flatten().tolist())
     if mask is None:
         if moved is not None and any(moved):
-            raise ValueError("position_offsets move rows, and there is no input_mask beside them")
+            raise ValueError("position_offsets move rows, but there is no input_mask: pass both")
         return None
     masked = mask < 0
     leading = masked.long().cumprod(-1).bool()
     if not torch.equal(masked, leading):
         raise ValueError(
-            "input_mask has padding behind a row's first token: exkv takes padding on the left, "
-            "as tokenizer.encode of a list makes it"
+            "input_mask has padding after a row's first token: exkv takes left padding, as "
+            "tokenizer.encode of a list makes it"
         )
     pads = tuple(leading.sum(-1).tolist())
     if moved is not None and moved != pads:
-        raise ValueError(f"position_offsets say that rows begin at {moved}, input_mask at {pads}")
+        raise ValueError(f"rows begin at {moved} by position_offsets, but at {pads} by input_mask")
     return pads
 
 

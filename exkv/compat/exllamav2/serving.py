@@ -1,4 +1,4 @@
-"""Makes ``import exllamav2`` import this package: :func:`serve`; ``__main__.py`` runs a script."""
+"""Make ``import exllamav2`` import this package; ``__main__.py`` runs a script that way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from .gone import gone, instead_of
+from .missing import instead_of, placeholder
 from .version import __version__
 
 _HERE = __name__.rpartition(".")[0]
@@ -58,7 +58,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
-    """Finds ExLlamaV2's version, and placeholders of its modules that exkv doesn't have."""
+    """Finds ExLlamaV2's version, and placeholders for its modules that exkv doesn't have."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -69,9 +69,9 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         def named(name: str) -> type:
-            if name.startswith("_"):  # what Python itself asks for
+            if name.startswith("_"):  # requested by Python itself
                 raise AttributeError(f"{module.__name__} has no {name!r}")
-            return gone(
+            return placeholder(
                 name, module.__name__, instead_of(name) or instead_of(f"{module.__name__}.{name}")
             )
 
@@ -85,14 +85,14 @@ class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
 
 def serve() -> None:
-    """Have ``import exllamav2`` import this package from now on, even if ExLlamaV2 is installed.
+    """Make ``import exllamav2`` import this package, even if ExLlamaV2 is installed.
 
     Raises:
-        ImportError: ExLlamaV2 itself is imported already.
+        ImportError: ExLlamaV2 itself is already imported.
     """
     loaded = sys.modules.get(_THERE)
     if loaded is not None and loaded.__name__ != _HERE:
-        raise ImportError(f"{_THERE} is imported already, from {loaded.__file__}")
+        raise ImportError(f"{_THERE} is already imported, from {loaded.__file__}")
     for there, here in MODULES.items():
         module = importlib.import_module(f"{_HERE}.{here}".rstrip("."))
         sys.modules[f"{_THERE}.{there}".rstrip(".")] = module

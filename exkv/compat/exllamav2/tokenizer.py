@@ -1,4 +1,4 @@
-"""``ExLlamaV2Tokenizer``: ids as tensors with a row a text, over :class:`exkv.Tokenizer`."""
+"""``ExLlamaV2Tokenizer``: ids as tensors with a row per text, over :class:`exkv.Tokenizer`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from exkv import Tokenizer
 from exkv.batch import pad_rows
 
 from .config import ExLlamaV2Config
-from .gone import Adapter, gone, missing_from, refuse_arguments
+from .missing import Adapter, missing_from, placeholder, refuse_arguments
 
-ExLlamaV2TokenizerBase = gone("ExLlamaV2TokenizerBase", __name__)
-ExLlamaV2TokenizerHF = gone("ExLlamaV2TokenizerHF", __name__)
+ExLlamaV2TokenizerBase = placeholder("ExLlamaV2TokenizerBase", __name__)
+ExLlamaV2TokenizerHF = placeholder("ExLlamaV2TokenizerHF", __name__)
 
-_MASKED = -65504.0  # the least that a half can be
+_MASKED = -65504.0  # the lowest finite half
 
 
 class ExLlamaV2Tokenizer(Adapter):
     """Text to ids and back.
 
     Args:
-        config: whose folder has the tokenizer.
-        lazy_init: without effect: tables are made when they are first asked for.
+        config: its folder has the tokenizer.
+        lazy_init: without effect: tables are made on demand.
 
     Attributes:
         exkv: the :class:`exkv.Tokenizer` that does the work.
         bos_token_id: the tokenizer's own, unless the config's was set.
-        eos_token_id: of the config, or the tokenizer's own; None where there is none. exkv's
-            tokenizer has all the ids that end a text: ``exkv.eos_ids``.
-        pad_token_id: that rows are filled with; the eos token's where there is none.
+        eos_token_id: the config's, or the tokenizer's own; None if there is none. All ids that end
+            a text are in ``exkv.eos_ids``.
+        pad_token_id: fills rows; the EOS token's if there is none.
         extended_id_to_piece, extended_piece_to_id: the control tokens.
 
     Raises:
-        FileNotFoundError, ValueError: as of :class:`exkv.Tokenizer`.
+        FileNotFoundError, ValueError: as :class:`exkv.Tokenizer` does.
     """
 
     newline_token = "\n"
@@ -70,7 +70,7 @@ class ExLlamaV2Tokenizer(Adapter):
 
     @cached_property
     def tokenizer_model(self) -> TokenizerModel:
-        """The vocabulary, as lm-format-enforcer and formatron read it."""
+        """The vocabulary, for lm-format-enforcer and formatron."""
         return TokenizerModel(self.exkv)
 
     @property
@@ -109,7 +109,7 @@ class ExLlamaV2Tokenizer(Adapter):
         return_offsets: bool = False,
         embeddings: object = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The ids of a text, (1, T), or of several, (B, T), padded on the left.
+        """The ids of a text, (1, T), or of several, (B, T), left-padded.
 
         Args:
             add_bos, add_eos: add these tokens to each text, if the model has them.
@@ -117,7 +117,7 @@ class ExLlamaV2Tokenizer(Adapter):
             return_offsets: also return minus the padding of each row, int32 (B,).
 
         Raises:
-            ValueError: as of :meth:`exkv.Tokenizer.encode`.
+            ValueError: as :meth:`exkv.Tokenizer.encode` does.
         """
         refuse_arguments("tokenizer.encode", embeddings=embeddings)
         texts = [text] if isinstance(text, str) else text
@@ -130,7 +130,7 @@ class ExLlamaV2Tokenizer(Adapter):
     def rows(
         self, texts: Sequence[str], add_bos: bool, add_eos: bool, encode_special_tokens: bool
     ) -> list[list[int]]:
-        """The ids of each text, not padded; arguments as of :meth:`encode`."""
+        """The ids of each text, without padding; for arguments see :meth:`encode`."""
         before = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         after = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
         encoded = (self.exkv.encode(each, False, encode_special_tokens) for each in texts)
@@ -141,7 +141,7 @@ class ExLlamaV2Tokenizer(Adapter):
     ) -> str | list[str]:
         """The text of a row of ids, or a list of texts for several rows.
 
-        Skips padding, and control tokens unless ``decode_special_tokens``.
+        Padding is skipped, and so are control tokens unless ``decode_special_tokens`` is set.
         """
         if not isinstance(ids, Tensor) or ids.dim() > 1:
             rows = (row for each in ids for row in each.reshape(-1, each.shape[-1]))
@@ -153,7 +153,7 @@ class ExLlamaV2Tokenizer(Adapter):
         return self.exkv.decode(known, skip_special=not special)
 
     def padding_mask(self, ids: Tensor) -> Tensor:
-        """Below 0 where a row has padding, else 0: half, of the shape of the ids."""
+        """A mask of the ids' shape, half: below 0 at padding, 0 elsewhere."""
         mask = torch.zeros_like(ids, dtype=torch.float16)
         return mask.masked_fill(ids == self.pad_token_id, _MASKED)
 
@@ -194,25 +194,14 @@ class ExLlamaV2Tokenizer(Adapter):
         ]
 
     def get_piece_to_id_dict(self) -> dict[str, int]:
-        """A token's text -> its id; the lowest of several."""
+        """A token's text -> its id, the lowest one of several."""
         pieces = self.get_id_to_piece_list(include_special_tokens=True)
         return {piece: i for i, piece in reversed(list(enumerate(pieces)))}
 
-    @property
-    def bos_token(self) -> str | None:
-        return self._spelling(self.bos_token_id)
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._spelling(self.eos_token_id)
-
-    @property
-    def pad_token(self) -> str | None:
-        return self._spelling(self.pad_token_id)
-
-    @property
-    def unk_token(self) -> str | None:
-        return self._spelling(self.unk_token_id)
+    bos_token = property(lambda self: self._spelling(self.bos_token_id))
+    eos_token = property(lambda self: self._spelling(self.eos_token_id))
+    pad_token = property(lambda self: self._spelling(self.pad_token_id))
+    unk_token = property(lambda self: self._spelling(self.unk_token_id))
 
     @property
     def unk_token_id(self) -> int | None:
@@ -231,10 +220,10 @@ class ExLlamaV2Tokenizer(Adapter):
 
 
 class TokenizerModel(Adapter):
-    """A vocabulary as its file spells it.
+    """A vocabulary as spelt in its file.
 
     Attributes:
-        vocab: the pieces by their ids.
+        vocab: the pieces by id.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

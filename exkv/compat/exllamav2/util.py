@@ -1,13 +1,13 @@
-"""What scripts take from ExLlamaV2's ``util``: a stopwatch."""
+"""A stopwatch, which scripts import from ExLlamaV2's ``util``."""
 
 from __future__ import annotations
 
 import time
 from types import TracebackType
 
-from .gone import gone, missing_from
+from .missing import missing_from, placeholder
 
-SeqTensor = gone("SeqTensor", __name__)
+SeqTensor = placeholder("SeqTensor", __name__)
 
 
 class Timer:

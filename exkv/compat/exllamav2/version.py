@@ -1,3 +1,3 @@
-"""The version of ExLlamaV2 whose names are here."""
+"""The version of ExLlamaV2 whose interface this is."""
 
 __version__ = "0.3.2"

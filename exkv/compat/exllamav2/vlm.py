@@ -1,8 +1,8 @@
 """Image towers, which exkv doesn't run."""
 
-from .gone import gone, missing_from
+from .missing import missing_from, placeholder
 
-ExLlamaV2MultimodalProjector = gone("ExLlamaV2MultimodalProjector", __name__)
-ExLlamaV2VisionTower = gone("ExLlamaV2VisionTower", __name__)
+ExLlamaV2MultimodalProjector = placeholder("ExLlamaV2MultimodalProjector", __name__)
+ExLlamaV2VisionTower = placeholder("ExLlamaV2VisionTower", __name__)
 
 __getattr__ = missing_from(__name__)

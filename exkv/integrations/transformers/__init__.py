@@ -1,21 +1,21 @@
 """exkv's caches and attention under stock ``transformers`` models and stock ``generate()``.
 
 ``HFCache(model.config, kind="quantized", nbits=8)`` is a cache for ``generate(cache=...)``, and
-``model.set_attn_implementation("exkv")`` lets attention read it as it is stored. The reader goes
-next to ``cache.py``, ``layer.py`` and ``attention.py``.
+``model.set_attn_implementation("exkv")`` lets attention read it as it is stored. Read ``cache.py``,
+``layer.py`` and ``attention.py`` next.
 """
 
 _NEEDS = "exkv.integrations.transformers needs transformers 4.57, or 5.20 or later"
 
 try:
-    import transformers  # before a file here asks for it, to say what is missing
+    import transformers  # before other imports here, for a clear error
 except ImportError as error:
     raise ImportError(f"{_NEEDS}: pip install 'exkv[hf]'") from error
 _version = tuple(map(int, transformers.__version__.split(".")[:2]))
 if _version < (4, 57) or (5,) <= _version < (5, 20):
     raise ImportError(
-        f"{_NEEDS}, whose caches are made of layers as these are; {transformers.__version__} is "
-        "here: pip install -U 'exkv[hf]'"
+        f"{_NEEDS}, whose caches consist of layers; transformers {transformers.__version__} is "
+        "installed: pip install -U 'exkv[hf]'"
     )
 
 from .attention import register

@@ -1,8 +1,8 @@
 """exkv's attention for transformers' models: ``model.set_attn_implementation("exkv")``.
 
-Masks that are a window and padding on the left pass through the model as stand-ins (``lazy.py``),
-so that keys in an :class:`HFCache` are read as they are stored, quantized ones without widening
-the past. Any other mask, and keys from other caches, are attended to as plain tensors.
+Causal masks with a window or left padding pass through the model as stand-ins (``lazy.py``), so
+that keys in an :class:`HFCache` are read as they are stored, quantized ones without dequantizing
+the past. With other masks, or keys from other caches, attention uses plain tensors.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalMask:
-    """A causal mask, described.
+    """Description of a causal mask.
 
     Attributes:
-        pads: padding on the left of each row.
-        window: keys that a query sees at most; 0 for all.
+        pads: left padding of each row.
+        window: most keys that a query sees; 0 for all.
     """
 
     pads: tuple[int, ...]
@@ -51,27 +51,27 @@ def mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: Any = 0,  # a number, or a tensor of one: a static cache's
+    q_offset: Any = 0,  # a number, or a static cache's tensor
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **pattern: Any,
 ) -> torch.Tensor | None:
-    """Make the mask of a call: bool (B, 1, T, S), or a stand-in for it; None where the last query
-    sees the last key, and every query all keys up to its own. A static cache has more keys."""
+    """Make the mask of a call: bool (B, 1, T, S), or a stand-in for it; None if every query sees
+    all keys up to its own, and the last query's key is the last one (unlike in static caches)."""
 
     def make() -> torch.Tensor:
         sizes = batch_size, q_length, kv_length, q_offset, kv_offset
         rest = {**pattern, "attention_mask": attention_mask, "local_size": local_size}
-        # None only where every query sees every key.
+        # Without the skip, which returns None for causal masks.
         return sdpa_mask(*sizes, **rest, allow_is_causal_skip=False)  # type: ignore[return-value]
 
     if not allow_is_causal_skip:
         return make()
     if isinstance(q_offset, torch.Tensor):
         return make()
-    unused = kv_offset + kv_length - q_offset - q_length  # behind the last query
+    unused = kv_offset + kv_length - q_offset - q_length  # keys after the last query
     if unused < 0:
         return make()
     pads = _left_padding(attention_mask, q_offset + q_length, batch_size)
@@ -91,7 +91,7 @@ def mask_by_positions(
     kv_offset: int = 0,
     **pattern: Any,
 ) -> torch.Tensor | None:
-    """Make it as 4.57 asks for it: by the position of each query, int64 (T,)."""
+    """Make a mask with the arguments of 4.57: the position of each query, int64 (T,)."""
     length, device = len(cache_position), cache_position.device
     if isinstance(cache_position, ShapeTensor):  # a plan's last queries see the last keys
         first: Any = kv_offset + kv_length - length
@@ -110,7 +110,7 @@ def _stand_in(
 def _left_padding(
     attention_mask: torch.Tensor | None, length: int, rows: int
 ) -> tuple[int, ...] | None:
-    """Left padding of each row; None where there is other padding."""
+    """Left padding of each row; None if there is other padding."""
     if attention_mask is None:
         return (0,) * rows
     if attention_mask.shape != (rows, length):
@@ -127,20 +127,20 @@ def _left_padding(
 
 
 def planned_padding(rows: int, length: int) -> tuple[int, ...]:
-    """The left padding that a plan counts with: rows of unlike length take more workspace."""
+    """The left padding that a plan assumes: rows of different lengths take more workspace."""
     return (min(length - 1, 1), *(0,) * (rows - 1)) if rows > 1 else (0,) * rows
 
 
 @outside_graphs
 def _is_window(mask_function: Any, size: int) -> bool:
     """Whether this pattern is a window of ``size`` tokens rather than, e.g., chunks of that size: a
-    query at position ``size`` sees the last ``size`` tokens, including the first of its window."""
-    with _disable_current_modes():  # real tensors, even while the model runs on fake ones
+    query at position ``size`` sees the last ``size`` tokens, and not the first one."""
+    with _disable_current_modes():  # real tensors even if the model runs on fake ones
         at = torch.arange(size + 1, device="cpu").view(1, 1, 1, -1)
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device="cpu")
         try:
             seen = mask_function(zero, zero, zero + size, at)
-        except RuntimeError:  # it reads a tensor of the call, which a window doesn't
+        except RuntimeError:  # it reads a tensor of the call, unlike a window
             return False
         if isinstance(seen, FakeTensor):
             return False
@@ -161,10 +161,10 @@ def attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (B, H, T, D) over key and value (B, H_kv, S, D) -> (B, T, H, D), and no weights.
+    """Attend with query (B, H, T, D) to key and value (B, H_kv, S, D) -> (B, T, H, D), no weights.
 
     Raises:
-        ValueError: in training, for which neither the op nor the cache has gradients.
+        ValueError: the model is in training: neither the op nor the cache has gradients.
     """
     if dropout or (module.training and torch.is_grad_enabled()):
         raise ValueError(
@@ -184,7 +184,7 @@ def attention(
 
 
 def _params(scale: float, window: int, softcap: float) -> AttentionParams:
-    if torch.compiler.is_compiling():  # which warns of memos
+    if torch.compiler.is_compiling():  # which warns about lru_cache
         return AttentionParams(scale=scale, window=window, softcap=softcap)
     return _known_params(scale, window, softcap)
 
@@ -202,7 +202,7 @@ def _over_cache(
     params: AttentionParams,
     causal: bool,
 ) -> torch.Tensor | None:
-    """Attend to keys as they are stored; None where they or the mask don't allow it."""
+    """Attend to keys as they are stored; None if they or the mask don't allow it."""
     call = key.source
     if not isinstance(call, Call):
         return None
@@ -226,7 +226,7 @@ def _bias(
     position_bias: torch.Tensor | None,
     causal: bool,
 ) -> torch.Tensor | None:
-    """Combine mask and bias to float (B or 1, H or 1, T, S), or return the bool mask alone."""
+    """Combine mask and bias to float (B or 1, H or 1, T, S); without a bias, return the mask."""
     if position_bias is None:
         return attention_mask
     seen = attention_mask
@@ -286,13 +286,13 @@ def _written_out(
     params: AttentionParams,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(q k^T) v with bounded scores, or with a learned score (H,) of a key without a value
-    beside them (gpt-oss)."""
+    """softmax(q k^T) v with soft-capped scores, or with a learned score (H,) for a further key
+    without a value (gpt-oss)."""
     scores = (q @ k.transpose(-1, -2)).float() * params.scale
     if params.softcap:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     if bias is not None:
-        lowest = torch.finfo(torch.float32).min  # finite: padding sees nothing, and is no NaN
+        lowest = torch.finfo(torch.float32).min  # finite: padding, which sees nothing, isn't NaN
         is_mask = bias.dtype == torch.bool
         scores = scores.masked_fill(~bias, lowest) if is_mask else scores + bias
     if sinks is not None:

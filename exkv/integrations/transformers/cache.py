@@ -31,17 +31,33 @@ from .versions import (
     get_layer_types_and_kwargs,
 )
 
-#: First step of growth, in tokens: a short text takes no more than in transformers' caches.
+#: First step of growth, in tokens: short texts take no more than in transformers' caches.
 _FIRST_STEP = 32
-#: Kinds allocated at once; for the model's longest text by default.
+#: Kinds that are allocated at once, by default for the model's longest text.
 STATIC = ("static", "offloaded_static")
-#: Kinds that round what they store.
+#: Kinds that round keys and values.
 ROUNDED = ("quantized", "8bit", "4bit", "2bit", "kivi")
-#: Layers with keys and values of each token, and a state of fixed size.
+#: Layers with keys and values, and a state of fixed size.
 _HYBRID = ("hybrid", "hybrid_sliding")
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *_HYBRID)
 #: Layers with a state of fixed size, which stay transformers' own.
 _STATES = ("conv", "linear_attention", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerKind:
+    """How one of the model's layers is cached.
+
+    Attributes:
+        type, arguments: transformers' own.
+        window: the layer's sliding window; 0 for none.
+        spec: without its shape; None for transformers' own layer, a state of fixed size.
+    """
+
+    type: str
+    arguments: dict[str, Any]
+    window: int
+    spec: LayerSpec | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,20 +78,19 @@ class HFCache(DynamicCache):
     Args:
         config: the model's.
         kind: of cache, by exkv's names or Hugging Face's: see ``exkv.cache.make_cache``.
-        max_seq_len: capacity in tokens a row, allocated at once. None for no limit and storage that
-            grows with the text; static kinds then take the model's ``max_position_embeddings``.
-        max_cache_len: transformers' name for it.
+        max_seq_len: capacity in tokens per row, allocated at once. None for no limit and storage
+            that grows; static kinds then take the model's ``max_position_embeddings``.
+        max_cache_len: transformers' name of ``max_seq_len``.
         dtype: of stored floats; None for the keys'.
         options: the kind's settings, e.g. ``nbits``, ``window_length``, ``num_sink_tokens``.
 
     Raises:
-        ValueError: an unknown kind, a setting that makes no sense, or layers that no cache of exkv
-            can serve.
+        ValueError: an unknown kind, an invalid setting, or layers for which exkv has no cache.
         TypeError: a setting that the kind doesn't have.
     """
 
     def __new__(cls, config: Any = None, kind: str = "dynamic", **_: Any) -> HFCache:
-        """An :class:`HFStaticCache` for static kinds, an :class:`HFQuantizedCache` for those that
+        """Choose :class:`HFStaticCache` for static kinds, :class:`HFQuantizedCache` for kinds that
         round."""
         if cls is HFCache:
             cls = HFStaticCache if kind in STATIC else HFQuantizedCache if kind in ROUNDED else cls
@@ -93,22 +108,13 @@ class HFCache(DynamicCache):
     ) -> None:
         text = config.get_text_config(decoder=True)
         limit = max_cache_len if max_seq_len is None else max_seq_len
-        specs = layer_specs(config, kind, limit, **options)
-        rotates = any(isinstance(spec.retention, Sinks) for spec in specs if spec is not None)
+        kinds = _layer_kinds(text, kind, limit, options)
+        rotates = any(each.spec and isinstance(each.spec.retention, Sinks) for each in kinds)
         batches = Batches(_rotary_tables(text, kind) if rotates else None)
-        layer_types, arguments = get_layer_types_and_kwargs(text)
-        # Nothing masks what a cross-attention's cache has after the encoder's tokens.
+        # No mask hides a cross-attention cache's padding after the encoder's tokens.
         static = kind in STATIC and limit is not None and not config.is_encoder_decoder
-        Cache.__init__(
-            self,
-            layers=[
-                _layer(
-                    *(layer_type, kwargs, spec, batches),
-                    *(_window(layer_type, kwargs, kind), dtype, kind, static),
-                )
-                for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
-            ],
-        )
+        shared = {"batches": batches, "dtype": dtype, "static": static}
+        Cache.__init__(self, layers=[_layer(each, kind in STATIC, shared) for each in kinds])
         self.kind, self._config = kind, text
         self._snapshots: dict[int, list[Any]] = {}
         self._chain()
@@ -121,11 +127,11 @@ class HFCache(DynamicCache):
 
     @property
     def attention_layers(self) -> list[HFLayer]:
-        """Layers in exkv's storage; others have a state of fixed size."""
+        """Layers in exkv's storage; the others have states of fixed size."""
         return [layer for layer in self.layers if isinstance(layer, HFLayer)]
 
     def nbytes(self) -> int:
-        """Bytes of keys and values now, on all devices."""
+        """Current bytes of keys and values on all devices."""
         return sum(layer.nbytes() for layer in self.attention_layers)
 
     def nbytes_by_device(self) -> dict[str, int]:
@@ -142,17 +148,17 @@ class HFCache(DynamicCache):
 
         Raises:
             torch.OutOfMemoryError: there is no room; earlier layers are converted, and the cache
-                can be used.
+                stays usable.
         """
         self._snapshots = {}
         for layer in self.attention_layers:
             layer.convert(**properties)
 
     def rollback(self, length: int) -> None:
-        """Go back to ``length`` tokens a row after a call that failed.
+        """Go back to ``length`` tokens per row after a failed call.
 
         Raises:
-            ValueError: a layer that forgets has overwritten what would be seen then.
+            ValueError: tokens that would become visible again were overwritten.
         """
         for layer in self.attention_layers:
             layer.rollback(length)
@@ -163,7 +169,7 @@ class HFCache(DynamicCache):
         """Write all keys, values and states to a safetensors file, as they are stored.
 
         Raises:
-            OSError: it can't be written; what was there is as it was.
+            OSError: it can't be written; an existing file is unchanged.
         """
         cache_file.save(self, file)
 
@@ -172,15 +178,15 @@ class HFCache(DynamicCache):
         file: str | os.PathLike[str],
         device: str | Mapping[int, str | torch.device] = "cpu",
     ) -> None:
-        """Read a file that a cache of the same kind for the same model was saved to. Whether the
-        weights are the same is not checked.
+        """Read a file that a cache of the same kind for the same model has written. The weights
+        are not compared.
 
         Args:
-            device: of all layers, or layer -> device.
+            device: one for all layers, or layer -> device.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is another file, or of another model or kind.
+            ValueError: it is another kind of file, or of another model or kind of cache.
         """
         cache_file.load(self, file, device)
 
@@ -188,14 +194,15 @@ class HFCache(DynamicCache):
 
     @property
     def snapshots(self) -> list[int]:
-        """Lengths to which :meth:`crop` and :meth:`rewind` can go back, whatever the layers."""
+        """Lengths to which :meth:`crop` and :meth:`rewind` can always go back."""
         return sorted(self._snapshots)
 
     def snapshot(self, length: int | None = None) -> None:
-        """Copy the layers that can't be cropped, rings and states of fixed size, as they are now.
+        """Copy the current contents of layers that can't be cropped: rings, and states of fixed
+        size.
 
-        It lasts until rows change or the cache goes back further, and takes as much memory as those
-        layers.
+        A snapshot lasts until rows change or the cache goes back further, and takes as much memory
+        as those layers.
 
         Args:
             length: tokens so far, including left padding; needed if no layer has attention.
@@ -207,8 +214,8 @@ class HFCache(DynamicCache):
     def _known_length(self) -> int:
         if not self.attention_layers:
             raise ValueError(
-                "no layer of this cache knows how many tokens came, since none has attention: give "
-                "their number, snapshot(length)"
+                "without attention, no layer of this cache knows the number of tokens: give it, "
+                "snapshot(length)"
             )
         return max(layer.get_seq_length() for layer in self.attention_layers)
 
@@ -219,50 +226,50 @@ class HFCache(DynamicCache):
             ValueError: there is none of this length.
         """
         if length not in self._snapshots:
-            raise ValueError(f"there is no snapshot of {length} tokens: {self._what_there_is()}")
+            raise ValueError(f"there is no snapshot of {length} tokens: {self._known_snapshots()}")
         snapshots.put_back(self.layers, self._snapshots[length], length)
         self._snapshots = {n: kept for n, kept in self._snapshots.items() if n <= length}
 
-    def _what_there_is(self) -> str:
+    def _known_snapshots(self) -> str:
         known = ", ".join(map(str, self.snapshots)) or "no length"
-        return f"there are snapshots of {known}; call snapshot() where you will want to go back to"
+        return f"there are snapshots of {known}; call snapshot() at points to go back to"
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens; a positive number is how many to keep.
+        """Drop the last ``-tokens_to_remove`` tokens; a positive number is the number to keep.
 
         Raises:
-            ValueError: a layer that forgets has overwritten what would be seen then.
+            ValueError: tokens that would become visible again were overwritten.
             RuntimeError: a recurrent state can't go back, and there is no snapshot of that length.
-                The cache is as it was.
+                The cache is unchanged.
         """
         if not self.attention_layers:
-            length, kept = 0, -1  # nobody knows, and none has a snapshot of that
+            length, kept = 0, -1  # unknown, and no snapshot has this length
         else:
             length = self._known_length()
             kept = after_crop(length, tokens_to_remove)
         if kept < length and kept in self._snapshots:
             return self.rewind(kept)
         if kept < length and any(map(_is_recurrent, self.layers)):
-            which = f"to {kept} of {length} tokens" if self.attention_layers else "so"
+            to = f" to {kept} of {length} tokens" if self.attention_layers else ""
             raise RuntimeError(
-                f"this cache can't be cropped {which}: it has recurrent states, which don't go "
-                f"back. For rewind() and crop() {self._what_there_is()}"
+                f"this cache can't be cropped{to}: its recurrent states can't go back. For "
+                f"rewind() and crop() {self._known_snapshots()}"
             )
         super().crop(tokens_to_remove)
         self._snapshots = {n: old for n, old in self._snapshots.items() if n <= kept}
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self._snapshots = {}
         super().reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row ``i`` what row ``beam_idx[i]`` was, and drop snapshots."""
+        """Replace row ``i`` by row ``beam_idx[i]``, and drop snapshots."""
         self._snapshots = {}
         super().reorder_cache(cast(torch.LongTensor, beam_idx))
 
     def activate_past_recording(self) -> None:
-        """From now on tokens can be cropped, although some layers forget others."""
+        """Record overwritten tokens from now on, so that layers that evict can be cropped."""
         for layer in self.layers:
             if isinstance(layer, HFLayer | LinearAttentionCacheLayerMixin):
                 layer.activate_past_recording()
@@ -283,11 +290,11 @@ class HFCache(DynamicCache):
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 before the first tokens."""
+        """Number of rows; -1 before the first tokens."""
         return self._rows() or -1
 
     def _rows(self) -> int:
-        """Rows of the first layer that has any."""
+        """Number of rows, from the first layer that has any."""
         for layer in self.layers:
             if isinstance(layer, HFLayer):
                 return layer.batch_size
@@ -311,7 +318,7 @@ class HFCache(DynamicCache):
     # Older forms --------------------------------------------------------------------------
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Largest number of tokens a row; -1 for no limit."""
+        """Most tokens per row; -1 for no limit."""
         return self.layers[layer_idx].get_max_length()
 
     @property
@@ -329,7 +336,7 @@ class HFCache(DynamicCache):
         pairs = []
         for index, (keys, values) in enumerate(map(self.__getitem__, range(len(self)))):
             if keys is not None and values is not None:
-                length = self.get_seq_length(index)  # of a static cache, less than it hands out
+                length = self.get_seq_length(index)  # a static cache returns more
                 pairs.append((keys[:, :, :length].clone(), values[:, :, :length].clone()))
         return tuple(pairs)
 
@@ -344,14 +351,14 @@ class HFCache(DynamicCache):
         """A cache with the contents of a tuple of (keys, values) pairs, (B, H_kv, N, D) each.
 
         Raises:
-            ValueError: there are more or fewer pairs than attention layers.
+            ValueError: the number of pairs differs from that of attention layers.
         """
         cache = cls(config, kind, **options)
         layers = cache.attention_layers
         if len(past_key_values) != len(layers):
             raise ValueError(
-                f"{len(past_key_values)} pairs of keys and values for a model of {len(layers)} "
-                "attention layers: give one for each"
+                f"{len(past_key_values)} pairs of keys and values for {len(layers)} attention "
+                "layers: give one pair per layer"
             )
         for layer, (keys, values, *_) in zip(layers, past_key_values, strict=True):
             layer.update(keys, values)
@@ -374,13 +381,13 @@ class HFCache(DynamicCache):
 
 
 class HFStaticCache(HFCache, StaticCache):
-    """An :class:`HFCache` of a static kind. With a ``max_seq_len``, it hands out keys and values at
+    """An :class:`HFCache` of a static kind. With a ``max_seq_len``, it returns keys and values at
     that length, as stock static caches do; those of encoder-decoders are never padded."""
 
     @property
     def is_compileable(self) -> bool:
-        """True as of stock static caches, for whose padding transformers makes masks; the attention
-        "exkv" needs none."""
+        """True if, as for stock static caches, transformers must mask the padding; the attention
+        "exkv" needs no mask."""
         padded = any(layer.full_length for layer in self.attention_layers)
         return padded and self._config._attn_implementation != NAME
 
@@ -390,8 +397,8 @@ class HFQuantizedCache(HFCache, QuantizedCache):
 
 
 def _lift_limits(layers: Sequence[HFLayer]) -> None:
-    """Let windows slide on as in stock static caches, but for those before the first layer that
-    keeps every token: they refuse, as it would, before anything of a call is stored."""
+    """Let windows slide on as in stock static caches, except before the first layer that keeps
+    every token: those refuse a call that is too long before any of it is stored."""
     keeps_all = (at for at, layer in enumerate(layers) if not layer.is_sliding)
     for layer in layers[next(keeps_all, 0) :]:
         layer.lift_limit()
@@ -402,15 +409,10 @@ def _is_recurrent(layer: Any) -> bool:
     return any(getattr(layer, "is_recurrent_states_initialized", {}).values())
 
 
-def layer_specs(
-    config: PretrainedConfig, kind: str, max_seq_len: int | None = None, **options: Any
-) -> list[LayerSpec | None]:
-    """Each layer's spec without its shape; None for layers with a state of fixed size.
-
-    Raises:
-        ValueError, TypeError: as of :class:`HFCache`.
-    """
-    text = config.get_text_config(decoder=True)
+def _layer_kinds(
+    text: PretrainedConfig, kind: str, max_seq_len: int | None, options: dict[str, Any]
+) -> list[_LayerKind]:
+    """The kinds of the layers of a cache; arguments and errors are those of :class:`HFCache`."""
     layer_types, arguments = get_layer_types_and_kwargs(text)
     _check_layer_types(layer_types)
     made, grows = cache_kind(kind), max_seq_len is None and kind not in STATIC
@@ -420,69 +422,65 @@ def layer_specs(
         batch_size=1, max_seq_len=max_seq_len, num_heads=1, head_dim=1, dtype=torch.float32
     )
     known = made.known_options(options)
-    specs: list[LayerSpec | None] = []
+    kinds = []
     for layer, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
-        window = _window(layer_type, kwargs, kind)
-        one = None
+        window, one = _window(layer_type, kwargs, kind), None
         if layer_type in _ATTENTION:
             windows = _Windows(sliding_window=window or None, cache_layers=len(layer_types))
             one = _without_pages(made.compose(spec, windows, layer, **known))
-            if window and kind in STATIC:  # as of stock static caches
+            if window and kind in STATIC:  # as in stock static caches
                 one = replace(one, retention=Window(window))
-        specs.append(_growing(one) if one is not None and grows else one)
-    return specs
+            one = _growing(one) if grows else one
+        kinds.append(_LayerKind(type=layer_type, arguments=kwargs, window=window, spec=one))
+    return kinds
 
 
 def _growing(spec: LayerSpec) -> LayerSpec:
-    """Have storage grow with the tokens."""
+    """Make storage grow with the tokens."""
     if spec.growth not in (Static(), Dynamic()):
         return spec
     return replace(spec, growth=Dynamic(first=_FIRST_STEP))
 
 
 def _without_pages(spec: LayerSpec) -> LayerSpec:
-    """Replace pages by rows in order: transformers' caches have no block table."""
+    """Replace pages by contiguous rows: transformers' caches have no block table."""
     return replace(spec, growth=Static()) if isinstance(spec.growth, Paged) else spec
 
 
 def _window(layer_type: str, arguments: Mapping[str, Any], kind: str) -> int:
-    """The layer's sliding window; 0 for none. Chunks are one in static caches and in those of the
-    model's own windows, as in stock ones; elsewhere they are in the mask alone."""
+    """The layer's sliding window; 0 for none. A chunk counts as a window in static caches and in
+    those of kind "hybrid", as in stock ones; otherwise only masks know it."""
     slides = ["sliding_attention", "hybrid_sliding"]
     if kind in (*STATIC, "hybrid"):
         slides.append("chunked_attention")
     return arguments["sliding_window"] if layer_type in slides else 0
 
 
-def _layer(
-    layer_type: str,
-    arguments: dict[str, Any],
-    spec: LayerSpec | None,
-    batches: Batches,
-    window: int,
-    dtype: torch.dtype | None,
-    kind: str,
-    padded: bool,
-) -> Any:
-    """Make exkv's layer for keys and values, or transformers' own for a state of fixed size."""
+def _layer(kind: _LayerKind, is_static: bool, shared: Mapping[str, Any]) -> Any:
+    """Make exkv's layer for keys and values, or transformers' own for a state of fixed size.
+
+    Args:
+        shared: further arguments of :class:`HFLayer`.
+    """
+    spec, hybrid = kind.spec, kind.type in _HYBRID
     if spec is None:
-        return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+        return DYNAMIC_LAYER_TYPE_MAPPING[kind.type](**kind.arguments)
     made = layer_class(
-        slides=bool(window) and spec.retention == Window(window),
-        static=kind in STATIC,
+        slides=bool(kind.window) and spec.retention == Window(kind.window),
+        static=is_static,
         lossless=spec.storage.lossless,
-        hybrid=layer_type in _HYBRID,
+        hybrid=hybrid,
     )
-    states = (arguments["number_of_states"],) if layer_type in _HYBRID else ()
-    return made(spec, *states, window=window, dtype=dtype, batches=batches, static=padded)
+    states = (kind.arguments["number_of_states"],) if hybrid else ()
+    return made(spec, *states, window=kind.window, **shared)
 
 
 def _check_layer_types(layer_types: Sequence[str]) -> None:
-    """ValueError for a type of layer that exkv has no cache for."""
+    """Raise ValueError for a type of layer for which exkv has no cache."""
     unknown = sorted(set(layer_types) - {*_ATTENTION, *_STATES})
     if unknown:
         raise ValueError(
-            f"the model has layers of type {', '.join(unknown)}; HFCache serves "
+            f"the model has layers of type {', '.join(unknown)}; HFCache supports "
             f"{', '.join((*_ATTENTION, *_STATES))}: use transformers' DynamicCache for this model"
         )
 
@@ -490,18 +488,18 @@ def _check_layer_types(layer_types: Sequence[str]) -> None:
 def _longest_text(text: PretrainedConfig, kind: str) -> int:
     length = getattr(text, "max_position_embeddings", None)
     if length is None:
-        raise ValueError(f"a cache of kind {kind!r} needs max_seq_len: the config tells no length")
+        raise ValueError(f"a cache of kind {kind!r} needs max_seq_len: the config has no length")
     return length
 
 
 def _rotary_tables(text: PretrainedConfig, kind: str) -> RotaryTables:
-    """The model's rotary tables, by which queries are rotated back to the sinks."""
+    """The model's rotary tables, with which queries are rotated for the sinks."""
     refused = {key for family in FAMILIES.values() for key in family.refuses}
     values = {key: value for key, value in text.to_dict().items() if key not in refused}
     try:
         return RotaryTables(ModelConfig.from_dict(values))
     except ValueError as error:
         raise ValueError(
-            f"a cache of kind {kind!r} must know the model's rotary positions, and exkv doesn't "
-            f"know this one's: {error}"
+            f"a cache of kind {kind!r} needs the model's rotary positions, but exkv doesn't know "
+            f"this model's: {error}"
         ) from None

@@ -1,8 +1,8 @@
 """``enable()``: ``model.generate(..., cache_implementation="exkv")``.
 
-transformers' list of names for ``cache_implementation`` is fixed. So ``enable`` wraps ``generate``,
-takes exkv's names out of a call, and passes a cache. Cache classes that left transformers are put
-back into it (``named.py``).
+transformers' list of names for ``cache_implementation`` is fixed. So ``enable`` wraps ``generate``
+and replaces exkv's names in a call by a cache. It also puts cache classes that were removed from
+transformers back (``named.py``).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .cache import STATIC, HFCache
 from .named import NAMED, NamedCache
 from .versions import cache_argument, with_cache_renamed
 
-#: Names that transformers removed, or now takes for its static cache.
+#: Names that transformers removed, or now uses for its static cache.
 _REMOVED = ("sink", "sliding_window", "hybrid")
-#: Names that transformers takes for one of these with a warning -> the kind.
+#: Names that transformers has deprecated -> their kind.
 _DEPRECATED = {
     "hybrid_chunked": "hybrid",
     "offloaded_hybrid": "offloaded_static",
@@ -41,7 +41,7 @@ _DEPRECATED = {
 }
 #: Arguments of ``generate`` that an ``HFCache`` replaces.
 _SETTINGS = ("cache_implementation", "cache_config", "max_cache_len")
-#: What serves the encoder's keys, whose number a call doesn't say.
+#: Kinds for the encoder's keys, whose number isn't known in advance.
 _GROWING = {"static": "dynamic", "offloaded_static": "offloaded"}
 #: The first arguments of ``generate``.
 _POSITIONAL = ("inputs", "generation_config")
@@ -52,19 +52,19 @@ _stock_classes: list[tuple[Any, str, Any]] = []
 def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -> None:
     """Let every model's ``generate`` take exkv's names for ``cache_implementation``: "exkv" for a
     cache of this kind; sink, sliding_window and hybrid; and kinds that only exkv has, e.g. "8bit".
-    ``cache_config`` takes their settings, ``kind`` among them. Classes of caches that transformers
-    removed are there again, e.g. ``transformers.SinkCache``, and a cache is taken as ``cache`` and
-    as ``past_key_values`` under every version. Until :func:`disable`.
+    ``cache_config`` takes their settings, including ``kind``. Cache classes that transformers
+    removed exist again, e.g. ``transformers.SinkCache``, and a cache can be passed as ``cache`` or
+    ``past_key_values`` with every version. :func:`disable` undoes this.
 
     Args:
-        every_name: whether names that transformers serves itself are exkv's, too: "offloaded" and
-            "offloaded_static", for which it needs CUDA, "quantized", "dynamic" and "static".
-        options: settings of "exkv" where ``cache_config`` says nothing else.
+        every_name: whether names that transformers has itself are exkv's too: "offloaded" and
+            "offloaded_static", for which transformers needs CUDA, "quantized", "dynamic", "static".
+        options: settings of "exkv", which ``cache_config`` overrides.
     """
     global _stock_generate
     disable()
-    # Executes transformers' __init__ once more, whereupon what was added before is gone; loading a
-    # model imports it.
+    # Executes transformers' __init__ again, which removes earlier additions; loading a model
+    # imports it.
     importlib.import_module("transformers.processing_utils")
     _stock_generate = stock = GenerationMixin.generate
     names = _names(every_name)
@@ -79,7 +79,7 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
         first = [kwargs.pop(name) for name in named]
         return stock(self, *first, *args[len(named) :], **kwargs)
 
-    setattr(GenerationMixin, "generate", generate)  # noqa: B010  # mypy knows it as a method
+    setattr(GenerationMixin, "generate", generate)  # noqa: B010  # a method for mypy
     for name, cache_class in NAMED.items():
         for module in _places():
             if name == "SinkCache" or not hasattr(module, name):  # 4.57 has one that only raises
@@ -88,8 +88,8 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
 
 def _places() -> list[Any]:
-    """Modules that have transformers' classes: the package replaces itself in ``sys.modules``, and
-    callers may hold an earlier one."""
+    """Modules with transformers' classes: the package replaces itself in ``sys.modules``, and
+    callers may hold an earlier instance."""
     now = sys.modules["transformers"]
     return [transformers, *([] if now is transformers else [now]), cache_utils]
 
@@ -136,9 +136,8 @@ def _with_cache(
 
 
 def _length(model: PreTrainedModel, call: Mapping[str, Any]) -> int | None:
-    """Tokens for which a stock static cache would be made: those of the longest text but its last,
-    or ``max_cache_len``; of a decoder's text where there is an encoder. None where the call says no
-    length."""
+    """Capacity of a stock static cache for this call: the longest (decoder's) text except its last
+    token, or ``max_cache_len``. None if the call has no length."""
     wanted, length, new = (
         _setting(model, call, name) for name in ("max_cache_len", "max_length", "max_new_tokens")
     )
@@ -149,27 +148,27 @@ def _length(model: PreTrainedModel, call: Mapping[str, Any]) -> int | None:
 
 
 def _setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
-    """An argument of a call, or what it is by the call's or the model's generation config."""
+    """An argument of a call, or its value in the call's or the model's generation config."""
     config = call.get("generation_config") or model.generation_config
     return call.get(name) or getattr(config, name, None)
 
 
 def _prompt(model: PreTrainedModel, call: Mapping[str, Any]) -> torch.Tensor | None:
-    """Of the decoder: (B, T, ...)."""
+    """The decoder's prompt, (B, T, ...)."""
     has_encoder = model.config.is_encoder_decoder
     names = ("decoder_input_ids",) if has_encoder else ("inputs", "input_ids", "inputs_embeds")
     return next((call[name] for name in names if call.get(name) is not None), None)
 
 
 def _compiles_prefill(model: PreTrainedModel, call: Mapping[str, Any]) -> bool:
-    """Whether the prompt runs in a graph, which should not allocate: in chunks, for which
-    transformers compiles the model, or in one that the user compiled."""
+    """Whether the prompt runs in a graph, which should not allocate: transformers compiles the
+    model for chunked prefill, or the user has compiled it."""
     compiled = hasattr(model.forward, "_torchdynamo_orig_callable") or model._compiled_call_impl
     return bool(compiled or _setting(model, call, "prefill_chunk_size"))
 
 
 def _allocate(cache: HFCache, model: PreTrainedModel, call: Mapping[str, Any]) -> None:
-    """Allocate a cache ahead of the call, where transformers would; on one device."""
+    """Allocate a cache before the call, as transformers would; on one device."""
     shape = getattr(model, "_get_static_cache_init_shape", lambda: None)()  # since 5.23
     prompt = _prompt(model, call)
     if shape is None or prompt is None:

@@ -1,8 +1,8 @@
 """``torch.export`` with an :class:`HFCache` among a model's inputs.
 
-An exported program has tensors for inputs, so it gets the keys and values that the cache hands out,
-and its graph is the one that transformers' own layers make. Those are the layers of the caches that
-it returns, too: exkv's storage lies behind native ops, and is no input of a graph.
+An exported program's inputs are tensors, so it gets the keys and values that the cache returns, and
+its graph is that of transformers' own layers. The caches that it returns consist of those layers,
+too: exkv's storage is used by native ops, and can't be an input of a graph.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from .cache import HFCache, HFQuantizedCache
 from .lazy import LazyTensor
 
-#: Of each layer, its window or None, and whether it has tokens: lists, as saved programs have them.
+#: Each layer's window or None, and whether it has tokens; lists, as in saved programs.
 _Layout = list[list[Any]]
 
 
 def register_export_support() -> None:
-    """Let ``torch.export`` flatten caches that aren't of a static kind. As transformers'
-    ``register_dynamic_cache_export_support`` it is for good, for torch can't forget it."""
+    """Let ``torch.export`` flatten caches, except static kinds. Like transformers'
+    ``register_dynamic_cache_export_support``, this can't be undone."""
     if HFCache in _pytree.SUPPORTED_NODES:
         return
     for one in (HFCache, HFQuantizedCache):
@@ -41,7 +41,7 @@ def _flatten(cache: HFCache) -> tuple[list[torch.Tensor], _Layout]:
     """Keys and values of the layers that have any, (B, H_kv, N, D), and a layout.
 
     Raises:
-        ValueError: a layer with other states, or one that has forgotten tokens.
+        ValueError: a layer has other states, or has evicted tokens.
     """
     tensors: list[torch.Tensor] = []
     layout: _Layout = []
@@ -56,15 +56,15 @@ def _flatten(cache: HFCache) -> tuple[list[torch.Tensor], _Layout]:
 def _check(index: int, layer: Any) -> None:
     if not isinstance(layer, CacheLayerMixin) or hasattr(layer, "conv_states"):
         raise ValueError(
-            f"layer {index} of this cache is a {type(layer).__name__}, whose states are no keys "
+            f"layer {index} of this cache is a {type(layer).__name__}, whose states aren't keys "
             "and values: export this model with transformers' DynamicCache"
         )
     if isinstance(layer, DynamicLayer) and layer.keys is not None:
-        came, stored = layer.get_seq_length(), layer.keys.shape[2]
-        if came > stored:
+        total, stored = layer.get_seq_length(), layer.keys.shape[2]
+        if total > stored:
             raise ValueError(
-                f"layer {index} of this cache has {stored} of {came} tokens, and an exported "
-                "program can't know how many it has forgotten: export with a cache that keeps all"
+                f"layer {index} of this cache has {stored} of {total} tokens, and an exported "
+                "program can't know how many were evicted: export with a cache that keeps all"
             )
 
 
@@ -74,7 +74,7 @@ def _flatten_with_keys(cache: HFCache) -> tuple[list[tuple[Any, torch.Tensor]], 
 
 
 def _unflatten(one: type[HFCache], tensors: Iterable[torch.Tensor], layout: _Layout) -> HFCache:
-    """A cache of transformers' layers."""
+    """A cache that consists of transformers' layers."""
     rest = iter(tensors)
     layers: list[Any] = []
     for window, has_tokens in layout:

@@ -1,8 +1,8 @@
-"""Subclasses of :class:`HFLayer` by what stands in their place in a stock cache.
+"""Subclasses of :class:`HFLayer` for the layers of stock caches that they replace.
 
-``isinstance(layer, DynamicSlidingWindowLayer)`` is true of a layer that slides, and so on. They
-are virtual subclasses, which inherit nothing: a method of stock layers that exkv's don't have is
-missing, and doesn't act on tensors that are not there.
+``isinstance(layer, DynamicSlidingWindowLayer)`` is true for a layer that slides, and so on. They
+are virtual subclasses, which inherit nothing: a method that only stock layers have is missing, and
+doesn't act on tensors that don't exist.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .versions import STOCK_HYBRIDS, BaseQuantizedLayer
 
 
 class HFDynamicLayer(HFLayer):
-    """As a stock ``DynamicLayer``: every token, or what the kind of cache keeps."""
+    """Like a stock ``DynamicLayer``: every token, or those that the kind of cache keeps."""
 
 
 class HFSlidingLayer(HFDynamicLayer):
-    """As a stock ``DynamicSlidingWindowLayer``: the model's own window.
+    """Like a stock ``DynamicSlidingWindowLayer``: the model's own window.
 
     Attributes:
-        cumulative_length: tokens of the longest row, including those that were forgotten.
+        cumulative_length: tokens of the longest row, including evicted ones.
     """
 
     @property
@@ -43,7 +43,8 @@ class HFSlidingLayer(HFDynamicLayer):
 
 
 class HFQuantizedLayer(HFDynamicLayer):
-    """As a stock ``BaseQuantizedLayer``: keys and values are copies, which nobody should write to.
+    """Like a stock ``BaseQuantizedLayer``: keys and values are copies; writing to them has no
+    effect.
 
     Attributes:
         cumulative_length: tokens of the longest row.
@@ -55,7 +56,7 @@ class HFQuantizedLayer(HFDynamicLayer):
 
 
 class HFQuantizedSlidingLayer(HFQuantizedLayer, HFSlidingLayer):
-    """Both."""
+    """A quantized layer with the model's own window."""
 
 
 _STANDS_FOR: dict[type[HFLayer], type] = {
@@ -70,8 +71,8 @@ for _ours, _stock in _STANDS_FOR.items():
 
 
 def layer_class(*, slides: bool, static: bool, lossless: bool, hybrid: bool) -> type[HFLayer]:
-    """The class for a layer of a cache of a static kind or another, with or without the model's
-    window, and with or without states beside keys and values."""
+    """The class of a layer: with the model's window or not, of a static kind or not, without
+    rounding or with it, with states besides keys and values or not."""
     one: type[HFLayer]
     if static:
         one = HFStaticSlidingLayer if slides else HFStaticLayer

@@ -1,7 +1,7 @@
 """An :class:`HFCache` in a safetensors file: keys and values as they are stored, and states.
 
 ``layers.3.k`` is the fourth layer's tensor ``k`` up to the longest row, ``layers.0.conv_states.0``
-a state. The metadata says how each layer is stored, and how many tokens each row has.
+a state. The metadata describes each layer's storage, and has the length of each row.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def save(cache: HFCache, file: str | os.PathLike[str]) -> None:
 
 
 def _stored(layer: Any) -> dict[str, torch.Tensor]:
-    """Keys and values of the tokens that are there, by the name of the store's tensor."""
+    """Name of a tensor in the store -> its part for the stored tokens."""
     if not isinstance(layer, HFLayer) or layer.store is None:
         return {}
     layer.settle()
@@ -54,7 +54,7 @@ def _stored(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _states(layer: Any) -> dict[str, torch.Tensor]:
-    """States of one size, by name and number."""
+    """States of fixed size, by name and number."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return {}
     return {
@@ -66,7 +66,7 @@ def _states(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _about(layer: Any) -> dict[str, Any]:
-    """What says how to read a layer's tensors."""
+    """Metadata that is needed to read a layer's tensors."""
     about: dict[str, Any] = {"type": getattr(layer, "file_type", type(layer).__name__)}
     if isinstance(layer, HFLayer):
         about["kept"] = f"{layer.template.storage} {layer.template.retention}"
@@ -103,25 +103,26 @@ def load(
 
 
 def _checked(cache: HFCache, about: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What the file says of its layers, once they are those of this cache."""
+    """The metadata of a file's layers; ValueError if they differ from this cache's."""
     if about.get("format") != _FORMAT:
         found = str(about.get("format"))[:40]
-        raise ValueError(f"it is no cache that HFCache.save wrote (format {found!r})")
+        raise ValueError(f"it wasn't written by HFCache.save (format {found!r})")
     layers: list[dict[str, Any]] = json.loads(about["layers"])
     if len(layers) != len(cache.layers):
-        raise ValueError(f"it has {len(layers)} layers, and this cache {len(cache.layers)}")
+        raise ValueError(f"it has {len(layers)} layers, but this cache has {len(cache.layers)}")
     for index, (layer, theirs) in enumerate(zip(cache.layers, layers, strict=True)):
         for key in ("type", "kept"):
             mine = _about(layer).get(key)
             if mine != theirs.get(key):
                 raise ValueError(
-                    f"its layer {index} is {theirs.get(key)}, and this cache's {mine}: make the "
+                    f"its layer {index} is {theirs.get(key)}, but this cache's is {mine}: make the "
                     "cache for the same model, of the same kind"
                 )
         longest = max(theirs.get("lens", [0]), default=0)
         if isinstance(layer, HFLayer) and longest > layer.template.max_seq_len:
             raise ValueError(
-                f"it has {longest} tokens, and this cache room for {layer.template.max_seq_len}"
+                f"it has {longest} tokens, but this cache holds {layer.template.max_seq_len}: make "
+                "it longer"
             )
     return layers
 

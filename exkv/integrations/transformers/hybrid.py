@@ -1,4 +1,4 @@
-"""A layer with attention and a state of one size side by side (Falcon-H1, Zamba).
+"""A layer with both attention and a state of fixed size (Falcon-H1, Zamba).
 
 The state is transformers' own; keys and values are exkv's.
 """
@@ -17,22 +17,24 @@ from .versions import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 
 class HFHybridLayer(HFLayer, LinearAttentionLayer):
-    """Both at once; what changes rows or tokens changes both. ``family.py`` makes subclasses.
+    """Keys and values, and a state; operations on rows or tokens apply to both. ``family.py`` makes
+    subclasses.
 
     Args:
-        number_of_states: convolution and recurrent states of the layer.
-        others: as of :class:`HFLayer`.
+        number_of_states: number of convolution and recurrent states of the layer.
+        others: see :class:`HFLayer`.
     """
 
     file_type = "HFHybridLayer"
-    device: Any = None  # the states'
+    device: Any = None  # of the states
 
     def __init__(self, template: LayerSpec, number_of_states: int, **others: Any) -> None:
         LinearAttentionCacheLayerMixin.__init__(self, number_of_states=number_of_states)
         super().__init__(template, **others)
 
     def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
-        """Of keys and values by position, or of states by name, as transformers asks for it."""
+        """Allocate keys and values if given by position, or states if by name, as transformers
+        does."""
         if states:
             LinearAttentionLayer.lazy_initialization(self, **states)
         else:
@@ -48,10 +50,10 @@ class HFHybridLayer(HFLayer, LinearAttentionLayer):
         super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of both; a recurrent state can't go back.
+        """Crop both.
 
         Raises:
-            RuntimeError: there is one.
+            RuntimeError: there is a recurrent state, which can't go back.
         """
         LinearAttentionLayer.crop(self, tokens_to_remove)
         super().crop(tokens_to_remove)

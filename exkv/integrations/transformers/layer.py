@@ -1,9 +1,9 @@
 """One attention layer of an :class:`HFCache`: transformers' methods over exkv's ``CacheLayer``.
 
 transformers stores keys and values in ``update`` and attends afterwards, with a mask that
-``update`` does not know. So ``update`` only records the call's tokens (:class:`Call`) and returns
+``update`` doesn't know. So ``update`` only records the call's tokens (:class:`Call`) and returns
 stand-ins for all keys and values. exkv's attention (``attention.py``) stores them without left
-padding and reads them as stored; for any other use they become plain tensors, padded on the left.
+padding and reads them as stored; for any other use they become plain tensors with left padding.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from exkv.ops.attention import AttentionParams
 from .lazy import LazyTensor, outside_graphs
 from .versions import SINCE_5, query_count
 
-#: Tokens copied at once by a reorder.
+#: Tokens that a reorder copies at once.
 _MOVED_AT_ONCE = 1024
 
 
 class Rows:
-    """Stored tokens and left padding of each row: a value that layers of one length share.
+    """Stored tokens and left padding of each row: a value that layers of equal length share.
 
     Attributes:
-        length: of the longest row, left padding counted.
+        length: of the longest row, including left padding.
         filled: whether any token is stored.
     """
 
@@ -62,7 +62,7 @@ class Batches:
     """Tensors of the last call's lengths, shared by all layers on a device.
 
     Args:
-        tables: the model's rotary tables, for kinds that rotate queries back; else None.
+        tables: the model's rotary tables, for kinds that rotate queries; None for others.
     """
 
     def __init__(self, tables: RotaryTables | None) -> None:
@@ -101,14 +101,14 @@ class Batches:
         return known
 
     def _made(self, lengths: Lengths, device: torch.device, dtype: torch.dtype) -> Batch:
-        like = torch.empty(0, dtype=dtype)  # factors are asked for their dtype
+        like = torch.empty(0, dtype=dtype)  # only the factors' dtype is read
         return Batch(
             lengths=lengths,
             past_lens=torch.tensor(lengths.past, dtype=torch.int32).to(device),
             rotary={"main": (like, like), "local": (like, like)},
             write_index=token_index(lengths, device) if lengths.ragged else None,
             last_index=None,
-            tables=self.tables,  # type: ignore[arg-type]  # asked by kinds that have tables
+            tables=self.tables,  # type: ignore[arg-type]  # read only by kinds that have tables
         )
 
 
@@ -120,7 +120,7 @@ class Call:
         k, v: (B, T, H_kv, D); T = 0 if a call only reads.
         tokens: T.
         params: the attention's when the tokens were stored; None before.
-        rolled: left padding of each row, which was not stored; None for none.
+        rolled: left padding of each row, which isn't stored; None for none.
     """
 
     layer: HFLayer
@@ -142,18 +142,18 @@ class Call:
         params: AttentionParams,
         rolled: tuple[int, ...] | None = None,
     ) -> None:
-        """Record how; a function makes the view on demand."""
+        """Record how the tokens were stored; a function makes the view on demand."""
         self._view, self.params, self.rolled = view, params, rolled
 
     def view(self) -> View:
-        """What the call's queries see, once its tokens are stored."""
+        """The call's view of the cache; its tokens must be stored."""
         assert self._view is not None, "the tokens are not stored yet"
         if callable(self._view):
             self._view = self._view()
         return self._view
 
     def full(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values that the call's queries may see: (B, H_kv, N, D)."""
+        """All keys and values visible to the call's queries: (B, H_kv, N, D)."""
         if self.made is None:
             self.made = self.layer.full(self)
         return self.made
@@ -165,9 +165,9 @@ class Places:
 
     Attributes:
         place: None if tokens have no fixed places.
-        tensors: of the storage.
-        ring: size of the ring; 0 before the storage has room for all of it.
-        enough: tokens a row up to which no growth is needed.
+        tensors: the storage's.
+        ring: size of the ring; 0 before the storage has grown to it.
+        enough: tokens per row up to which no growth is needed.
     """
 
     epoch: int
@@ -179,7 +179,7 @@ class Places:
 
 @dataclass(slots=True)
 class Undo:
-    """What a layer that forgets has overwritten since the last crop, and the tokens since then."""
+    """What a layer has overwritten since the last crop, and the tokens since then."""
 
     tensors: Mapping[str, torch.Tensor]
     rows: Rows
@@ -188,18 +188,18 @@ class Undo:
 
 
 class CacheFullError(ValueError, IndexError):
-    """More tokens than a cache was made for; an IndexError as of stock static layers."""
+    """More tokens than a cache was made for; an IndexError, as stock static layers raise."""
 
 
 class HFLayer(CacheLayerMixin):
     """Keys and values of one layer in exkv's storage.
 
     Args:
-        template: the layer's spec without its shape, which the first tokens give.
+        template: the layer's spec without its shape, which the first tokens determine.
         window: the model layer's sliding window; 0 for none.
         dtype: of stored floats; None for the keys' and values'.
         batches: shared by the layers of a cache.
-        static: whether keys and values are handed out at the layer's full length, with zeros after
+        static: whether keys and values are returned at the layer's full length, with zeros after
             the last token, as stock static layers do.
 
     Attributes:
@@ -207,13 +207,13 @@ class HFLayer(CacheLayerMixin):
         dims: head width of keys, and of values.
         rows: stored tokens and left padding of each row.
         after: the next layer, whose offloaded tokens this one prefetches.
-        record_past: whether tokens can be cropped although the layer forgets.
-        limit: most tokens a row.
-        full_length: of keys and values handed out, at least; 0 for as many as there are.
+        record_past: whether tokens can be cropped although the layer evicts others.
+        limit: most tokens per row.
+        full_length: least length of returned keys and values; 0 for that of the stored ones.
     """
 
     is_compileable = False
-    #: What files call a layer of this class.
+    #: Name of this class in files.
     file_type: ClassVar[str] = "HFLayer"
 
     def __init__(
@@ -261,10 +261,10 @@ class HFLayer(CacheLayerMixin):
             head_dim=max(self.dims),
             dtype=self.stored_dtype or _common_dtype(key_states, value_states),
         )
-        self.store = None  # before the new one takes its place
+        self.store = None  # frees the old storage first
         store = CacheLayer(spec)
         store.row_lens = lambda: list(self.lens)
-        tokens = key_states.shape[2] + 1  # the next call's, which it would else grow for at once
+        tokens = key_states.shape[2] + 1  # the next token, for which it would grow at once
         store.allocate(key_states.device, min(tokens, spec.capacity))
         self.store = store
         self._forget()
@@ -290,11 +290,11 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def written(self) -> tuple[int, ...]:
-        """Most tokens of each row stored at any time since the cache was empty."""
+        """Most tokens of each row that were stored at any time since the cache was empty."""
         return tuple(map(max, self._written, self.rows.lens))
 
     def set_rows(self, lens: Sequence[int], pads: Sequence[int], written: Sequence[int]) -> None:
-        """Set what is stored."""
+        """Set the rows' lengths."""
         self.rows, self._written = self.batches.rows(lens, pads), tuple(written)
 
     @property
@@ -303,20 +303,20 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the model's layer is; None before the first tokens."""
+        """The model layer's device; None before the first tokens."""
         return None if self.store is None else self.store.device
 
     @property
     def _placed(self) -> CacheLayer:
         if self.store is None:
-            raise ValueError("this layer of the cache has no tokens yet: run the model on it first")
+            raise ValueError("this cache layer has no tokens yet: run the model with it first")
         return self.store
 
     @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take tokens, (B, H_kv, T, D); returns stand-ins for all keys and values that they see."""
+        """Take tokens (B, H_kv, T, D) -> stand-ins for all keys and values that they see."""
         self.settle()
         rows, heads, tokens, _ = key_states.shape
         if self.store is None or (rows != len(self.rows.lens) and not self.rows.length):
@@ -331,17 +331,17 @@ class HFLayer(CacheLayerMixin):
     def _check(self, rows: int, tokens: int) -> None:
         if rows != len(self.rows.lens):
             raise ValueError(
-                f"the cache holds {self.batch_size} rows, and {rows} come: use reset(), "
+                f"the cache holds {self.batch_size} rows, but the call has {rows}: use reset(), "
                 "batch_repeat_interleave() or batch_select_indices(), or another cache"
             )
         if self.rows.length + tokens > self.limit:
             raise CacheFullError(
-                f"{self.rows.length} tokens are in the cache and {tokens} come, but it was made "
-                f"for {self.limit}: make it with a larger max_seq_len"
+                f"the cache holds {self.rows.length} tokens and the call adds {tokens}, but it was "
+                f"made for {self.limit}: make it with a larger max_seq_len"
             )
 
     def lift_limit(self) -> None:
-        """Let a window slide on past the cache's length."""
+        """Let a sliding window move past the cache's length."""
         if self.is_sliding and self.window <= self.limit:
             self.limit = UNLIMITED
 
@@ -350,7 +350,7 @@ class HFLayer(CacheLayerMixin):
         return self._widened(x.detach() if x.requires_grad else x).transpose(1, 2)
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
-        """Pad heads so that keys and values have one width."""
+        """Pad heads to the larger width of keys and values."""
         if self.dims[0] == self.dims[1]:
             return x
         missing = max(self.dims) - x.shape[-1]
@@ -370,11 +370,11 @@ class HFLayer(CacheLayerMixin):
         return stand_in(0), stand_in(1)
 
     def settle(self) -> None:
-        """Store the tokens of a call that no attention has stored."""
+        """Store the last call's tokens if no attention has stored them."""
         if self._call is None:
             return
         if not self._call.stored:
-            if self.is_sliding:  # its stand-ins may be read later, when the window has moved on
+            if self.is_sliding:  # its stand-ins may be read after the window has moved on
                 self._call.full()
             else:
                 self._commit(self._call, self.pads, self._own_params())
@@ -385,7 +385,7 @@ class HFLayer(CacheLayerMixin):
         return AttentionParams(scale=1.0, window=self.window)
 
     def _commit(self, call: Call, pads: tuple[int, ...], params: AttentionParams) -> None:
-        """Store a call's tokens; the first ones without left padding."""
+        """Store a call's tokens; in an empty cache, without left padding."""
         first = not self.rows.filled
         if self._commit_in_place(call, params):
             return
@@ -406,7 +406,7 @@ class HFLayer(CacheLayerMixin):
             self._call = None
 
     def _commit_in_place(self, call: Call, params: AttentionParams) -> bool:
-        """Append one token a row by one op; False if tokens have no fixed places, or another
+        """Append one token per row with one op; False if tokens have no fixed places, or another
         dtype."""
         found = self._next_places(call)
         if found is None:
@@ -417,7 +417,8 @@ class HFLayer(CacheLayerMixin):
         return True
 
     def _decode(self, call: Call, q: torch.Tensor, params: AttentionParams) -> torch.Tensor | None:
-        """Append, and attend with q (B, 1, H, D) to all tokens, by one op."""
+        """Append, and attend with q (B, 1, H, D) to all tokens, with one op; None where
+        :meth:`_commit_in_place` is False."""
         found = self._next_places(call)
         if found is None:
             return None
@@ -428,7 +429,7 @@ class HFLayer(CacheLayerMixin):
         return out
 
     def _next_places(self, call: Call) -> tuple[InPlace, Batch] | None:
-        """Where the next token of each row goes, after growth if needed."""
+        """The place of each row's next token, after growth if needed."""
         rows, store = self.rows, self._placed
         if call.tokens != 1 or not rows.filled or call.k.dtype != store.spec.dtype:
             return None
@@ -445,13 +446,13 @@ class HFLayer(CacheLayerMixin):
 
     def _find_places(self) -> None:
         """Find where tokens are written and read in this epoch."""
-        epoch, store = current(), self._placed  # the epoch first: it may end meanwhile
+        epoch, store = current(), self._placed  # the epoch first: it may end in between
         place = store.in_place(store.spec.dtype)
         ring = place.ring if place is not None and place.ring <= store.room else 0
         self._places = Places(epoch, place, store.tensors, ring, store.enough)
 
     def _note_one(self, call: Call, params: AttentionParams, place: InPlace, batch: Batch) -> None:
-        """Count one stored token a row, and record how it is seen."""
+        """Count one stored token per row, and record its view."""
         tensors = self._places.tensors
         call.was_stored(lambda: _view_in_place(tensors, place, batch, params), params)
         self.rows = self.rows.after()
@@ -459,7 +460,7 @@ class HFLayer(CacheLayerMixin):
             self._call = None
 
     def _link(self, lengths: Lengths) -> None:
-        """Keep prefetches only if they are for this call, here and in the next layer."""
+        """Drop a prefetch for other lengths, and let the next layer's be started."""
         store = self._placed
         if store.prefetched is not None and store.prefetched.lengths != lengths:
             store.prefetched = None
@@ -472,8 +473,8 @@ class HFLayer(CacheLayerMixin):
     def attend(
         self, call: Call, q: torch.Tensor, pads: tuple[int, ...], params: AttentionParams
     ) -> torch.Tensor | None:
-        """Causal attention of q (B, T, H, D) over stored keys -> (B, T, H, D); None if rows were
-        stored with other padding, or the call's tokens under another window."""
+        """Causal attention of q (B, T, H, D) over stored keys -> (B, T, H, D); None if the rows
+        were stored with other padding, or the call's tokens with another window."""
         if call.params is None:
             if self.rows.filled and pads != self.rows.pads:
                 return None
@@ -484,7 +485,7 @@ class HFLayer(CacheLayerMixin):
         elif pads != self.pads or call.params.window != params.window:
             return None
         spec = self._placed.spec
-        skipped = min(call.rolled or (0,))  # padding of every row, which isn't stored
+        skipped = min(call.rolled or (0,))  # padding that all rows have
         rows = _rolled(self._widened(q), call.rolled, 1)[:, : q.shape[1] - skipped]
         out = spec.storage.attend(rows, call.view(), params, spec.dtype)
         out = _rolled(F.pad(out, (0, 0, 0, 0, 0, skipped)) if skipped else out, call.rolled, -1)
@@ -498,8 +499,8 @@ class HFLayer(CacheLayerMixin):
     def attend_all(
         self, call: Call, q: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor | None:
-        """Attention in which every query sees every key, as over an encoder's output; None if keys
-        aren't contiguous."""
+        """Attention in which every query sees every key, as over an encoder's output; None if the
+        keys aren't contiguous."""
         if not call.stored and call.tokens:
             self._commit(call, self.pads, params)
         if not self._in_order or any(self.pads):
@@ -531,7 +532,7 @@ class HFLayer(CacheLayerMixin):
     # Plain keys and values ----------------------------------------------------------------
 
     def full(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (B, H_kv, N, D), as a stock layer's ``update`` returns them."""
+        """Keys and values (B, H_kv, N, D), as returned by a stock layer's ``update``."""
         tokens = call.tokens
         if self._in_order:
             if not call.stored and tokens:
@@ -553,7 +554,7 @@ class HFLayer(CacheLayerMixin):
         return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
 
     def _read(self, view: View | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All tokens (B, N, H_kv, D) in order; for floats a view, unless rows are padded."""
+        """All tokens (B, N, H_kv, D) in order; for floats a view unless rows are padded."""
         spec, padded = self._placed.spec, any(self.pads)
         until = max(self.lens) if padded or not self.full_length else self.full_length
         stored = view.stored if isinstance(view, ContiguousView) else self._fetched()
@@ -564,7 +565,7 @@ class HFLayer(CacheLayerMixin):
         return k, v
 
     def _kept(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last ``length`` tokens (B, N, H_kv, D), with zeros left of shorter rows."""
+        """The last ``length`` tokens (B, N, H_kv, D), with zeros to the left of shorter rows."""
         store = self._placed
         k, v = (x.transpose(1, 2) for x in contents(store, self.lens))
         sizes = self.template.retention
@@ -575,7 +576,7 @@ class HFLayer(CacheLayerMixin):
         return _padded(k, moved, length).to(device), _padded(v, moved, length).to(device)
 
     def _rounded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values as they will be read, if storage rounds every token at once."""
+        """New keys and values as they will be read back, if storage rounds every token at once."""
         spec = self._placed.spec
         if spec.storage.recent:
             return k.to(spec.dtype), v.to(spec.dtype)
@@ -583,18 +584,18 @@ class HFLayer(CacheLayerMixin):
         return spec.storage.decode(encoded, spec.dtype, spec.head_dim)
 
     def _check_visible(self, tokens: int) -> None:
-        """ValueError if a mask of transformers' can't express what queries see."""
+        """Raise ValueError if transformers' masks can't express what queries see."""
         kept, seen = self.template.retention, self.rows.length + tokens
         if isinstance(kept, Sinks) and seen > kept.sinks + kept.size:
             raise ValueError(
-                f"{seen} tokens in a cache {kept}: the distance to the sinks is told by exkv's "
-                'attention only: call model.set_attn_implementation("exkv")'
+                f"{seen} tokens in a cache {kept}: only exkv's attention knows the distance to the "
+                'sinks: call model.set_attn_implementation("exkv")'
             )
         if kept.size and kept.size != self.window and tokens > 1 and seen > kept.size:
             raise ValueError(
-                f"a call of {tokens} tokens with {seen} in all, in a cache {kept}: the model's own "
-                "masks know nothing of that window inside a call: call "
-                'model.set_attn_implementation("exkv"), or bring fewer tokens a call'
+                f"a call of {tokens} tokens with {seen} in total, in a cache {kept}: the model's "
+                "own masks don't have this window within a call: call "
+                'model.set_attn_implementation("exkv"), or pass fewer tokens per call'
             )
 
     @property
@@ -625,7 +626,8 @@ class HFLayer(CacheLayerMixin):
 
     @outside_graphs
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Number of keys that such a call sees, its own included, and position of the first."""
+        """Number of keys that a call of this length sees, including its own, and the first one's
+        position."""
         self.settle()
         return self._sizes(query_count(query_length))
 
@@ -635,7 +637,7 @@ class HFLayer(CacheLayerMixin):
         return max(seen, self.full_length), first
 
     def _seen(self, tokens: int) -> tuple[int, int]:
-        """Number of tokens that such a call sees, and position of the first."""
+        """Number of tokens that a call sees, and the first one's position."""
         past, window = self.rows.length, self.template.retention
         if not isinstance(window, Window):
             return past + tokens, 0
@@ -643,25 +645,25 @@ class HFLayer(CacheLayerMixin):
         return kept + tokens, past - kept
 
     def get_max_length(self) -> int:
-        """Largest number of tokens a row; -1 for no limit."""
+        """Most tokens per row; -1 for no limit."""
         return -1 if self.limit >= UNLIMITED else self.limit
 
     def get_max_cache_shape(self) -> int:
-        """The same by its older name."""
+        """The older name of :meth:`get_max_length`."""
         return self.get_max_length()
 
     # Going back ---------------------------------------------------------------------------
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute there
-        """Whether tokens can be cropped: nothing is forgotten, what is overwritten is recorded, or
-        the window is as large as the cache."""
+        """Whether tokens can be cropped: none are evicted, overwritten ones are recorded, or the
+        window is as large as the cache."""
         spec = self.template
         forgets = spec.arrangement.lost(spec.max_seq_len, spec.retention.sinks + 1)
         return self.record_past or not forgets
 
     def activate_past_recording(self) -> None:
-        """From now on tokens can be cropped, although the layer forgets others."""
+        """Record overwritten tokens from now on, so that a layer that evicts can be cropped."""
         self.record_past = True
 
     def _note_undo(self, call: Call, pads: tuple[int, ...]) -> None:
@@ -672,7 +674,7 @@ class HFLayer(CacheLayerMixin):
         self._undo.chunks.append((call.k, call.v))
 
     def overwritten(self) -> Undo | None:
-        """A copy of what the next tokens may overwrite; None if they overwrite nothing."""
+        """Copy what the next tokens may overwrite; None if they overwrite nothing."""
         self.settle()
         return None if self.store is None or self._in_order else self._copied(self.pads)
 
@@ -682,7 +684,7 @@ class HFLayer(CacheLayerMixin):
         return Undo(tensors, self.batches.rows(self.lens, pads), self.written)
 
     def go_back(self, undo: Undo) -> None:
-        """Back to when this copy was made; it can be used again."""
+        """Restore the state at which this copy was made; it can be used again."""
         self.settle()
         self._undo = self._placed.prefetched = None
         self._restore(undo)
@@ -694,11 +696,11 @@ class HFLayer(CacheLayerMixin):
         return not grows or name.startswith("recent_")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of each row; of a positive number, which
-        older versions of transformers pass, keep so many. (In 4.57 zero is such a number.)
+        """Drop the last ``-tokens_to_remove`` tokens of each row. A positive number, as older
+        versions of transformers pass, is the number to keep; so is 0 in 4.57.
 
         Raises:
-            ValueError: a layer that forgets has overwritten what would be seen then.
+            ValueError: tokens that would become visible again were overwritten.
         """
         self.cut(after_crop(self.get_seq_length(), tokens_to_remove))
 
@@ -721,18 +723,18 @@ class HFLayer(CacheLayerMixin):
             self._forget()
 
     def _check_kept(self, length: int) -> None:
-        """ValueError if tokens that the next one would see were overwritten."""
+        """Raise ValueError if tokens that the next one would see were overwritten."""
         arrangement, kept = self.template.arrangement, [max(length - pad, 0) for pad in self.pads]
         lost = [arrangement.lost(*pair) for pair in zip(self.written, kept, strict=True)]
         if any(lost) and length:
             raise ValueError(
-                f"{max(self.written) - max(kept)} tokens can't be taken back from a layer "
-                f"{self.template.retention} as {self.template.storage}: it has forgotten what "
-                "would be seen then. Call activate_past_recording() before, or reset() the cache"
+                f"{max(self.written) - max(kept)} tokens can't be cropped from a layer "
+                f"{self.template.retention} as {self.template.storage}: it has evicted tokens that "
+                "would be visible. Call activate_past_recording() before, or reset() the cache"
             )
 
     def _redo(self, undo: Undo, removed: int) -> None:
-        """Go back to where the record begins, and store its tokens again without the last ones."""
+        """Restore the record's beginning, and store its tokens again except the last ones."""
         self._restore(undo)
         k, v = (torch.cat(x, dim=1) for x in zip(*undo.chunks, strict=True))
         if kept := k.shape[1] - removed:
@@ -746,10 +748,10 @@ class HFLayer(CacheLayerMixin):
         self.rows, self._written = undo.rows, undo.written
 
     def rollback(self, length: int) -> None:
-        """Back to so many tokens after a call that failed somewhere, perhaps as it was stored.
+        """Go back to ``length`` tokens after a failed call, which may have stored some.
 
         Raises:
-            ValueError: as of :meth:`crop`.
+            ValueError: as :meth:`crop` does.
         """
         self._call = None
         self.cut(length)
@@ -758,7 +760,7 @@ class HFLayer(CacheLayerMixin):
             self._check_kept(length)
 
     def reset(self) -> None:
-        """Forget all tokens, and release storage that grew."""
+        """Drop all tokens, and release storage that grew."""
         if self.store is not None:
             self._call, self._places = None, _NO_PLACES
             self.store.prefetched = None
@@ -768,7 +770,7 @@ class HFLayer(CacheLayerMixin):
     # Rows ---------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row ``i`` what row ``beam_idx[i]`` was."""
+        """Replace row ``i`` by row ``beam_idx[i]``."""
         rows = [int(row) for row in beam_idx]
         if self.store is None or rows == list(range(self.batch_size)):
             return
@@ -794,7 +796,7 @@ class HFLayer(CacheLayerMixin):
         self._rename(index.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Make every row into ``repeats`` rows beside each other."""
+        """Repeat every row ``repeats`` times, next to each other."""
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def _before_rows_change(self) -> None:
@@ -809,10 +811,10 @@ class HFLayer(CacheLayerMixin):
     # Memory -------------------------------------------------------------------------------
 
     def convert(self, **properties: Any) -> None:
-        """Store the same in another way: ``storage`` or ``residence``; see ``CacheLayer.convert``.
+        """Change ``storage`` or ``residence``; see ``CacheLayer.convert``.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for the new; all is stored as it was.
+            torch.OutOfMemoryError: there is no room; nothing has changed.
         """
         self.settle()
         self._undo, self._places = None, _NO_PLACES
@@ -853,7 +855,7 @@ _NO_PLACES = Places(-1, None, {}, 0, 0)
 def _view_in_place(
     tensors: Mapping[str, torch.Tensor], place: InPlace, batch: Batch, params: AttentionParams
 ) -> View:
-    """What one token a row sees after it was stored in place."""
+    """The view of one token per row after it was stored in place."""
     size = place.ring
     return ContiguousView(
         stored=tensors,
@@ -865,7 +867,7 @@ def _view_in_place(
 
 
 def _stored_keys(place: InPlace, batch: Batch) -> int:
-    """Keys of the longest row once a call's are stored."""
+    """Keys of the longest row, including the call's."""
     kv_len = batch.lengths.kv_len
     return min(kv_len, place.ring) if place.ring else kv_len
 
@@ -876,18 +878,18 @@ def _common_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
 
 
 def after_crop(length: int, tokens_to_remove: int) -> int:
-    """Tokens that ``crop`` leaves of ``length``; see :meth:`HFLayer.crop`."""
-    says_what_stays = tokens_to_remove > 0 or not (tokens_to_remove or SINCE_5)
-    kept = tokens_to_remove if says_what_stays else length + tokens_to_remove
+    """Length after ``crop``; see :meth:`HFLayer.crop`."""
+    is_length = tokens_to_remove > 0 or not (tokens_to_remove or SINCE_5)
+    kept = tokens_to_remove if is_length else length + tokens_to_remove
     return min(max(kept, 0), length)
 
 
-#: The length of a cache without a limit: more tokens than any text has.
+#: Length of a cache without a limit: more tokens than any text has.
 UNLIMITED = 1 << 40
 
 
 def _rolled(x: torch.Tensor, pads: tuple[int, ...] | None, way: int) -> torch.Tensor:
-    """Roll each row of x (B, T, ...) by its padding: to the left with 1, back with -1."""
+    """Roll each row of x (B, T, ...) by its padding: to the left if ``way`` is 1, back if -1."""
     if pads is None:
         return x
     steps = torch.arange(x.shape[1], device=x.device)

@@ -1,8 +1,8 @@
-"""Tensors that are made when somebody looks at them.
+"""Lazy tensors, which are made when their values are first needed.
 
-A model passes keys, values and masks from one function to another; exkv's attention needs none of
-them as a tensor. What passes through is a stand-in of the right shape, dtype and device, and any op
-on it gets the tensor for which it stands.
+A model passes keys, values and masks from one function to another, but exkv's attention doesn't
+need them as tensors. So it gets stand-ins of the right shape, dtype and device; any op on a
+stand-in makes the tensor that it represents.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _R = TypeVar("_R")
 
 
 def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The same function, around which a compiled model runs. (``torch.compiler.disable`` asks
-    torch's compiler at every call; a model that isn't compiled calls it at every layer.)"""
+    """Make a compiled model call a function without tracing it. (``torch.compiler.disable`` alone
+    would be slow in models that aren't compiled, which call it at every layer.)"""
     disabled = torch.compiler.disable(function)
 
     @functools.wraps(function)
@@ -32,7 +32,8 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return called
 
 
-_ASKS_NO_VALUES = {
+#: Functions that need no values.
+_OF_SHAPES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]  # getters, which torch doesn't type
     torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
     torch.Tensor.device.__get__,
@@ -42,16 +43,14 @@ _ASKS_NO_VALUES = {
     torch.Tensor.dim,
     torch.Tensor.numel,
 }
-
-
 _A_DEVICE = (torch.device, str, int)
 
 
 class LazyTensor(torch.Tensor):
-    """A stand-in for what ``make()`` returns; made once.
+    """A stand-in for the tensor that ``make()`` returns, which is called once.
 
     Attributes:
-        source: who knows more about it than its values, for those who ask.
+        source: an object that describes it, for functions that don't need its values.
     """
 
     source: Any
@@ -68,7 +67,7 @@ class LazyTensor(torch.Tensor):
         device: torch.device,
         source: Any,
     ) -> LazyTensor:
-        """One of this shape. (A constructor would take twice as long, at every layer and token.)"""
+        """Make a stand-in. (A constructor would take twice as long, at every layer and token.)"""
         x = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         x._make, x._made, x.source = make, None, source
         return x
@@ -81,7 +80,7 @@ class LazyTensor(torch.Tensor):
         return self._made
 
     def _to(self, device: torch.device | str | int, **options: Any) -> LazyTensor:
-        """The same on another device; not made before somebody looks at it there."""
+        """The same on another device; not made before its values are needed there."""
         there = torch.empty(0, device="meta") if device == "meta" else torch.empty(0, device=device)
         make = lambda: self.made().to(device, **options)  # noqa: E731
         return LazyTensor.of(make, tuple(self.shape), self.dtype, there.device, self.source)
@@ -97,7 +96,7 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _ASKS_NO_VALUES:
+        if func in _OF_SHAPES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch.Tensor.to and isinstance(args[1] if len(args) > 1 else None, _A_DEVICE):
@@ -114,7 +113,7 @@ class LazyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """For those who don't come from Python."""
+        """Serve calls from C++."""
         return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
 
 

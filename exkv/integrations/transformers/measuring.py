@@ -1,15 +1,14 @@
-"""Measure what the blocks of a transformers model take, by running its own code on shapes.
+"""Measure the memory of a transformers model's blocks, by running its own code on shapes.
 
-The model is built and called in a ``DryRun``, as exkv's own models are
-(``exkv.planning.workspace``). Equal blocks run once.
+The model is built here, split into units, and called as ``generate`` would call it; the planner
+measures the calls (``exkv.planning.module_calls``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -29,10 +27,9 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from exkv.caching_allocator import Rules
 from exkv.devices import allocator_rules, rounded
 from exkv.planning.dry_run import DryRun, ShapeTensor
-from exkv.planning.live_storages import Trace
+from exkv.planning.module_calls import MeasuredModule, ModuleCalls, argument_key, module_key
 from exkv.planning.reserved import reserved_beside
 
 from .attention import NAME, planned_padding
@@ -46,7 +43,7 @@ from .versions import LinearAttentionCacheLayerMixin, cache_argument, no_init_we
 _COPIES_OF_LOGITS = 6
 #: Int64 tensors (B, T) that ``generate`` holds: ids, masks, positions, and the caller's own.
 _COPIES_OF_IDS = 6
-#: First call of an encoder-decoder's decoder, in tokens, by default.
+#: Tokens in the first call of an encoder-decoder's decoder, by default.
 _FIRST_TOKENS = 4
 
 
@@ -55,8 +52,8 @@ class Promise:
     """The largest calls that ``generate`` may make.
 
     Attributes:
-        max_input_len: tokens a row of one call; None for all, or for an encoder-decoder's decoder
-            the few of its first call.
+        max_input_len: tokens per row of one call; None for all, or, for an encoder-decoder's
+            decoder, for the few of its first call.
         encoder_len: tokens of the encoder's input; None for ``max_seq_len``. (Whisper's features
             have a fixed length.)
         cache, cross_cache: kinds of the decoder's own cache, and of the one for the encoder's keys.
@@ -72,25 +69,20 @@ class Promise:
     cross_config: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class Unit:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Unit(MeasuredModule):
     """A block, or a module before or after the blocks; sizes in bytes.
 
     Attributes:
         tensors: identity -> bytes of its parameters and buffers.
-        caches: of each of its layers in a cache.
-        workspace: beside them, at the peak of a call.
-        reserved: likewise, what the call reserves where memory comes in segments.
-        follows: names of other modules and tensors that lie where this one does: those without
+        caches: bytes of each of its layers in a cache.
+        follows: names of other modules and tensors that are placed with this one: those without
             parameters, and those that share its tensors.
     """
 
     name: str
-    module: nn.Module
     tensors: dict[int, int]
     caches: list[int] = field(default_factory=list)
-    workspace: int = 0
-    reserved: int = 0
     follows: list[str] = field(default_factory=list)
 
     @property
@@ -104,8 +96,8 @@ def measured(
     """Measure each of the model's units on a type of device.
 
     Raises:
-        ValueError: a model that transformers can't build from its config alone, or whose encoder
-            takes neither ids nor features.
+        ValueError: transformers can't build the model from its config alone, the model's code
+            can't run on shapes, or its encoder takes neither ids nor features.
     """
     run, rules = DryRun.planned_on(device_type), allocator_rules(device_type)
     with run, torch.no_grad(), run.device:
@@ -118,13 +110,14 @@ def measured(
             layers = _layers_by_unit(model, units, calls.caches)
             for unit, kept in layers.items():
                 unit.caches = list(map(_layer_bytes, kept))
-            with _following(units, layers, run, rules):
+            kinds = {unit: _kind(unit.module, layers[unit]) for unit in units}
+            with ModuleCalls(run, rules, Cache, _argument_key).following(kinds):
                 calls.measure(run)
     for unit, kept in layers.items():
         unit.workspace = max(unit.workspace, sum(map(_growth, kept)))
     vocabulary = config.get_text_config(decoder=True).vocab_size
     logits = rounded(promise.batch_size * vocabulary * 4) * _COPIES_OF_LOGITS
-    for unit in units[0], units[-1]:  # made on the last, copied to the first
+    for unit in units[0], units[-1]:  # created with the last, copied to the first
         unit.workspace = max(unit.workspace, logits + calls.held_ids)
         if rules is not None:
             unit.reserved = max(unit.reserved, reserved_beside(logits + calls.held_ids, [], rules))
@@ -132,8 +125,8 @@ def measured(
 
 
 def _joined(units: Sequence[Unit]) -> list[Unit]:
-    """Units that share a tensor (tied embeddings, a block of several layers) as one: accelerate
-    ties weights anew after it placed them, so they lie on one device."""
+    """Join units that share a tensor (tied embeddings, a block of several layers): accelerate ties
+    weights again after placing them, so they must be on one device."""
     joined: list[Unit] = []
     for unit in units:
         first = next((each for each in joined if each.tensors.keys() & unit.tensors.keys()), None)
@@ -149,20 +142,21 @@ def _joined(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model under the attention "exkv", or transformers' default where it has its own kinds."""
+    """Build the model with the attention "exkv", or with transformers' default if it has its own
+    kinds."""
     auto = _auto_class(config)
     try:
-        with no_init_weights():  # which asks for values
+        with no_init_weights():  # which needs values
             try:
                 model = auto.from_config(config, dtype=dtype, attn_implementation=NAME)
-            except KeyError as error:  # looked up among the model's own
+            except KeyError as error:  # not among the model's own kinds
                 if error.args != (NAME,):
                     raise
                 model = auto.from_config(config, dtype=dtype, attn_implementation=None)
     except Exception as error:
         raise ValueError(
             f"transformers can't build {auto._model_mapping[type(config)].__name__} from this "
-            f"config: {_in_a_line(error)}"
+            f"config: {_error_line(error)}"
         ) from error
     model.tie_weights()
     return model.eval()
@@ -182,7 +176,7 @@ def _auto_class(config: PretrainedConfig) -> Any:
 
 @contextmanager
 def _on_shapes(model: PreTrainedModel) -> Iterator[None]:
-    """ValueError where a model's code fails on shapes, mostly since it asks for values."""
+    """Raise ValueError if a model's code fails on shapes, mostly because it needs values."""
     try:
         yield
     except ValueError:
@@ -190,11 +184,11 @@ def _on_shapes(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} can't be planned: a plan runs it on shapes without values, "
-            f"where its code in transformers {transformers.__version__} fails: {_in_a_line(error)}"
+            f"and its code in transformers {transformers.__version__} fails: {_error_line(error)}"
         ) from error
 
 
-def _in_a_line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
@@ -202,7 +196,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 class _Calls:
-    """The calls of a model that are measured, over caches as ``generate`` gets them."""
+    """The calls of a model that are measured, with caches like those that ``generate`` gets."""
 
     def __init__(self, model: PreTrainedModel, promise: Promise) -> None:
         self.model, self.promise, self.past = model, promise, 0
@@ -226,9 +220,9 @@ class _Calls:
         return _COPIES_OF_IDS * rounded(self.promise.batch_size * self.promise.max_seq_len * 8)
 
     def first(self) -> None:
-        """A short prompt into an empty cache, behind all that an encoder takes."""
+        """Run a short prompt on an empty cache, after the encoder if there is one."""
         few = min(2, self.promise.max_seq_len)
-        with contextlib.suppress(RuntimeError):  # it decides by the mask's values: without one then
+        with contextlib.suppress(RuntimeError):  # it reads the mask's values: leave the mask out
             return self._call(few, **self._encoded())
         self.masked = False
         for cache in self.caches:
@@ -236,7 +230,7 @@ class _Calls:
         self._call(few, **self._encoded())
 
     def make_room(self) -> None:
-        """Grow caches to their full size; layers that only images fill have none.
+        """Grow caches to their full size; layers that only images fill have no storage.
 
         Raises:
             ValueError: the model put nothing into the cache.
@@ -244,12 +238,12 @@ class _Calls:
         layers = self.caches[0].attention_layers
         stores = [layer.store for layer in layers if layer.store is not None]
         if layers and not stores:
-            raise ValueError(f"{type(self.model).__name__} stores nothing in a cache: it has none")
+            raise ValueError(f"{type(self.model).__name__} stores nothing in a cache")
         for store in stores:
             store.make_room(self.promise.max_seq_len)
 
     def measure(self, run: DryRun) -> None:
-        """Run a prompt that fills the cache, and the last token alone; an encoder first."""
+        """Run an encoder, then a prompt that fills the cache, then the last token alone."""
         run.peak = run.current
         held = [self._ids(self.promise.max_seq_len) for _ in range(_COPIES_OF_IDS)]
         held += self._input_of_encoder().values()  # the caller's own
@@ -293,7 +287,8 @@ class _Calls:
         return torch.zeros((self.promise.batch_size, tokens), dtype=torch.int64)
 
     def _mask(self, tokens: int) -> torch.Tensor:
-        """Of padded rows; written out where the attention isn't exkv's, which asks for values."""
+        """The mask of padded rows; in 4 dimensions if the attention isn't exkv's, since making
+        it from 2 would need values."""
         rows, length = self.promise.batch_size, self.past + tokens
         if self.model.config._attn_implementation == NAME:
             return torch.ones((rows, length), dtype=torch.int64)
@@ -304,7 +299,7 @@ class _Calls:
         if not self.is_pair:
             return {}
         given = self._input_of_encoder()
-        if self.promise.batch_size > 1 and "input_ids" in given:  # rows of unlike length
+        if self.promise.batch_size > 1 and "input_ids" in given:  # rows of different lengths
             length = given["input_ids"].shape[1]
             shape = (self.promise.batch_size, 1, length, length)
             given["attention_mask"] = torch.ones(shape, dtype=torch.bool)
@@ -320,8 +315,8 @@ class _Calls:
         config: Any = self.model.config
         if name != "input_features" or not hasattr(config, "num_mel_bins"):
             raise ValueError(
-                f"a {type(config).__name__} encodes {name}: plan_device_map knows input_ids, and "
-                "input_features as Whisper has them"
+                f"a {type(config).__name__} encodes {name}: plan_device_map supports input_ids, "
+                "and input_features like Whisper's"
             )
         encoder: Any = self.model.get_encoder()
         frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
@@ -329,7 +324,7 @@ class _Calls:
 
 
 def _last_logits_only(model: PreTrainedModel) -> dict[str, int]:
-    """The argument that asks for the last logits, where the model has it."""
+    """The argument for only the last logits, if the model has it."""
     supports = getattr(model, "_supports_logits_to_keep", None)
     return {"logits_to_keep": 1} if supports is not None and supports() else {}
 
@@ -338,45 +333,36 @@ def _last_logits_only(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _units_of(model: PreTrainedModel) -> list[Unit]:
-    """Split a model in registration order; modules without parameters go with the first unit."""
+    """Split a model in registration order; modules without parameters follow the first unit."""
     blocks = set(model._no_split_modules or ())
     whole = {name for name, module in model.named_modules() if type(module).__name__ in blocks}
-    holders = {outer for name in whole for outer in _outer_names(name)} - whole
+    parts = [name.split(".") for name in whole]
+    holders = {".".join(each[:n]) for each in parts for n in range(1, len(each))} - whole
     units: list[Unit] = []
     follows: dict[str, dict[int, int]] = {}
     for name, module in _children(model, "", holders):
         tensors = {_key(x): rounded(x.nbytes) for x in (*module.parameters(), *module.buffers())}
         if any(True for _ in module.parameters()):
-            units.append(Unit(name, module, tensors))
+            units.append(Unit(name=name, module=module, tensors=tensors))
         else:
             follows[name] = tensors
     for name in ("", *sorted(holders)):
         own = f"{name}.".lstrip(".")
-        for inner, x in _own_tensors(model.get_submodule(name)):
-            follows[own + inner] = {_key(x): rounded(x.nbytes)}
+        holder = model.get_submodule(name)
+        for named in (holder.named_parameters, holder.named_buffers):
+            follows |= {
+                own + inner: {_key(x): rounded(x.nbytes)} for inner, x in named(recurse=False)
+            }
     units[0].follows = list(follows)
     for tensors in follows.values():
         units[0].tensors |= tensors
     return units
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of the module itself, without its children's."""
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
 def _key(x: torch.Tensor) -> int:
-    """Identify a tensor by its storage."""
+    """A tensor's storage, which identifies it."""
     meta = x.meta if isinstance(x, ShapeTensor) else x
     return meta.untyped_storage()._cdata
-
-
-def _outer_names(name: str) -> Iterator[str]:
-    """Names of the modules that contain this one."""
-    parts = name.split(".")
-    for count in range(1, len(parts)):
-        yield ".".join(parts[:count])
 
 
 def _children(module: nn.Module, prefix: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -394,7 +380,7 @@ def _layers_by_unit(
 ) -> dict[Unit, list[Any]]:
     """The cache layers of each unit."""
     decoder: Any = model.get_decoder()
-    inner = set(decoder.modules())  # an encoder's layers have numbers, too, and no cache
+    inner = set(decoder.modules())  # an encoder's layers have indices too, but no cache
     unit_of = {
         index: unit
         for unit in units
@@ -420,11 +406,11 @@ def _layer_bytes(layer: Any) -> int:
     if _is_limited(layer):
         counter = rounded(layer.cumulative_length.nbytes) if isinstance(layer, HFStaticLayer) else 0
         return states + counter + layer.store.bytes_needed("meta")
-    return states + layer.nbytes()  # an encoder's: it holds all that it ever will
+    return states + layer.nbytes()  # an encoder's, which is full
 
 
 def _set_filled(layer: HFLayer, past: int, pads: Sequence[int]) -> None:
-    """Have the layer report ``past`` tokens a row, including left padding."""
+    """Make the layer report ``past`` tokens per row, including left padding."""
     lens = [past - pad for pad in pads]
     layer.set_rows(lens, pads, lens)
 
@@ -434,128 +420,22 @@ def _is_limited(layer: HFLayer) -> bool:
 
 
 def _growth(layer: Any) -> int:
-    """Transient bytes of a layer's last growth, beside the full layer."""
+    """Transient bytes of a layer's last growth, besides the full layer."""
     if not isinstance(layer, HFLayer) or layer.store is None or not _is_limited(layer):
         return 0
     return layer.store.growth_peak("meta")
 
 
-# The run ----------------------------------------------------------------------------------------
+# Keys -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Shape of a tensor that a block returns."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> _Shape:
-        return cls(x.size(), x.stride(), x.dtype, x.device)
-
-    def made(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Passage:
-    """A call of a block: bytes at its peak beyond what was there, what it returned, and its
-    requests."""
-
-    taken: int
-    returned: Any
-    requests: Trace
-
-
-@contextmanager
-def _following(
-    units: Sequence[Unit],
-    layers: Mapping[Unit, Sequence[Any]],
-    run: DryRun,
-    rules: Rules | None,
-) -> Iterator[None]:
-    """While a model runs, record the peak within each unit and right before it: live bytes beyond
-    weights and caches, since the model holds some tensors throughout, e.g. embeddings. A unit equal
-    to an earlier one returns the same shapes at once.
-
-    Args:
-        rules: by which these bytes are reserved in segments, if they are.
-    """
-    base = run.current
-    known: dict[Any, _Passage] = {}
-
-    seen: dict[Any, int] = {}
-
-    def reserved(held: int, case: Any = None) -> int:
-        """By a call of a block, or by nothing, beside bytes that are there."""
-        if rules is None:
-            return 0
-        if (held, case) not in seen:
-            requests = [] if case is None else known[case].requests
-            seen[held, case] = reserved_beside(held, requests, rules)
-        return seen[held, case]
-
-    def called(
-        unit: Unit, what: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        before, at_begin = run.peak, run.current
-        case = what, _signature((args, kwargs))
-        if case not in known:
-            begun = len(run.trace)
-            out, taken = run.measured(lambda: forward(*args, **kwargs))
-            shapes = tree_map_only(torch.Tensor, _Shape.of, out, is_leaf=_is_cache)
-            known[case] = _Passage(taken, shapes, run.trace[begun:])
-        else:
-            out = known[case].returned
-            out = tree_map_only(_Shape, _Shape.made, out, is_leaf=_is_cache)
-        unit.workspace = max(unit.workspace, max(before, at_begin + known[case].taken) - base)
-        within = reserved(at_begin - base, case)
-        unit.reserved = max(unit.reserved, within, reserved(before - base))
-        run.peak = run.current
-        return out
-
-    for unit in units:
-        forward, what = unit.module.forward, _kind(unit.module, layers[unit])
-        unit.module.forward = functools.partial(called, unit, what, forward)
-    try:
-        yield
-    finally:
-        for unit in units:
-            del unit.module.forward
-    units[-1].workspace = max(units[-1].workspace, run.peak - base)
-    units[-1].reserved = max(units[-1].reserved, reserved(run.peak - base))
-
-
-def _kind(module: nn.Module, layers: Sequence[Any]) -> Any:
-    """A key that is equal for blocks that compute the same."""
-    numbers = [
-        (name, key, value)
-        for name, inner in module.named_modules()
-        for key, value in vars(inner).items()
-        if key != "layer_idx" and isinstance(value, bool | int | float | str)
-    ]
-    shapes = [(name, x.shape, x.dtype) for name, x in module.named_parameters()]
+def _kind(module: nn.Module, layers: Sequence[Any]) -> tuple[str, ...]:
+    """A key that is equal for blocks that compute the same over the same kinds of cache layers."""
     specs = [(type(layer), getattr(layer, "template", None)) for layer in layers]
-    return repr(module), str(numbers), str(shapes), str(specs)
+    return *module_key(module, ignored=("layer_idx",)), str(specs)
 
 
-def _signature(values: Any) -> Any:
-    """A key that is equal for arguments of the same shapes."""
-    leaves, structure = tree_flatten(values, is_leaf=_is_cache)
-    return tuple(map(_of_value, leaves)), str(structure)
-
-
-def _is_cache(value: Any) -> bool:
-    """Caches pass as they are, also once ``torch.export`` was taught to take them apart."""
-    return isinstance(value, Cache)
-
-
-def _of_value(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
+def _argument_key(value: Any) -> Any:
+    if isinstance(value, LazyTensor):  # only its shape and dtype, or it would be made
         return tuple(value.shape), value.dtype, str(value.source)
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype
-    return value if isinstance(value, bool | int | float | str | None) else type(value)
+    return argument_key(value)

@@ -1,8 +1,8 @@
-"""The caches' classes of transformers 4.4x and 4.5x by their names, as kinds of :class:`HFCache`.
+"""Cache classes of transformers 4.4x and 4.5x, as kinds of :class:`HFCache`.
 
-Hugging Face's guides build them by hand; :func:`~exkv.integrations.transformers.enable` puts those
-that are gone from transformers back there. Some were built without a config: they learn the model
-when ``generate`` is called, and before that hold nothing.
+Hugging Face's guides construct them; :func:`~exkv.integrations.transformers.enable` puts those that
+were removed from transformers back. Some were constructed without a config: they learn the model
+when ``generate`` is called, and are empty before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from .cache import HFCache, HFQuantizedCache, HFStaticCache
 
-#: What they took and an :class:`HFCache` learns from the first keys.
+#: Their arguments that an :class:`HFCache` learns from the first keys.
 _LEARNT = ("batch_size", "max_batch_size", "device", "layer_device_map", "offload_device")
 
 
@@ -29,13 +29,13 @@ class QuantizedCacheConfig(dict[str, Any]):
 
 
 class NamedCache(HFCache):
-    """What the classes below share.
+    """Base of the classes below.
 
     Args:
-        config: the model's; None to learn it from ``generate``, under ``enable()``.
+        config: the model's; None to learn it from ``generate``, after ``enable()``.
         cache_config: settings of the kind, as a mapping.
-        settings: those of the kind, and what the class took in transformers: ``max_cache_len``,
-            ``dtype``; numbers of rows and devices, which the first keys tell, make no difference.
+        settings: those of the kind, and the arguments in transformers: ``max_cache_len``,
+            ``dtype``; numbers of rows and devices are ignored, as the first keys determine them.
     """
 
     kind_here: ClassVar[str]
@@ -56,52 +56,52 @@ class NamedCache(HFCache):
             self.learn(config)
 
     def learn(self, config: PretrainedConfig) -> None:
-        """The model for which this cache is, unless it is known."""
+        """Set the model's config, unless it is known."""
         if not self.layers:
             HFCache.__init__(self, config, self.kind_here, **self._settings)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As of transformers' caches.
+        """See transformers' ``Cache.update``.
 
         Raises:
-            ValueError: the model is not known.
+            ValueError: the model is unknown.
         """
         if not self.layers:
             name = type(self).__name__
             raise ValueError(
-                f"this {name} knows no model yet: build it as {name}(config=model.config, ...), or "
-                "pass it to generate() after exkv.integrations.transformers.enable()"
+                f"this {name} doesn't know its model: make it with {name}(config=model.config, "
+                "...), or pass it to generate() after exkv.integrations.transformers.enable()"
             )
         return super().update(*args, **kwargs)
 
 
 class OffloadedStaticCache(NamedCache, HFStaticCache):
-    """In host memory, of one size."""
+    """A cache of fixed size in host memory."""
 
     kind_here = "offloaded_static"
 
 
 class QuantoQuantizedCache(NamedCache, HFQuantizedCache):
-    """Of few bits."""
+    """A cache of few bits."""
 
     kind_here = "quantized"
 
 
 class HQQQuantizedCache(QuantoQuantizedCache):
-    """Alike."""
+    """The same; exkv has no backends."""
 
 
 class SinkCache(NamedCache):
-    """The first tokens of a text and the last ones."""
+    """Keeps the first and the last tokens of a text."""
 
     kind_here = "sink"
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Tokens that a prompt may have. The guide cuts prompts to so many; here it needn't."""
+        """No limit: unlike in the guide, prompts needn't be truncated to it."""
         return sys.maxsize
 
 
-#: Other names -> kinds; transformers' own layers keep the states of a Mamba.
+#: Other names -> kinds; a Mamba's states are in transformers' own layers.
 _OTHERS = {
     "OffloadedCache": "offloaded",
     "SlidingWindowCache": "hybrid",

@@ -38,24 +38,24 @@ def plan_device_map(
     objective: str = "pack",
     dtype: torch.dtype | None = None,
 ) -> dict[str, str]:
-    """Module -> device, for ``from_pretrained(device_map=...)`` or accelerate's
+    """Plan a map from module to device, for ``from_pretrained(device_map=...)`` or accelerate's
     ``dispatch_model``.
 
-    GPUs are planned by what they reserve: transformers allocates every parameter by itself.
+    GPUs are planned by what they reserve: transformers allocates parameters one by one.
 
     It holds for ``HFCache(config, cache, max_seq_len=max_seq_len, **cache_config)`` (for an
-    encoder-decoder the first of an ``EncoderDecoderCache``, with ``HFCache(config, cross_cache,
-    **cross_config)`` as the second), for calls of up to ``max_input_len`` tokens a row, and for the
-    attention "exkv", or transformers' default where the model has its own kinds. Modules that share
-    a tensor lie on one device. A model of images and text is planned for text.
+    encoder-decoder, as the first of an ``EncoderDecoderCache``, with ``HFCache(config, cross_cache,
+    **cross_config)`` as the second), for calls of up to ``max_input_len`` tokens per row, and for
+    the attention "exkv", or transformers' default if the model has its own kinds. Modules that
+    share a tensor are placed on one device. A model of images and text is planned for text.
 
     Args:
         model: loaded or not, or its config.
-        max_seq_len: tokens of a row; of an encoder-decoder's decoder.
-        max_input_len: tokens a row in one call; None for all, or for the first four or fewer of an
-            encoder-decoder's decoder.
-        encoder_len: tokens of an encoder's input; None for ``max_seq_len``. The config gives the
-            number of features.
+        max_seq_len: tokens per row; for an encoder-decoder, of the decoder.
+        max_input_len: tokens per row of one call; None for all, or, for an encoder-decoder's
+            decoder, for the first four.
+        encoder_len: tokens of an encoder's input; None for ``max_seq_len``. The number of features
+            follows from the config.
         cache: kind of cache, with the settings of ``cache_config``.
         cross_cache: kind of the cache for an encoder's keys, with ``cross_config``.
         devices, reserve: see ``exkv.planning.make_budgets``.
@@ -63,9 +63,9 @@ def plan_device_map(
         dtype: of the weights; None for the config's, or float32.
 
     Raises:
-        PlacementError: it does not fit; the error says where, and by how much.
-        ValueError: transformers can't build the model from its config, or its code can't run on
-            shapes, or a setting makes no sense.
+        PlacementError: it doesn't fit; the error says where, and by how much.
+        ValueError: transformers can't build the model from its config, its code can't run on
+            shapes, or a setting is invalid.
     """
     config = model if isinstance(model, PretrainedConfig) else model.config
     if dtype is None and isinstance(model, PreTrainedModel):
@@ -86,7 +86,7 @@ def plan_device_map(
 
 
 def config_of(folder: Path) -> PretrainedConfig:
-    """What transformers reads from a folder's config.json; its errors are transformers' own."""
+    """Read a folder's config.json with transformers, and its errors."""
     return AutoConfig.from_pretrained(folder)
 
 
@@ -98,7 +98,7 @@ def plan_blocks(
     objective: str = "pack",
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Unit], Plan]:
-    """Measure the model's units and place them; arguments and errors as of
+    """Measure the model's units and place them; arguments and errors are those of
     :func:`plan_device_map`."""
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     kinds = {budget.device.type for budget in budgets}
@@ -130,17 +130,17 @@ def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
 
 
 def _open_segments(units: Sequence[Unit], rules: Rules) -> int:
-    """Bytes of segments that are partly filled: with weights, which transformers allocates one by
-    one, with caches, which are allocated in the midst of calls, and with what one call left behind
-    and another does not fit into, for which nobody calls again."""
+    """Bytes of partly filled segments: with weights, which transformers allocates one by one; with
+    caches, which are allocated during calls; and with what one call left and the next doesn't fit
+    into, since transformers doesn't retry calls."""
     weights = (nbytes for unit in units for nbytes in unit.tensors.values())
     caches = (nbytes for unit in units for nbytes in unit.caches)
-    left = SMALL, LARGE - 1  # a segment of each kind
+    left = SMALL, LARGE - 1  # one segment of each kind
     return sum(map(rules.open_segments, (weights, caches, left)))
 
 
 def _shared(unit: Unit, rules: Rules) -> int:
-    """Bytes reserved for a unit, which shares segments with others like it."""
+    """Bytes reserved for a unit, which shares segments with similar ones."""
     weights = tuple(nbytes for nbytes in unit.tensors.values() if nbytes)
     return shared_bytes(weights, rules) + sum(map(rules.share, unit.caches))
 

@@ -1,8 +1,8 @@
-"""``resilient_generate``: where memory runs out, the live cache is stored in another way, and stock
-``generate`` goes on.
+"""``resilient_generate``: when memory runs out, convert the live cache, and let stock ``generate``
+continue.
 
-The steps are those of exkv's own ``generate`` (``exkv.decode.fallback``). ``generate`` notices
-none of it: the model's ``forward`` is what is made again.
+The steps are those of exkv's own ``generate`` (``exkv.decode.fallback``). ``generate`` doesn't
+notice: the model's ``forward`` is retried.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def resilient_generate(
     on_fallback: Callable[[Fallback], Any] | None = None,
     **call: Any,
 ) -> Any:
-    """What ``model.generate(inputs, **call)`` returns.
+    """Call ``model.generate(inputs, **call)``, and convert the cache when memory runs out.
 
     Args:
         cache: the cache in use; None for a new one of kind "dynamic".
         past_key_values: another name of ``cache``.
         on_oom: "fallback" for all of "offload", "8bit" and "4bit", or a list of some of them.
-        on_fallback: called after each step, before the call that failed is made again.
+        on_fallback: called after each step, before the failed call is retried.
 
     Raises:
         ValueError: an unknown step, an encoder-decoder, or a cache by both names.
-        TypeError: a cache that is none of exkv's.
+        TypeError: the cache isn't an :class:`HFCache`.
         torch.OutOfMemoryError: no step is left that would free memory.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
-            "resilient_generate serves decoders; for an encoder-decoder give the cache as "
+            "resilient_generate is for decoders; for an encoder-decoder, pass generate() an "
             'EncoderDecoderCache(HFCache(config, "offloaded"), HFCache(config, "8bit"))'
         )
     wish = OnOom(on_oom=on_oom, on_fallback=on_fallback)
@@ -69,7 +69,7 @@ def resilient_generate(
 
 @contextmanager
 def _guarded(model: PreTrainedModel, rescue: _Rescue) -> Iterator[None]:
-    """The model with a ``forward`` that is made again where memory runs out."""
+    """Give the model a ``forward`` that is retried when memory runs out."""
     own, forward = vars(model).get("forward"), model.forward
 
     @functools.wraps(forward)
@@ -86,7 +86,7 @@ def _guarded(model: PreTrainedModel, rescue: _Rescue) -> Iterator[None]:
 
 
 class _Rescue:
-    """The steps of one call that are left."""
+    """The remaining steps of one call."""
 
     def __init__(self, cache: HFCache, wish: OnOom) -> None:
         self.cache = cache
@@ -94,7 +94,7 @@ class _Rescue:
         self._on_fallback = wish.on_fallback
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """The result of a call that can be made again after it ran out of memory."""
+        """Make a call, and retry it after each step that frees memory -> its result."""
         while self._left:
             tokens, kept = _tokens(self.cache), list(map(states, self.cache.layers))
             with Attempt() as attempt:
@@ -107,7 +107,7 @@ class _Rescue:
         return call()
 
     def _next(self) -> str | None:
-        """The next step that would free memory; it is used up, and so are those before it."""
+        """Take the next step that would free memory, and drop those before it."""
         while self._left:
             step = self._left.pop(0)
             if _frees(STEPS[step], self.cache):
@@ -119,7 +119,7 @@ class _Rescue:
         with Attempt() as attempt:
             self.cache.convert(**STEPS[step])
         if attempt.why:
-            logger.warning("%s itself ran out of memory half-way: %s", step, attempt.why)
+            logger.warning("%s itself ran out of memory: %s", step, attempt.why)
         devices.release_idle_memory()
         after = self.cache.nbytes_by_device()
         taken = Fallback(
@@ -127,9 +127,9 @@ class _Rescue:
         )
         logger.warning(
             "out of memory at token %d; the step %s changes the cache from %s to %s bytes, and "
-            "generation goes on%s. What ran out: %s",
+            "generation continues%s. The error: %s",
             tokens, step, before, after,
-            "" if "residence" in STEPS[step] else "; from here on tokens may differ", why,
+            "" if "residence" in STEPS[step] else "; further tokens may differ", why,
         )  # fmt: skip
         if self._on_fallback is not None:
             self._on_fallback(taken)
@@ -140,7 +140,7 @@ def _tokens(cache: HFCache) -> int:
 
 
 def _frees(properties: Mapping[str, Any], cache: HFCache) -> bool:
-    """Whether layers take less of their devices with these properties."""
+    """Whether layers take less memory on their devices with these properties."""
     specs = [layer.template for layer in cache.attention_layers]
     if "residence" in properties:
         return any(spec.residence != properties["residence"] for spec in specs)

@@ -1,7 +1,7 @@
-"""What a layer of an :class:`HFCache` was at some length, to go back there.
+"""Snapshots of an :class:`HFCache`'s layers, for going back to an earlier length.
 
-Keys and values in order need nothing: forgetting the last of them is enough. Rings, and states of
-one size (Mamba's), are copied.
+Keys and values in order need none: dropping the last ones is enough. Rings, and states of fixed
+size (Mamba's), are copied.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
-from .layer import HFLayer, Undo
+from .layer import HFLayer
 from .versions import LinearAttentionCacheLayerMixin
 
 
 def taken(layers: Sequence[Any]) -> list[Any]:
-    """A snapshot of every layer, for :func:`put_back`."""
-    return [(_ring(layer), states(layer)) for layer in layers]
+    """Take a snapshot of every layer, for :func:`put_back`."""
+    return [
+        (layer.overwritten() if isinstance(layer, HFLayer) else None, states(layer))
+        for layer in layers
+    ]
 
 
 def put_back(layers: Sequence[Any], snapshot: Sequence[Any], length: int) -> None:
-    """Every layer as it was at this length, left padding counted."""
+    """Restore every layer's contents at this length, which includes left padding."""
     for layer, (ring, kept) in zip(layers, snapshot, strict=True):
         if isinstance(layer, HFLayer):
             if ring is None:
@@ -31,12 +34,8 @@ def put_back(layers: Sequence[Any], snapshot: Sequence[Any], length: int) -> Non
         vars(layer).update({name: _copied(values) for name, values in kept.items()})
 
 
-def _ring(layer: Any) -> Undo | None:
-    return layer.overwritten() if isinstance(layer, HFLayer) else None
-
-
 def states(layer: Any) -> dict[str, dict[int, Any]]:
-    """Copies of a layer's states of one size, and what is known of each; by attribute."""
+    """Copies of a layer's states of fixed size, and their properties; by attribute."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return {}
     own = vars(layer).items()

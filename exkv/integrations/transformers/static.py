@@ -1,8 +1,8 @@
-"""Static layers of an :class:`HFCache`, which ``torch.compile`` traces without a break.
+"""Static layers of an :class:`HFCache`, which ``torch.compile`` traces without a graph break.
 
-In a graph tokens go to places that a tensor counts, and keys are handed out where they are stored:
-no length is a constant, and steps share one graph. The rows' lengths are counted again when
-somebody asks outside of a graph.
+In a graph, a tensor counts the tokens and determines their places, and keys are returned where they
+are stored: no length is a constant, and steps share one graph. Outside of graphs, the rows' lengths
+are updated on demand.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .versions import SINCE_5, query_count
 
 
 class HFStaticLayer(HFLayer):
-    """Keys and values at the layer's full length, as of a stock ``StaticLayer``."""
+    """Keys and values at the layer's full length, like a stock ``StaticLayer``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._length = torch.tensor(0)  # of the longest row, left padding counted
-        self._in_graph = False  # whether a graph stored tokens that rows don't count
-        self._made: dict[str, torch.Tensor] | None = None  # by a graph, in place of a storage
+        self._length = torch.tensor(0)  # of the longest row, including left padding
+        self._in_graph = False  # whether a graph stored tokens that ``rows`` doesn't count
+        self._made: dict[str, torch.Tensor] | None = None  # by a graph, in place of a store
         super().__init__(*args, **kwargs)
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # an attribute there
-        """Whether keys and values are handed out at the full length."""
+        """Whether keys and values are returned at the full length."""
         return bool(self.full_length)
 
     @property
     def max_cache_len(self) -> int:
-        """Tokens that keys and values have room for."""
+        """Capacity in tokens."""
         return self.template.capacity
 
     @property
@@ -52,7 +52,7 @@ class HFStaticLayer(HFLayer):
 
     @property
     def cumulative_length(self) -> torch.Tensor:  # type: ignore[override]  # an int there
-        """Tokens of the longest row, left padding counted: int64 (), on the layer's device."""
+        """Tokens of the longest row, including left padding: int64 (), on the layer's device."""
         if not torch.compiler.is_compiling():
             self.settle()
         return self._length
@@ -68,7 +68,7 @@ class HFStaticLayer(HFLayer):
         self._store = store
 
     def _take_over(self, made: dict[str, torch.Tensor]) -> None:
-        """Move tokens that a graph has stored to a storage."""
+        """Move tokens that a graph has stored to a store."""
         in_graph, length, self._made = self._in_graph, self._length.clone(), None
         none = zip(made.values(), self.dims, strict=True)
         k, v = (x[:, :0, :, :dim].transpose(1, 2) for x, dim in none)
@@ -104,7 +104,7 @@ class HFStaticLayer(HFLayer):
         super().settle()
 
     def reset(self) -> None:
-        """Forget all tokens, and leave zeros behind."""
+        """Drop all tokens, and leave zeros."""
         self._in_graph = False
         super().reset()
         for tensor in () if self.store is None else self.store.tensors.values():
@@ -121,7 +121,7 @@ class HFStaticLayer(HFLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take tokens, (B, H_kv, T, D); returns all keys and values that they see."""
+        """Take tokens (B, H_kv, T, D) -> all keys and values that they see."""
         if torch.compiler.is_compiling() and self._can_be_traced(key_states):
             given = {"k": key_states, "v": value_states}
             stored = self._tensors or self._make(key_states, value_states)
@@ -135,20 +135,20 @@ class HFStaticLayer(HFLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row, including left padding; a tensor in a graph, of which 4.57
-        makes no positions."""
+        """Tokens of the longest row, including left padding; a tensor in a graph, from which 4.57
+        can't make positions."""
         if SINCE_5 and torch.compiler.is_compiling() and self._can_be_traced():
-            return self._length  # type: ignore[return-value]  # as of stock layers
+            return self._length  # type: ignore[return-value]  # like stock layers
         return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Number of keys that such a call sees, its own included, and position of the first."""
+        """Number of keys that a call sees, including its own, and the first one's position."""
         if torch.compiler.is_compiling() and self._can_be_traced():
             return self._sizes_in_graph(query_count(query_length))
         return super().get_mask_sizes(query_length)
 
     def _can_be_traced(self, keys: torch.Tensor | None = None) -> bool:
-        """Whether tokens find their places by the length alone; those of a call, if given."""
+        """Whether the length alone determines the places of tokens, of these keys if given."""
         template, stored = self.template, self._tensors
         plain = type(template.arrangement) is OneStore and template.storage == Storage()
         fits = keys is None or stored is None or len(keys) == len(stored["k"])
@@ -157,7 +157,7 @@ class HFStaticLayer(HFLayer):
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor] | None:
-        """The storage, (B, N, H_kv, D) each; None before the first tokens."""
+        """Stored keys and values, (B, N, H_kv, D) each; None before the first tokens."""
         return self._made if self._store is None else self._store._tensors
 
     def _make(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ class HFStaticLayer(HFLayer):
         return self.full_length, 0
 
     def _store_in_graph(self, stored: Tensors, new: Tensors, tokens: int) -> Tensors:
-        """Store tokens (B, T, H_kv, D); returns all that they see."""
+        """Store tokens (B, T, H_kv, D) -> all keys and values that they see."""
         at = torch.arange(tokens, device=self._length.device) + self._length
         for name, x in new.items():
             stored[name].index_copy_(1, at, x)  # an IndexError if there is no room
@@ -186,14 +186,14 @@ class HFStaticLayer(HFLayer):
 
 
 class HFStaticSlidingLayer(HFStaticLayer):
-    """A window's last tokens, as of a stock ``StaticSlidingWindowLayer``. What a call sees depends
-    on how many came, so that is a number in graphs, too."""
+    """A window's last tokens, like a stock ``StaticSlidingWindowLayer``. The keys that a call sees
+    depend on the number of tokens, which is therefore an integer in graphs, too."""
 
     _count = 0
 
     @property
     def cumulative_length_int(self) -> int:
-        """Tokens of the longest row, including those that were forgotten."""
+        """Tokens of the longest row, including evicted ones."""
         return self.get_seq_length()
 
     @HFStaticLayer.rows.setter  # type: ignore[attr-defined]  # a property
@@ -206,7 +206,7 @@ class HFStaticSlidingLayer(HFStaticLayer):
         return max(kept + tokens, self.max_cache_len), self._count - kept
 
     def _store_in_graph(self, stored: Tensors, new: Tensors, tokens: int) -> Tensors:
-        """In a ring, and in order behind what it had: see ``exkv.cache.retention.Window``."""
+        """Store in a ring, and return in order: see ``exkv.cache.retention.Window``."""
         past, size = self._count, self.max_cache_len
         if past + tokens <= size:
             return super()._store_in_graph(stored, new, tokens)
@@ -227,6 +227,6 @@ class HFStaticSlidingLayer(HFStaticLayer):
         self._count += tokens
 
     def _can_be_traced(self, keys: torch.Tensor | None = None) -> bool:
-        """As above; a call that is too long is refused outside of graphs."""
+        """As the base class; calls that are too long are refused outside of graphs."""
         too_long = keys is not None and self._count + keys.shape[2] > self.limit
         return not too_long and not self.record_past and super()._can_be_traced(keys)

@@ -1,9 +1,8 @@
-"""What earlier versions of transformers have otherwise, here in the words of the latest.
+"""The latest transformers' interface, for earlier versions.
 
-Since 5 a layer of a cache may hold states of one size (Mamba's and its like), and masks are asked
-for by how many queries there are and where they begin. In 4.57 models with such states have caches
-of their own, and masks are asked for by each query's position. Since 5.24 a cache is passed as
-``cache``.
+Since 5, a cache layer may hold states of fixed size (Mamba's and others'), and masks are requested
+by the number of queries and their offset. In 4.57, models with such states have caches of their
+own, and masks are requested by each query's position. Since 5.24, a cache is passed as ``cache``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 #: Whether this is 5.x.
 SINCE_5 = _VERSION >= (5,)
-#: Arguments by which one version or another takes a cache.
+#: Names of the cache argument in different versions.
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 if TYPE_CHECKING or SINCE_5:
@@ -45,18 +44,18 @@ else:
     STATIC_LAYER_TYPE_MAPPING: dict[str, Any] = {}
 
     class LinearAttentionCacheLayerMixin:
-        """No layer's."""
+        """The base of no layer."""
 
     class LinearAttentionLayer(LinearAttentionCacheLayerMixin):
-        """No layer's."""
+        """The base of no layer."""
 
     def get_layer_types_and_kwargs(
         config: PretrainedConfig,
     ) -> tuple[list[str], list[dict[str, Any]]]:
-        """Each layer's type, and its window or chunk by the name ``sliding_window``.
+        """Each layer's type, and its window or chunk as ``sliding_window``.
 
         Raises:
-            ValueError: a model with states of one size.
+            ValueError: the model has states of fixed size.
         """
         _check_no_states(config)
         window, chunk = (
@@ -82,51 +81,52 @@ else:
         device: Any = None,
         **pattern: Any,
     ) -> torch.Tensor | None:
-        """A mask as 5.x asks for it."""
+        """Make a mask with the arguments of 5.x."""
         positions = torch.arange(q_length, device=device) + q_offset
         return masking_utils.sdpa_mask(batch_size, positions, kv_length, kv_offset, **pattern)
 
 
 def _check_no_states(config: PretrainedConfig) -> None:
-    """ValueError for a model that brings a cache of its own."""
+    """Raise ValueError for a model with a cache of its own."""
     model: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model is not None and not model._supports_default_dynamic_cache():
         raise ValueError(
-            f"{model.__name__} keeps states beside keys and values, and in transformers "
-            f"{transformers.__version__} those have a cache of their own: use exkv's with "
-            "transformers 5.20 or later"
+            f"{model.__name__} has states besides keys and values, for which transformers "
+            f"{transformers.__version__} has a cache of its own: exkv's needs transformers 5.20 or "
+            "later"
         )
 
 
 def query_count(queries: int | torch.Tensor) -> int:
-    """Of a call as ``get_mask_sizes`` hears of it: a number, or in 4.57 each query's position."""
+    """Number of queries, from ``get_mask_sizes``' argument: that number, or in 4.57 each query's
+    position."""
     return len(queries) if isinstance(queries, torch.Tensor) else queries
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The name by which ``generate``, and ``forward`` of transformers' own models, takes a cache:
-    ``cache`` since 5.24, before it ``past_key_values``, or ``cache_params`` in Mamba."""
+    """Name of the cache argument of ``generate``, and of ``forward`` in transformers' own models:
+    ``cache`` since 5.24, ``past_key_values`` before, or ``cache_params`` in Mamba."""
     if _VERSION >= (5, 24):
         return "cache"
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
 def with_cache_renamed(model: PreTrainedModel, call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's keyword arguments, with the cache among them under the name that this version takes.
+    """A call's keyword arguments, with the cache under this version's name.
 
     Raises:
         ValueError: a cache is given under two names.
     """
     given = [name for name in _CACHE_ARGUMENTS if call.get(name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given, and are the same: leave out one")
+        raise ValueError(f"{' and '.join(given)} are the same argument: give only one")
     rest = {name: value for name, value in call.items() if name not in _CACHE_ARGUMENTS}
     return {**rest, **{cache_argument(model): call[name] for name in given}}
 
 
-#: Layers of quantized caches of any backend; a class of its own since 5.24.
+#: Base of quantized caches' layers, a class since 5.24.
 BaseQuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer", DynamicLayer)
-#: (whether static, whether a window) -> layer with states beside keys and values; none in 4.57.
+#: (is static, has a window) -> class of layers with states besides keys and values; none in 4.57.
 STOCK_HYBRIDS: dict[tuple[bool, bool], Any] = {
     (bool(static), slides): mapping.get("hybrid_sliding" if slides else "hybrid")
     for static, mapping in enumerate((DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING))

@@ -1,6 +1,6 @@
-"""ExLlamaV2's generators, their settings, and the names of those that aren't here."""
+"""ExLlamaV2's generators, their settings, and the names of those that exkv doesn't have."""
 
-from exkv.compat.exllamav2.gone import missing_from
+from exkv.compat.exllamav2.missing import missing_from
 from exkv.compat.exllamav2.version import __version__
 
 from . import filters

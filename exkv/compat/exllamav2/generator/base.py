@@ -1,4 +1,4 @@
-"""``ExLlamaV2BaseGenerator``: a batch at a time, over :class:`exkv.Generator`."""
+"""``ExLlamaV2BaseGenerator``: one batch at a time, over :class:`exkv.Generator`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from exkv import Generator, Job
 from exkv.batch import pad_rows
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import (
+from exkv.compat.exllamav2.loras import adapter_of
+from exkv.compat.exllamav2.missing import (
     Adapter,
     check_kind,
     instead_of,
     missing_from,
     refuse_arguments,
 )
-from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.decode import Event, Handle
@@ -53,16 +53,16 @@ class ExLlamaV2BaseGenerator(Adapter):
         self._handles: list[Handle] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Settings of ExLlamaV2's generators that exkv has nothing for may be off only."""
-        said = None if hasattr(type(self), name) else instead_of(f"{type(self).__name__}.{name}")
-        if said is None:
+        """Refuse settings of ExLlamaV2's generators that exkv doesn't have, unless they are off."""
+        advice = None if hasattr(type(self), name) else instead_of(f"{type(self).__name__}.{name}")
+        if advice is None:
             super().__setattr__(name, value)
         elif value:
-            raise AttributeError(f"{type(self).__name__}.{name} can't be set here: {said}")
+            raise AttributeError(f"{type(self).__name__}.{name} can't be set: {advice}")
 
     @property
     def sequence_ids(self) -> Tensor | None:
-        """Prompts and completions so far, int64 (B, T), padded on the left; None before any."""
+        """Prompts and completions so far, int64 (B, T), left-padded; None before any."""
         rows = self._rows()
         return pad_rows(rows, fill=self.tokenizer.pad_token_id, left=True)[0] if rows else None
 
@@ -71,8 +71,8 @@ class ExLlamaV2BaseGenerator(Adapter):
         return max(map(len, self._rows()), default=0) >= self._limit
 
     def _rows(self) -> list[list[int]]:
-        """Prompt and completion of each row, without what ended it."""
-        return [part.prompt + _kept(handle) for handle in self._handles for part in handle.parts]
+        """Prompt and completion of each row, without the token that ended it."""
+        return [part.prompt + _shown(handle) for handle in self._handles for part in handle.parts]
 
     @property
     def _limit(self) -> int:
@@ -103,25 +103,25 @@ class ExLlamaV2BaseGenerator(Adapter):
         """Complete a text, or several as one batch.
 
         Args:
-            num_tokens: the most to generate for each.
-            seed: row ``i`` draws as exkv's Generator does with ``seed + i``; None draws seeds from
+            num_tokens: most tokens to generate for each.
+            seed: row ``i`` samples like exkv's Generator with ``seed + i``; None for seeds from
                 Python's ``random``.
-            encode_special_tokens, decode_special_tokens: of the prompts, and of the completions.
-            stop_token: that ends a completion, and is left out; -1 for the tokenizer's eos token,
-                None for none.
+            encode_special_tokens, decode_special_tokens: in the prompts, and in the completions.
+            stop_token: ends a completion, and is left out; -1 for the tokenizer's EOS token, None
+                for none.
             add_bos: begin each prompt with the BOS token.
-            abort_event: cleared at first; once it is set, the texts so far are returned.
+            abort_event: cleared first; once it is set, the texts so far are returned.
             completion_only: return the completions without the prompts.
             loras: an ``ExLlamaV2Lora``, or a list with one.
-            filters, filter_prefer_eos, token_healing: as of :class:`ExLlamaV2DynamicJob`.
+            filters, filter_prefer_eos, token_healing: see :class:`ExLlamaV2DynamicJob`.
 
         Returns:
-            The text, or a list of texts for a list. A prompt that leaves no room for
-            ``num_tokens`` loses its beginning, with a warning.
+            The text, or a list of texts for a list. A prompt without room for ``num_tokens`` is
+            truncated at its beginning, with a warning.
 
         Raises:
             ValueError: an empty prompt, more prompts than rows, no room for ``num_tokens``, an
-                argument that isn't taken here, or logits that no token can be chosen by.
+                unsupported argument, or logits that allow no token.
         """
         refuse_arguments("generate_simple", input_embeddings=input_embeddings)
         _check_settings(gen_settings)
@@ -129,7 +129,7 @@ class ExLlamaV2BaseGenerator(Adapter):
         rows = self.tokenizer.rows(texts, add_bos, False, encode_special_tokens)
         shown = self._fitted(texts, rows, num_tokens)
         stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
-        usual: dict[str, Any] = {
+        common: dict[str, Any] = {
             "settings": gen_settings.for_jobs(self.tokenizer),
             "max_new_tokens": max(num_tokens, 1),
             "stop": () if stop is None else (stop,),
@@ -140,9 +140,11 @@ class ExLlamaV2BaseGenerator(Adapter):
         }
         seeds = [any_seed() if seed is None else seed + row for row in range(len(rows))]
         self._begin(
-            [Job(prompt=ids, seed=own, **usual) for ids, own in zip(rows, seeds, strict=True)]
+            [Job(prompt=ids, seed=own, **common) for ids, own in zip(rows, seeds, strict=True)]
         )
-        self._abort_at(abort_event)
+        self.abort_event = abort_event
+        if abort_event is not None:
+            abort_event.clear()
         while num_tokens and self._scheduler.busy:
             self._step()
             if self._aborted:
@@ -153,26 +155,20 @@ class ExLlamaV2BaseGenerator(Adapter):
             found = list(map(operator.add, shown, found))
         return found[0] if isinstance(prompt, str) else found
 
-    def _abort_at(self, event: threading.Event | None) -> None:
-        """Clear the event; it ends completions from now on."""
-        self.abort_event = event
-        if event is not None:
-            event.clear()
-
     def _fitted(self, texts: list[str], rows: list[list[int]], num_tokens: int) -> list[str]:
-        """Cut rows that leave no room for ``num_tokens``; the texts of the rows."""
+        """Truncate rows that leave no room for ``num_tokens`` -> the texts of the rows."""
         room = self._limit - num_tokens
         if not rows or not all(rows) or num_tokens < 0 or room < 1:
             raise ValueError(
                 f"prompts of {[len(row) for row in rows]} tokens and num_tokens {num_tokens}, with "
-                f"room for {self._limit}: each prompt needs a token, and room for one"
+                f"room for {self._limit}: each prompt needs at least one token, and room for it"
             )
         longest = max(map(len, rows))
         if longest <= room:
             return texts
         warnings.warn(
-            f"a prompt of {longest} tokens and num_tokens {num_tokens} are more than the "
-            f"{self._limit} that there is room for: only the prompt's last {room} are used",
+            f"a prompt of {longest} tokens and num_tokens {num_tokens} exceed the limit of "
+            f"{self._limit}: only the prompt's last {room} are used",
             stacklevel=3,
         )
         for row in rows:
@@ -180,16 +176,16 @@ class ExLlamaV2BaseGenerator(Adapter):
         return [self.tokenizer.exkv.decode(row) for row in rows]
 
     def _begin(self, jobs: Sequence[Job], **proposing: Any) -> None:
-        """Go on with these jobs alone; ``draft`` and ``ngrams`` as of exkv's Generator."""
+        """Replace the current jobs; for ``draft`` and ``ngrams`` see exkv's Generator."""
         if self._handles:
-            self._scheduler.cancel_all()  # a stream that nobody read to its end
+            self._scheduler.cancel_all()  # such as a stream that wasn't read to its end
         self.cache.take_over(None)
         self.cache.pads = ()
         self._runs = Generator(self.model.exkv, self.cache.exkv, self.tokenizer.exkv, **proposing)
         self._scheduler, self._handles = self._runs.begin(jobs)
 
     def _step(self) -> list[Event]:
-        """Make one step, and return its events; raises the error of a job that failed."""
+        """Run one step -> its events; raises the error of a failed job."""
         with self._runs.leased():
             events = self._scheduler.iterate()
         for event in events:
@@ -204,7 +200,7 @@ class ExLlamaV2BaseGenerator(Adapter):
     def _text_of(self, handle: Handle, special: bool) -> str:
         """A job's completion."""
         text = Continuation(self.tokenizer, handle, special)
-        return "".join([*map(text.push, _kept(handle)), text.flush()])
+        return "".join([*map(text.push, _shown(handle)), text.flush()])
 
 
 class Continuation:
@@ -212,34 +208,34 @@ class Continuation:
 
     def __init__(self, tokenizer: ExLlamaV2Tokenizer, handle: Handle, special: bool) -> None:
         self._decoder = tokenizer.exkv.stream(not special, after=handle.prompt)
-        asked = handle.job.prompt
-        healed = asked[-1] if len(asked) > len(handle.prompt) else None
+        given = handle.job.prompt
+        healed = given[-1] if len(given) > len(handle.prompt) else None
         self._skip = len(tokenizer.exkv.bytes_of(healed)) if isinstance(healed, int) else 0
 
     def push(self, token: int) -> str:
-        """Text that a token completes."""
+        """The text that this token completes."""
         skip, self._skip = self._skip, 0
         return self._decoder.push(token, skip)
 
     def flush(self) -> str:
-        """The rest, after the last token."""
+        """The rest of the text, after the last token."""
         return self._decoder.flush()
 
 
-def _kept(handle: Handle) -> list[int]:
-    """The tokens of a completion, without the one that ended it."""
+def _shown(handle: Handle) -> list[int]:
+    """A completion's tokens, without the one that ended it."""
     return handle.tokens[:-1] if handle.reason == "eos" else list(handle.tokens)
 
 
 def any_seed() -> int:
-    """A seed by Python's ``random``."""
+    """A seed from Python's ``random``."""
     return random.getrandbits(_MOST_SEED)
-
-
-__getattr__ = missing_from(__name__)
 
 
 def _check_settings(settings: Settings) -> None:
     check_kind("gen_settings", settings, Settings)
     if settings.cfg_scale is not None:
         raise ValueError("generate_simple takes no cfg_scale: use begin_stream_ex with two rows")
+
+
+__getattr__ = missing_from(__name__)

@@ -12,8 +12,14 @@ import torch
 from exkv import Draft, Engine, KVCache
 from exkv.cache import Paged
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import Adapter, check_kind, gone, missing_from, refuse_arguments
 from exkv.compat.exllamav2.loras import adapter_of
+from exkv.compat.exllamav2.missing import (
+    Adapter,
+    check_kind,
+    missing_from,
+    placeholder,
+    refuse_arguments,
+)
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.decode import Event, Handle
@@ -21,26 +27,26 @@ from exkv.decode import Event, Handle
 from .jobs import ExLlamaV2DynamicJob
 from .sampler import Settings
 
-#: Tokens of a page.
+#: Tokens per page.
 PAGED_PAGE_SIZE = 256
 _MOST_RUNNING = 16
 
-ExLlamaV2MMEmbedding = gone("ExLlamaV2MMEmbedding", __name__)
+ExLlamaV2MMEmbedding = placeholder("ExLlamaV2MMEmbedding", __name__)
 
 
 class ExLlamaV2DynamicGenerator(Adapter):
     """Runs jobs, as many at once as there is room for.
 
-    The cache becomes a pool of pages that all jobs share, with as many tokens as its rows had; its
-    contents are lost. An earlier generator without jobs releases the caches that it held.
+    The cache becomes a pool of pages that all jobs share, with the capacity of its rows; its
+    contents are lost. An earlier generator without jobs releases its caches.
 
     Args:
         max_batch_size: jobs that run at once.
-        max_seq_len: tokens of a job at most; None for the model's.
-        max_chunk_size: tokens of a prompt that are run between two decode steps.
+        max_seq_len: most tokens of a job; None for the model's.
+        max_chunk_size: tokens of a prompt that run between two decode steps.
         draft_model, draft_cache, num_draft_tokens: a smaller model that proposes up to this many
             tokens at a time.
-        use_ngram_draft, max_ngram: propose what followed the last tokens earlier in the text.
+        use_ngram_draft, max_ngram: propose tokens that followed the last ones earlier in the text.
         others: without effect.
 
     Attributes:
@@ -97,31 +103,30 @@ class ExLlamaV2DynamicGenerator(Adapter):
         self._adapter: str | None = None
         self._jobs: dict[Handle, ExLlamaV2DynamicJob] = {}
         self._begun: set[Handle] = set()
-        self._entering = threading.Lock()  # from the engine's queue to that of results
+        self._entering = threading.Lock()  # a job enters the engine's queue and ours at once
 
     # Jobs ---------------------------------------------------------------------------------
 
     def enqueue(self, job: ExLlamaV2DynamicJob | list[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """Submit a job or several; returns their serial numbers.
+        """Submit a job or several -> their serial numbers.
 
         Raises:
-            ValueError: a job that never fits, or a setting that isn't taken here.
+            ValueError: a job can never fit, or has an unsupported setting.
         """
-        return (
-            [self._enqueue(each) for each in job] if isinstance(job, list) else self._enqueue(job)
-        )
+        if isinstance(job, list):
+            return [self._enqueue(each) for each in job]
+        return self._enqueue(job)
 
     def _enqueue(self, job: ExLlamaV2DynamicJob) -> int:
         check_kind("job", job, ExLlamaV2DynamicJob)
-        asked = len(job.input_ids) + job.max_new_tokens
-        if asked > self.max_seq_len:
+        if len(job.input_ids) + job.max_new_tokens > self.max_seq_len:
             raise ValueError(
                 f"a prompt of {len(job.input_ids)} tokens and max_new_tokens {job.max_new_tokens}, "
-                f"and max_seq_len is {self.max_seq_len}: shorten one of them"
+                f"but max_seq_len is {self.max_seq_len}: shorten one of them"
             )
-        taken = job.for_exkv(self.tokenizer, self._adapter)
+        own = job.for_exkv(self.tokenizer, self._adapter)
         with self._entering:
-            handle = self.exkv.submit(taken)
+            handle = self.exkv.submit(own)
             serial, self.job_serial = self.job_serial, self.job_serial + 1
             job.begin(self, serial, handle)
             self._jobs[handle] = job
@@ -141,7 +146,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
         )
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        """Drop a job; its pages are free after the next step."""
+        """Drop a job; the next step frees its pages."""
         if self._jobs.pop(job.handle, None) is not None:
             self._begun.discard(job.handle)
             job.handle.cancel()
@@ -167,11 +172,11 @@ class ExLlamaV2DynamicGenerator(Adapter):
         return [job for job in self._jobs.values() if job.is_prefill_done()]
 
     def iterate(self) -> list[dict[str, Any]]:
-        """Make one step: results in ExLlamaV2's form. A job's first has the stage ``"started"``,
-        all others ``"streaming"``.
+        """Run one step -> results in ExLlamaV2's format. A job's first one has the stage
+        ``"started"``, all others ``"streaming"``.
 
         Raises:
-            ValueError: the error of a job that failed, such as logits that allow no token.
+            ValueError: the error of a failed job, such as logits that allow no token.
         """
         results = self.results()
         for result in results:
@@ -180,8 +185,8 @@ class ExLlamaV2DynamicGenerator(Adapter):
         return results
 
     def results(self) -> list[dict[str, Any]]:
-        """:meth:`iterate`, but a job that fails has its error as ``"error"`` of its last result."""
-        for job in list(self._jobs.values()):  # whose settings may have been changed
+        """:meth:`iterate`, but the last result of a failed job has its error as ``"error"``."""
+        for job in list(self._jobs.values()):  # settings may have changed
             job.handle.settings = job.gen_settings.for_jobs(self.tokenizer)
         events = self.exkv.iterate()
         results: list[dict[str, Any]] = []
@@ -202,7 +207,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
             self.cancel(job)
             return [*started, job.about("streaming", eos=True) | {"error": handle.error}]
         result = job.result(event, self.tokenizer)
-        if result["eos"]:  # a stop text may be complete here before it is in the engine
+        if result["eos"]:  # a stop text may be found here before the engine finds it
             self.cancel(job)
         return [*started, *job.suppressed(), result]
 
@@ -235,21 +240,21 @@ class ExLlamaV2DynamicGenerator(Adapter):
         """Complete a text, or several at once.
 
         Args:
-            prompt: a text or a list of texts; a pair of texts where ``gen_settings`` has a
-                ``cfg_scale``, of which the second is steered away from.
-            seed: of the first prompt; of the others, one more each.
-            gen_settings: of all, or a list.
+            prompt: a text or a list of texts; if ``gen_settings`` has a ``cfg_scale``, pairs of a
+                prompt and a negative prompt.
+            seed: of the first prompt; each further one has the next seed.
+            gen_settings: one for all, or a list.
             abort_event: once it is set, all jobs are dropped.
             completion_only: return the completions without the prompts.
             filters: a list for the text, or a list of lists.
             return_last_results: also return each job's last result.
-            others: as of :class:`ExLlamaV2DynamicJob`.
+            others: see :class:`ExLlamaV2DynamicJob`.
 
         Returns:
             The text, or a list of texts for a list; None after an abort.
 
         Raises:
-            ValueError: as of :meth:`enqueue`.
+            ValueError: as :meth:`enqueue` does.
         """
         refuse_arguments("generate", embeddings=embeddings)
         texts = list(prompt) if isinstance(prompt, list) else [prompt]
@@ -287,7 +292,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
     def _run(
         self, jobs: Sequence[ExLlamaV2DynamicJob], abort_event: threading.Event | None
     ) -> list[dict[str, Any]] | None:
-        """Run to the end: the last result of each job; None after an abort."""
+        """Run jobs to their end -> the last result of each; None after an abort."""
         self.enqueue(list(jobs))
         last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
         while len(last) < len(jobs):
@@ -299,7 +304,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
 
 
 def _in_pages(cache: ExLlamaV2CacheBase) -> KVCache:
-    """The cache as a pool of pages, with the same storage and as many tokens."""
+    """Convert the cache to a pool of pages, with the same storage and capacity."""
     old = cache.exkv
     tokens = old.batch_size * old.max_seq_len // PAGED_PAGE_SIZE * PAGED_PAGE_SIZE
     if old.pages is not None:
@@ -307,7 +312,7 @@ def _in_pages(cache: ExLlamaV2CacheBase) -> KVCache:
     if not tokens:
         raise ValueError(
             f"the cache has room for {old.batch_size * old.max_seq_len} tokens: the dynamic "
-            f"generator needs {PAGED_PAGE_SIZE} or more"
+            f"generator needs at least {PAGED_PAGE_SIZE}"
         )
     specs = [
         replace(layer.spec, batch_size=1, max_seq_len=tokens, growth=Paged(PAGED_PAGE_SIZE))
@@ -332,11 +337,13 @@ def _draft(model: ExLlamaV2 | None, cache: ExLlamaV2CacheBase | None, tokens: in
 
 
 def _for_each(name: str, given: Any, count: int) -> list[Any]:
-    """One for each prompt."""
+    """One value per prompt."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
-        raise ValueError(f"{name} has {len(given)} for {count} prompts: give one for each")
+        raise ValueError(
+            f"{name} has {len(given)} entries for {count} prompts: give one per prompt"
+        )
     return given
 
 

@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from exkv.compat.exllamav2.gone import Adapter, missing_from
+from exkv.compat.exllamav2.missing import Adapter, missing_from
 
 from .dynamic import ExLlamaV2DynamicGenerator
 from .jobs import ExLlamaV2DynamicJob
 
 
 class ExLlamaV2DynamicGeneratorAsync(Adapter):
-    """Arguments as of :class:`ExLlamaV2DynamicGenerator`, which is its ``generator``."""
+    """The dynamic generator for asyncio; takes the arguments of :class:`ExLlamaV2DynamicGenerator`,
+    which is its ``generator``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.generator = ExLlamaV2DynamicGenerator(*args, **kwargs)
@@ -21,18 +22,18 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
         self.iteration_task: asyncio.Task[None] | None = None
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """Submit a job; a job does so itself."""
+        """Submit a job; jobs call this themselves."""
         self.generator.enqueue(job.job)
         self.jobs[job.job] = job
         if self.iteration_task is None or self.iteration_task.done():
             self.iteration_task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Make steps as long as there are jobs, or pages of cancelled ones to release."""
+        """Run steps while there are jobs, or pages of cancelled ones to release."""
         while self.jobs or self.generator.exkv.busy:
             try:
                 results = await asyncio.to_thread(self.generator.results)
-            except Exception as error:  # noqa: BLE001 # whatever it is, nobody else hears of it
+            except Exception as error:  # noqa: BLE001 # nobody else would get it
                 for job in list(self.jobs.values()):
                     await job.put_result(error)
                     await self.cancel(job)
@@ -60,8 +61,8 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
 
 
 class ExLlamaV2DynamicJobAsync(Adapter):
-    """A job of an :class:`ExLlamaV2DynamicGeneratorAsync`, submitted at once; ``async for`` gives
-    its results. Further arguments as of :class:`ExLlamaV2DynamicJob`."""
+    """A job of an :class:`ExLlamaV2DynamicGeneratorAsync`, submitted at once; ``async for`` yields
+    its results. Further arguments are those of :class:`ExLlamaV2DynamicJob`."""
 
     def __init__(
         self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any
@@ -73,7 +74,7 @@ class ExLlamaV2DynamicJobAsync(Adapter):
         generator.enqueue(self)
 
     async def put_result(self, result: dict[str, Any] | Exception | None) -> None:
-        """Hand a result to whoever waits; None ends the ``async for``."""
+        """Queue a result; None ends the ``async for``."""
         await self.queue.put(result)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
@@ -88,7 +89,7 @@ class ExLlamaV2DynamicJobAsync(Adapter):
                 return
 
     async def cancel(self) -> None:
-        """Drop it; any task that iterates over it stops."""
+        """Drop the job; a task that iterates over it stops."""
         self.cancelled = True
         await self.generator.cancel(self)
 

@@ -1,8 +1,8 @@
-"""Filters, which say which tokens may come next.
+"""Filters, which determine the tokens that may come next.
 
 ``ExLlamaV2Filter`` is the base class, from which lm-format-enforcer and formatron derive theirs.
-ExLlamaV2's own two filters are grammars of exkv's here. :class:`Filters` combines several to one
-constraint of an exkv job.
+ExLlamaV2's own two filters are implemented by exkv's grammars. :class:`Filters` combines several
+into the constraint of one exkv job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exkv import Grammar, Tokenizer
-from exkv.compat.exllamav2.gone import Adapter, missing_from
+from exkv.compat.exllamav2.missing import Adapter, missing_from
 from exkv.sampling.grammar import ConstraintState
 
 
@@ -32,22 +32,22 @@ class ExLlamaV2Filter(Adapter):
         self.model, self.tokenizer = model, tokenizer
 
     def clone(self, c: ExLlamaV2Filter | None = None) -> ExLlamaV2Filter:
-        """A copy; into ``c`` if that is given."""
+        """Copy the filter, into ``c`` if that is given."""
         if c is None:
             return copy.copy(self)
         vars(c).update(vars(self))
         return c
 
     def begin(self, prefix_str: str) -> None:
-        """A completion begins."""
+        """Begin a completion."""
         raise NotImplementedError(f"{type(self).__name__} has no begin(prefix_str)")
 
     def feed(self, token: Tensor) -> None:
-        """A token, int64 (1, 1), was chosen."""
+        """Take the chosen token, int64 (1, 1)."""
         raise NotImplementedError(f"{type(self).__name__} has no feed(token)")
 
     def next(self) -> tuple[Collection[int] | None, Collection[int] | None]:
-        """The allowed tokens, None for all; and those among them that end the completion."""
+        """The allowed tokens (None for all), and those of them that end the completion."""
         raise NotImplementedError(f"{type(self).__name__} has no next()")
 
     def use_background_worker(self) -> bool:
@@ -55,12 +55,12 @@ class ExLlamaV2Filter(Adapter):
         return False
 
     def can_mask_logits(self) -> bool:
-        """Without effect: exkv asks :meth:`next`."""
+        """Without effect: exkv calls :meth:`next`."""
         return False
 
 
 class GrammarFilter(ExLlamaV2Filter):
-    """A filter that is one of exkv's grammars.
+    """A filter that is implemented by an exkv grammar.
 
     Attributes:
         exkv: the :class:`exkv.Grammar` that does the work.
@@ -84,7 +84,7 @@ class GrammarFilter(ExLlamaV2Filter):
 
 
 class ExLlamaV2SelectFilter(GrammarFilter):
-    """The completion is one of these texts."""
+    """Makes the completion one of these texts."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ExLlamaV2SelectFilter(GrammarFilter):
 
 
 class ExLlamaV2PrefixFilter(GrammarFilter):
-    """The completion begins with this text, or one of these."""
+    """Makes the completion begin with this text, or with one of these."""
 
     def __init__(
         self, model: object, tokenizer: object, prefix_strings: str | Sequence[str]
@@ -115,7 +115,7 @@ class ExLlamaV2PrefixFilter(GrammarFilter):
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Several filters as one constraint: tokens that all of them allow.
+    """Several filters as one constraint, which allows the tokens that all of them allow.
 
     Attributes:
         prefer_eos: end as soon as all filters allow it.
@@ -126,7 +126,7 @@ class Filters:
 
     def follow(self, tokenizer: Tokenizer) -> _Following:
         states = [
-            each.exkv.follow(tokenizer) if isinstance(each, GrammarFilter) else _Asked(each)
+            each.exkv.follow(tokenizer) if isinstance(each, GrammarFilter) else _PythonFilter(each)
             for each in self.filters
         ]
         return _Following(states, tokenizer.eos_ids if self.prefer_eos else ())
@@ -163,15 +163,15 @@ class _Following:
             state.undo(tokens)
 
 
-class _Asked:
+class _PythonFilter:
     """One completion under a filter that is written in Python."""
 
-    def __init__(self, asked: Any) -> None:
-        self._filter = asked
+    def __init__(self, wrapped: Any) -> None:
+        self._filter = wrapped
         self._fed: list[int] = []
         self._ends: frozenset[int] = frozenset()
         self.is_over = False
-        asked.begin("")
+        wrapped.begin("")
 
     def allowed(self, vocab_size: int) -> Tensor:
         passed, ends = self._filter.next()
@@ -203,7 +203,7 @@ def filters_of(call: str, filters: Any, prefer_eos: bool = False) -> Filters | N
     """The constraint of a list of filters; None for no filters.
 
     Raises:
-        TypeError: an entry is no filter.
+        TypeError: an entry is not a filter.
     """
     if not filters:
         return None
@@ -211,7 +211,7 @@ def filters_of(call: str, filters: Any, prefer_eos: bool = False) -> Filters | N
         raise TypeError(f"{call}: filters is a {type(filters).__name__}; give a list")
     for each in filters:
         if not all(hasattr(each, name) for name in ("begin", "feed", "next")):
-            raise TypeError(f"{call}: {each!r:.60} is no filter: it has no begin, feed and next")
+            raise TypeError(f"{call}: {each!r:.60} is not a filter: it has no begin, feed and next")
     return Filters(tuple(filters), prefer_eos)
 
 

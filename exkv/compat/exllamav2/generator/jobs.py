@@ -1,4 +1,4 @@
-"""``ExLlamaV2DynamicJob``: a request to the dynamic generator, and its results so far."""
+"""``ExLlamaV2DynamicJob``: a request for the dynamic generator, and its results so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exkv import Job
-from exkv.compat.exllamav2.gone import Adapter, check_kind, missing_from, refuse_arguments
+from exkv.compat.exllamav2.missing import Adapter, check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.decode import Event, Handle
 from exkv.decode.completion import StopText
@@ -23,7 +23,7 @@ from .sampler import Settings
 if TYPE_CHECKING:
     from .dynamic import ExLlamaV2DynamicGenerator
 
-#: Why exkv's jobs end -> ``eos_reason``.
+#: Reason for which an exkv job ends -> ``eos_reason``.
 _REASONS = {
     "eos": "stop_token",
     "stop": "stop_string",
@@ -34,27 +34,27 @@ _REASONS = {
 
 
 class ExLlamaV2DynamicJob(Adapter):
-    """One prompt to be completed.
+    """A prompt to complete.
 
     Args:
-        input_ids: int64 (1, T), or a list of one such tensor; with ``gen_settings.cfg_scale``, of
-            two, of which the second is steered away from.
-        max_skips: without effect: jobs begin in the order in which they came.
-        min_new_tokens: before there are this many, no id among the ``stop_conditions`` is chosen.
+        input_ids: int64 (1, T), or a list with one such tensor; with ``gen_settings.cfg_scale``,
+            with two: the prompt and the negative prompt.
+        max_skips: without effect: jobs begin in their order of arrival.
+        min_new_tokens: until there are this many, no id of the ``stop_conditions`` is chosen.
         stop_conditions: texts and ids that end the completion; nothing else ends it before
             ``max_new_tokens``.
-        token_healing: the last token of the prompt is chosen again, by its text.
-        banned_strings: texts that don't appear; a result comes when its token is final, and one
-            with ``suppressed_text`` where one was taken back.
-        return_probs, return_top_tokens: probabilities by the model's own distribution, before the
-            settings shape it; ``return_logits``, its logits, (1, 1, vocabulary).
-        identifier: given back in each result.
+        token_healing: choose the prompt's last token again, by its text.
+        banned_strings: texts that must not appear; a token's result comes when it is final, and
+            one with ``suppressed_text`` when a text was removed.
+        return_probs, return_top_tokens: probabilities of the model's own distribution, before
+            sampling steps; ``return_logits``: its logits, (1, 1, vocabulary).
+        identifier: returned in each result.
 
     Attributes:
         full_completion: the text so far.
-        new_tokens: tokens so far.
-        cached_pages, cached_tokens: of the prompt, that were there already.
-        accepted_draft_tokens, rejected_draft_tokens: of those that were proposed.
+        new_tokens: number of tokens so far.
+        cached_pages, cached_tokens: the part of the prompt found in the prefix cache.
+        accepted_draft_tokens, rejected_draft_tokens: numbers of proposed tokens.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class ExLlamaV2DynamicJob(Adapter):
         self._handle: Handle | None = None
 
     def for_exkv(self, tokenizer: ExLlamaV2Tokenizer, adapter: str | None) -> Job:
-        """The job as exkv's engine takes it, with this adapter; errors as of :class:`exkv.Job`."""
+        """The job for exkv's engine, with this adapter; raises as :class:`exkv.Job` does."""
         most = self.return_top_tokens
-        asks = most or self.return_probs or self.return_logits
+        wants_logprobs = most or self.return_probs or self.return_logits
         return Job(
             prompt=self.input_ids,
             settings=self.gen_settings.for_jobs(tokenizer),
@@ -112,7 +112,7 @@ class ExLlamaV2DynamicJob(Adapter):
             stop=[*self.stop_strings, *self.stop_tokens],
             ignore_eos=True,
             grammar=filters_of("ExLlamaV2DynamicJob", self.filters, self.filter_prefer_eos),
-            logprobs=most if asks else None,
+            logprobs=most if wants_logprobs else None,
             return_logits=self.return_logits,
             banned_strings=self.banned_strings,
             token_healing=self._heals,
@@ -133,7 +133,7 @@ class ExLlamaV2DynamicJob(Adapter):
     def handle(self) -> Handle:
         """exkv's own handle; ValueError before the job is in a queue."""
         if self._handle is None:
-            raise ValueError("the job is in no queue yet: call generator.enqueue(job)")
+            raise ValueError("the job isn't in a queue yet: call generator.enqueue(job)")
         return self._handle
 
     @property
@@ -162,7 +162,7 @@ class ExLlamaV2DynamicJob(Adapter):
     # Results ------------------------------------------------------------------------------
 
     def result(self, event: Event, tokenizer: ExLlamaV2Tokenizer) -> dict[str, Any]:
-        """The result for one of exkv's events, in ExLlamaV2's form."""
+        """Convert one of exkv's events to ExLlamaV2's format."""
         now = time.time()
         self.time_first_token, self.time_last_token = self.time_first_token or now, now
         ended = event.reason == "eos"
@@ -180,18 +180,18 @@ class ExLlamaV2DynamicJob(Adapter):
         return found
 
     def suppressed(self) -> list[dict[str, Any]]:
-        """A result for the banned text that was taken back since the last call, if any."""
+        """A result for the banned text that was removed since the last call, if any."""
         completion = self.handle.completion
         text, completion.suppressed = completion.suppressed, ""
         return [self.about("streaming") | {"suppressed_text": text}] if text else []
 
     def about(self, stage: str, eos: bool = False) -> dict[str, Any]:
-        """Entries of every result."""
+        """The entries that every result has."""
         named = {} if self.identifier is None else {"identifier": self.identifier}
         return {"job": self, "stage": stage, "eos": eos, "serial": self.serial_number, **named}
 
     def _text(self, event: Event) -> str:
-        """The text that an event makes final."""
+        """The text that this event makes final."""
         ended = event.reason not in ("", "stop")
         new = ""
         if event.token is not None and event.reason != "eos":
@@ -201,7 +201,7 @@ class ExLlamaV2DynamicJob(Adapter):
         return self._stop.push(new) + (self._stop.flush() if ended else "")
 
     def _probabilities(self, event: Event) -> dict[str, Tensor]:
-        """float (1, 1) of the token; those of the likeliest, (1, 1, k); logits (1, 1, V)."""
+        """The token's probability, (1, 1); the most likely tokens', (1, 1, k); logits (1, 1, V)."""
         if event.logprobs is None:
             return {}
         found = {"token_probs": torch.tensor([[math.exp(event.logprobs.logprob)]])}
@@ -239,13 +239,13 @@ class ExLlamaV2DynamicJob(Adapter):
 
 
 def _rows_of(input_ids: Tensor | list[Tensor], cfg_scale: float | None) -> list[list[int]]:
-    """The ids of a prompt, and with guidance those of the one to steer away from."""
+    """The ids of a prompt and, with guidance, of the negative prompt."""
     given = input_ids if isinstance(input_ids, list) else [input_ids]
     rows = [row.tolist() for each in given for row in each.reshape(-1, each.shape[-1])]
     if len(rows) != len(given) or len(rows) != (1 if cfg_scale is None else 2):
         raise ValueError(
-            f"a job of {len(rows)} prompts, and settings.cfg_scale {cfg_scale}: a job has one "
-            "prompt, or with cfg_scale a list of two, (1, tokens) each"
+            f"a job of {len(rows)} prompts with settings.cfg_scale {cfg_scale}: a job has one "
+            "prompt or, with cfg_scale, a list of two, (1, tokens) each"
         )
     return rows
 

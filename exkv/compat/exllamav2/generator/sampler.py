@@ -1,7 +1,7 @@
-"""``ExLlamaV2Sampler``: its settings, mutable as scripts change them, and its ``sample``.
+"""``ExLlamaV2Sampler``: its mutable settings, and its ``sample``.
 
-:meth:`Settings.for_exkv` makes exkv's frozen SamplingParams of them, anew for each token. A step
-that exkv's sampler doesn't have is refused when it is switched on.
+:meth:`Settings.for_exkv` converts them to exkv's frozen SamplingParams, for each token. A step that
+exkv's sampler doesn't have is refused when it is switched on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from exkv import SamplingParams
-from exkv.compat.exllamav2.gone import (
+from exkv.compat.exllamav2.missing import (
     Adapter,
     AdapterType,
-    absent,
     instead_of,
+    missing_attribute,
     missing_from,
     refuse_arguments,
 )
@@ -30,9 +30,9 @@ from exkv.sampling.exllamav2 import BOUNDS
 if TYPE_CHECKING:
     from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 
-_GREEDY_BELOW = 0.01  # temperatures that ExLlamaV2 takes for greedy
+_GREEDY_BELOW = 0.01  # temperatures that ExLlamaV2 treats as greedy
 
-#: What switches a step on that exkv's sampler doesn't have -> values that don't.
+#: Setting of a step that exkv's sampler doesn't have -> values that leave it off.
 _OFF: dict[str, tuple[Any, ...]] = {
     "mirostat": (False,),
     "post_sampling_hooks": (None, []),
@@ -46,7 +46,7 @@ class Settings(Adapter):
     Attributes:
         temperature: below 0.01, greedy.
         top_k, top_p, min_p, typical: 0 switches each off.
-        token_bias: (vocabulary or more,), added to the logits; -inf forbids a token.
+        token_bias: (vocabulary or more,), added to the logits; -inf bans a token.
         cfg_scale: weight of the first of a stream's two rows (classifier-free guidance).
 
     Raises:
@@ -92,45 +92,45 @@ class Settings(Adapter):
     def __setattr__(self, name: str, value: Any) -> None:
         kind, known = type(self).__qualname__, type(self).__dataclass_fields__
         if name not in known:
-            raise absent(kind, name, known)
+            raise missing_attribute(kind, name, known)
         if name in _OFF and value not in _OFF[name]:
-            said = instead_of(f"{kind}.{name}")
-            raise ValueError(f"settings.{name} is {value!r:.40}, which exkv doesn't do: {said}")
+            advice = instead_of(f"{kind}.{name}")
+            raise ValueError(f"settings.{name} is {value!r:.40}, which exkv doesn't do: {advice}")
         super().__setattr__(name, value)
 
     @staticmethod
     def greedy(**kwargs: Any) -> Settings:
-        """The likeliest token, without penalties; other settings as given."""
-        likeliest = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1}
-        return Settings(**{**likeliest, **kwargs})
+        """Greedy decoding without penalties; ``kwargs`` are further settings."""
+        greedy = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1}
+        return Settings(**{**greedy, **kwargs})
 
     def clone(self) -> Settings:
-        """A shallow copy: the two have one token_bias."""
+        """A shallow copy, which shares token_bias."""
         return copy.copy(self)
 
     def greedy_clone(self) -> Settings:
-        """The same penalties, and the likeliest token."""
+        """Greedy decoding with the same penalties."""
         chosen = copy.copy(self)
         chosen.top_k, chosen.top_p, chosen.token_bias = 1, 0.0, None
         return chosen
 
     def disallow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Sequence[int]) -> None:
-        """Never choose one of these."""
+        """Ban these tokens."""
         if self.token_bias is None:
             self.token_bias = torch.zeros(tokenizer.config.vocab_size)
         self.token_bias[self._known(tokens)] = -math.inf
 
     def allow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Sequence[int | str]) -> None:
-        """Choose none but these, ids or texts, and those that were allowed before.
+        """Allow only these tokens, ids or texts, and those allowed before.
 
         Raises:
-            ValueError: no token has such a text.
+            ValueError: no token has this text.
         """
         if self.token_bias is None:
             self.token_bias = torch.full((tokenizer.config.vocab_size,), -math.inf)
         ids = [tokenizer.single_id(each) if isinstance(each, str) else each for each in tokens]
         if None in ids:
-            raise ValueError(f"no token is {tokens[ids.index(None)]!r}")
+            raise ValueError(f"there is no token {tokens[ids.index(None)]!r}")
         self.token_bias[self._known([i for i in ids if i is not None])] = 0.0
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
@@ -138,18 +138,19 @@ class Settings(Adapter):
         outside = [token for token in tokens if not 0 <= token < len(self.token_bias)]
         if outside:
             raise ValueError(
-                f"token {outside[0]} is outside a vocabulary of {len(self.token_bias)}"
+                f"token {outside[0]} is outside of the vocabulary of {len(self.token_bias)}"
             )
         return list(tokens)
 
     def for_exkv(self, tokenizer: ExLlamaV2Tokenizer | None = None) -> SamplingParams:
-        """The same, without ``token_bias`` and ``cfg_scale``: see :meth:`prepared`.
+        """Convert to SamplingParams, without ``token_bias`` and ``cfg_scale``, which
+        :meth:`prepared` applies.
 
         Args:
-            tokenizer: has the tokens that DRY and XTC stop at where the settings name none.
+            tokenizer: determines the tokens at which DRY and XTC stop if the settings don't.
 
         Raises:
-            ValueError, TypeError: a number out of its range.
+            ValueError, TypeError: a number is out of range.
         """
         same = {name: getattr(self, name) for name in BOUNDS if name in vars(self)}
         params = SamplingParams(
@@ -164,7 +165,7 @@ class Settings(Adapter):
         return params if tokenizer is None else params.for_tokenizer(tokenizer.exkv)
 
     def for_jobs(self, tokenizer: ExLlamaV2Tokenizer) -> SamplingParams:
-        """:meth:`for_exkv` with ``token_bias``; the same object until a setting changes."""
+        """:meth:`for_exkv` with ``token_bias``; returns the same object until a setting changes."""
         bias = self.token_bias
         numbers = {name: v for name, v in vars(self).items() if name not in ("token_bias", "_memo")}
         known = vars(self).get("_memo")
@@ -179,24 +180,24 @@ class Settings(Adapter):
         return params
 
     def prepared(self, logits: Tensor, banned: Sequence[int] = ()) -> Tensor:
-        """Logits (B, V) with the bias and without banned tokens; (1, V) with guidance.
+        """Apply guidance, bias and bans to logits (B, V) -> (B, V), or (1, V) with guidance.
 
         Raises:
-            ValueError: guidance without two rows, or a bias for fewer tokens than there are.
+            ValueError: guidance without two rows, or a bias for too few tokens.
         """
         if self.cfg_scale is not None:
             if len(logits) != 2:
                 raise ValueError(
-                    f"settings.cfg_scale is {self.cfg_scale}, and there are {len(logits)} rows: "
-                    "give two, of which the second is steered away from"
+                    f"settings.cfg_scale is {self.cfg_scale}, but there are {len(logits)} rows: "
+                    "give two, for the prompt and the negative prompt"
                 )
-            towards, away = logits.float().cpu().log_softmax(-1)
-            logits = (self.cfg_scale * towards + (1 - self.cfg_scale) * away)[None]
+            positive, negative = logits.float().cpu().log_softmax(-1)
+            logits = (self.cfg_scale * positive + (1 - self.cfg_scale) * negative)[None]
         if self.token_bias is not None:
             if len(self.token_bias) < logits.shape[-1]:
                 raise ValueError(
-                    f"settings.token_bias has {len(self.token_bias)} numbers for a vocabulary of "
-                    f"{logits.shape[-1]}"
+                    f"settings.token_bias has {len(self.token_bias)} numbers, but the vocabulary "
+                    f"has {logits.shape[-1]} tokens: make it longer"
                 )
             logits = logits.float().cpu() + self.token_bias[: logits.shape[-1]].float().cpu()
         if banned:
@@ -217,7 +218,7 @@ _Settings: TypeAlias = Settings
 
 
 class ExLlamaV2Sampler(metaclass=AdapterType):
-    """Holds the settings' class, and chooses tokens by them."""
+    """Has the class of settings, and samples tokens by them."""
 
     Settings = Settings
 
@@ -240,16 +241,16 @@ class ExLlamaV2Sampler(metaclass=AdapterType):
         Args:
             logits: (B, 1, V).
             sequence_ids: int64 (B, T), the tokens so far.
-            random: in [0, 1), looked up in each row's cumulated probabilities.
-            blocked_tokens: not to be chosen this time.
+            random: in [0, 1), looked up in each row's cumulative probabilities.
+            blocked_tokens: banned in this step.
             sync: without effect.
 
         Returns:
-            Tokens (B, 1); the likeliest candidates and their probabilities, (B, 1,
+            Tokens (B, 1); the most likely candidates and their probabilities, (B, 1,
             ``return_top_tokens``); the tokens' probabilities (B, 1); False.
 
         Raises:
-            ValueError: no token is left to choose, or an argument isn't taken here.
+            ValueError: no token is left, or an unsupported argument.
         """
         refuse_arguments(
             "ExLlamaV2Sampler.sample",
@@ -260,10 +261,10 @@ class ExLlamaV2Sampler(metaclass=AdapterType):
         chosen = settings.prepared(logits[:, -1], blocked_tokens or ())
         history = list(sequence_ids[: len(chosen)])
         probabilities, ids = distribution(chosen.cpu(), settings.for_exkv(tokenizer), history)
-        cumulated = probabilities.double().cumsum(-1)
-        target = random * cumulated[:, -1:]
-        column = torch.searchsorted(cumulated, target, right=True)
-        top_tokens, top_probabilities = likeliest(probabilities, ids, return_top_tokens)
+        cumulative = probabilities.double().cumsum(-1)
+        target = random * cumulative[:, -1:]
+        column = torch.searchsorted(cumulative, target, right=True)
+        top_tokens, top_probabilities = most_likely(probabilities, ids, return_top_tokens)
         return (
             ids.gather(-1, column),
             top_tokens[:, None],
@@ -273,11 +274,11 @@ class ExLlamaV2Sampler(metaclass=AdapterType):
         )
 
 
-def likeliest(probabilities: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens and their probabilities, (B, count) each, 0 where there are no more."""
-    count_there = min(count, ids.shape[-1])
-    best, columns = probabilities.topk(count_there)
-    missing = (0, count - count_there)
+def most_likely(probabilities: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely tokens and their probabilities, (B, count) each, padded with 0."""
+    candidates = min(count, ids.shape[-1])
+    best, columns = probabilities.topk(candidates)
+    missing = (0, count - candidates)
     return (
         torch.nn.functional.pad(ids.gather(-1, columns), missing),
         torch.nn.functional.pad(best, missing),

@@ -1,7 +1,7 @@
-"""``ExLlamaV2StreamingGenerator``: one stream, a chunk of text a call.
+"""``ExLlamaV2StreamingGenerator``: one stream, a chunk of text per call.
 
-Before each step the stream checks that the cache still holds its tokens, and runs them again if
-not: whatever a script does with the cache in between costs time, and changes nothing.
+Before each step, the stream checks that the cache still holds its tokens, and runs them again if
+not: what a script does with the cache in between costs time, but changes no token.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from exkv import Draft, Job
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.loras import adapter_of
+from exkv.compat.exllamav2.missing import check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.rows import padding
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -29,40 +29,43 @@ from exkv.sampling.chain import distribution
 
 from .base import Continuation, ExLlamaV2BaseGenerator, any_seed
 from .filters import filters_of
-from .sampler import Settings, likeliest
+from .sampler import Settings, most_likely
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_NONE = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
 class _Token:
-    """A token that is held back, with the probabilities and logits that were asked for."""
+    """A token that is held back, with the requested probabilities and logits."""
 
     id: int
-    probability: Tensor  # (1,)
-    top_tokens: Tensor  # (k,)
-    top_probabilities: Tensor
-    logits: Tensor  # (V,)
+    probability: Tensor = _NONE  # (1,)
+    top_tokens: Tensor = _NONE  # (k,)
+    top_probabilities: Tensor = _NONE
+    logits: Tensor = _NONE  # (V,)
 
 
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
-    """Generates one stream; with ``cfg_scale`` two rows, guided away from the second.
+    """Generates one stream; with ``cfg_scale`` from two rows, the prompt and the negative prompt.
 
     Args:
         draft_model, draft_cache, num_speculative_tokens: a smaller model that proposes up to this
             many tokens at a time; the stream's tokens stay the same.
 
     Attributes:
-        settings: of the stream; read at each step.
-        stop_tokens, stop_strings: end a stream; at first the tokenizer's eos token.
-        speculative_ngram: propose what followed the last ``speculative_ngram_max`` tokens earlier
-            in the text, from the next stream on.
+        settings: the stream's; read at each step.
+        stop_tokens, stop_strings: end a stream; initially the tokenizer's EOS token.
+        speculative_ngram: from the next stream on, propose tokens that followed the last
+            ``speculative_ngram_max`` tokens earlier in the text.
         total_tokens, total_draft_tokens, accepted_draft_tokens: since :meth:`reset_sd_stats`.
     """
 
     speculative_ngram = False
     speculative_ngram_max = 3
-    speculative_ngram_min = 1  # this and the next three are without effect
+    speculative_ngram_min = 1  # this and the next three have no effect
     speculative_ngram_max_inf = 2
     speculative_ngram_threshold = 1
     speculative_prob_threshold = 0.25
@@ -79,7 +82,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         super().__init__(model, cache, tokenizer)
         self.draft_model, self.draft_cache = draft_model, draft_cache
         self.num_speculative_tokens = num_speculative_tokens
-        self._propose()  # says what is wrong with the draft
+        self._propose()  # checks the draft
         self._stops = StopText([])
         self.stop_tokens: set[int | None] = {tokenizer.eos_token_id}
         self.stop_strings: set[str] = set()
@@ -93,10 +96,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.reset_sd_stats()
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str | None]) -> None:
-        """Replace the ids and texts that end a stream; neither appears in it.
+        """Replace the ids and texts that end a stream; they don't appear in it.
 
         Raises:
-            ValueError: something else, or an empty text.
+            ValueError: an empty text, or another type.
         """
         wrong = [c for c in stop_conditions if not isinstance(c, int | str | None) or c == ""]
         if wrong or isinstance(stop_conditions, str):
@@ -152,21 +155,21 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         """Run a prompt; a prefix that the cache holds is reused.
 
         Args:
-            input_ids: int64 (1, T), or (2, T) with ``gen_settings.cfg_scale``, padded on the left.
-            loras, input_mask, position_offsets: as ``model.forward`` takes them.
+            input_ids: int64 (1, T), or (2, T) with ``gen_settings.cfg_scale``, left-padded.
+            loras, input_mask, position_offsets: see ``model.forward``.
             return_probabilities, return_top_tokens, return_logits: further entries of
                 :meth:`stream_ex`.
             decode_special_tokens: show control tokens.
-            banned_strings: texts that don't appear in upper or lower case: where one would, the
+            banned_strings: texts that must not appear, in upper or lower case: when one would, the
                 stream goes back to its first token and chooses another.
-            filters, filter_prefer_eos, token_healing: as of :class:`ExLlamaV2DynamicJob`.
+            filters, filter_prefer_eos, token_healing: see :class:`ExLlamaV2DynamicJob`.
 
         The seed comes from Python's ``random``; :meth:`stream_ex` ends the stream once
         ``abort_event`` is set.
 
         Raises:
-            ValueError: no token, rows that don't go with the settings, padding that isn't on the
-                left, a longer prompt than the cache holds, or an argument that isn't taken here.
+            ValueError: no token, rows that don't match the settings, padding that isn't on the
+                left, a longer prompt than the cache holds, or an unsupported argument.
         """
         refuse_arguments("begin_stream_ex", input_embeddings=input_embeddings)
         check_kind("gen_settings", gen_settings, Settings)
@@ -187,23 +190,23 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             adapter=adapter_of(self.model, loras),
         )
 
-    def _start(self, rows: list[list[int]], **wanted: Any) -> None:
+    def _start(self, rows: list[list[int]], **options: Any) -> None:
         """Submit the stream's job and run its prompt."""
-        own, *negative = rows
+        prompt, *negative = rows
         scale = 1.0 if self.settings.cfg_scale is None else self.settings.cfg_scale
-        asks = bool(self.return_probabilities or self.return_top_tokens or self.return_logits)
+        wants = bool(self.return_probabilities or self.return_top_tokens or self.return_logits)
         job = Job(
-            prompt=own,
+            prompt=prompt,
             settings=self.settings.for_jobs(self.tokenizer),
-            max_new_tokens=max(self.cache.max_seq_len + 1 - len(own), 1),
+            max_new_tokens=max(self.cache.max_seq_len + 1 - len(prompt), 1),
             seed=any_seed(),
             ignore_eos=True,
             banned_strings=self.banned_strings,
-            logprobs=0 if asks else None,
-            return_logits=asks,
+            logprobs=0 if wants else None,
+            return_logits=wants,
             guidance_scale=scale,
             negative_prompt=None if scale == 1 else negative[0],
-            **wanted,
+            **options,
         )
         self._begin([job], **self._propose())
         self._stream = self._handles
@@ -229,54 +232,55 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     def ngram_preload(self, input_ids: Tensor) -> None:
         """Without effect: exkv looks n-grams up in the stream's own text."""
-        logger.warning("ngram_preload changes nothing: n-grams are looked up in the text itself")
+        logger.warning("ngram_preload has no effect: n-grams are looked up in the text itself")
 
     def reset_sd_stats(self) -> None:
         """Reset the counts of tokens."""
         self.total_tokens = self.total_draft_tokens = self.accepted_draft_tokens = 0
 
     def get_sd_stats(self) -> tuple[float, float, int, int, int]:
-        """Accepted tokens as a share of all and of the proposed ones; the three counts."""
-        numbers = (self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens)
-        by_all, by_proposed = (numbers[2] / max(count, 1) for count in numbers[:2])
-        return by_all, by_proposed, *numbers
+        """Accepted tokens as a share of all and of proposed tokens, and the three counts."""
+        total, proposed = self.total_tokens, self.total_draft_tokens
+        accepted = self.accepted_draft_tokens
+        of_all, of_proposed = accepted / max(total, 1), accepted / max(proposed, 1)
+        return of_all, of_proposed, total, proposed, accepted
 
     def stream_ex(self, ban_tokens: Sequence[int | None] | None = None) -> dict[str, Any]:
-        """Make a step, and return the text that is final by now.
+        """Run a step -> the text that is final now.
 
         Args:
-            ban_tokens: tokens that this step doesn't choose; None among them is skipped.
+            ban_tokens: tokens that are banned in this step; None is skipped.
 
         Returns:
-            ``chunk``, text, "" while it may become a stop or banned text or is half a character;
-            ``eos``; ``chunk_token_ids`` (1, n). If :meth:`begin_stream_ex` asked for them,
+            ``chunk``: text, "" while it may become a stop or banned text or is half a character;
+            ``eos``; ``chunk_token_ids`` (1, n). If requested from :meth:`begin_stream_ex`,
             ``probs`` (1, n), ``top_tokens`` and ``top_probs`` (1, n, k), ``logits`` (1, n, V).
-            ``suppressed`` when a banned text was taken back.
+            ``suppressed`` if a banned text was removed.
 
         Raises:
-            ValueError: no stream is under way, the cache is full, or no token is left to choose.
+            ValueError: there is no stream, the cache is full, or no token is left.
         """
         if not self._stream or self._handles is not self._stream:
-            raise ValueError("call begin_stream_ex before stream_ex: no stream is under way")
+            raise ValueError("call begin_stream_ex before stream_ex: there is no stream")
         if self._aborted:
-            return self._given("", eos=True, count=0)
+            return self._chunk("", eos=True, count=0)
         if not self._events:
-            self._events.extend(self._chosen(ban_tokens or ()))
+            self._events.extend(self._next_events(ban_tokens or ()))
         if self._events:
-            return self._taken(self._events.popleft())
+            return self._take(self._events.popleft())
         completion = self._stream[0].completion
-        found, suppressed = self._given("", count=0), completion.suppressed
+        found, suppressed = self._chunk("", count=0), completion.suppressed
         completion.suppressed = ""
         return {**found, "suppressed": suppressed} if suppressed else found
 
     def stream(self) -> tuple[Any, ...]:
-        """:meth:`stream_ex` as a tuple: text, eos, ids, probabilities and logits if asked for.
+        """:meth:`stream_ex` as a tuple: text, eos, ids, and requested probabilities and logits.
 
         Raises:
-            ValueError: top tokens were asked for; only the dict has them.
+            ValueError: top tokens were requested; only the dict has them.
         """
         if self.return_top_tokens:
-            raise ValueError("stream() has no place for top tokens: use stream_ex()")
+            raise ValueError("stream() can't return top tokens: use stream_ex()")
         found = self.stream_ex()
         found.pop("suppressed", None)
         return tuple(found.values())
@@ -284,7 +288,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     # A step -------------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """See that the cache holds the stream's tokens."""
+        """Make the cache hold the stream's tokens."""
         with self._runs.leased():
             self._runs.restore(self._stream)
 
@@ -293,13 +297,13 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             return super()._rows()
         return [part.prompt + self._taken_ids for part in self._stream[0].parts]
 
-    def _chosen(self, banned: Sequence[int | None]) -> list[Event]:
-        """Make a step: the tokens that it makes final, none, one or several."""
+    def _next_events(self, banned: Sequence[int | None]) -> list[Event]:
+        """Run a step -> events of the tokens that it makes final, none, one or several."""
         (handle,) = self._stream
         if handle.done:
             raise ValueError(
-                f"the stream has ended ({handle.reason}), and the cache has max_seq_len = "
-                f"{self.cache.max_seq_len}: call begin_stream_ex"
+                f"the stream has ended ({handle.reason}; the cache has max_seq_len = "
+                f"{self.cache.max_seq_len}): call begin_stream_ex"
             )
         ids = [token for token in banned if token is not None]
         self._used = self.settings.for_jobs(self.tokenizer)
@@ -312,73 +316,64 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.accepted_draft_tokens += handle.accepted_tokens - before[1]
         return events
 
-    def _taken(self, event: Event) -> dict[str, Any]:
-        """The chunk for a token: the text that can't become a stop text any more."""
+    def _take(self, event: Event) -> dict[str, Any]:
+        """Take a token -> the chunk of text that can no longer become a stop text."""
         if event.token is None or event.reason == "eos" or event.token in self.stop_tokens:
-            return self._ended(self._stops.push(self._continued.flush()) + self._stops.flush())
+            return self._end(self._rest())
         self._held.append(self._token(event))
         self._taken_ids.append(event.token)
         text = self._stops.push(self._continued.push(event.token))
         if self._stops.found:
-            return self._ended(text)
+            return self._end(text)
         if event.reason == "grammar":
-            return self._ended(
-                text + self._stops.push(self._continued.flush()) + self._stops.flush()
-            )
-        return self._given(text, count=None if text and not self._stops.held else 0)
+            return self._end(text + self._rest())
+        return self._chunk(text, count=None if text and not self._stops.held else 0)
 
-    def _ended(self, text: str) -> dict[str, Any]:
-        """The last chunk; drops accepted proposals behind it."""
+    def _rest(self) -> str:
+        """The held text at the end."""
+        return self._stops.push(self._continued.flush()) + self._stops.flush()
+
+    def _end(self, text: str) -> dict[str, Any]:
+        """The last chunk; drops accepted tokens after it."""
         self._scheduler.cancel_all()
-        return self._given(text, eos=True)
+        return self._chunk(text, eos=True)
 
     def _token(self, event: Event) -> _Token:
-        none = torch.empty(0)
-        probability = top_tokens = top_probabilities = logits = none
         assert event.token is not None
-        if event.logprobs is not None and event.logprobs.logits is not None:
-            logits = event.logprobs.logits
-            probability, top_tokens, top_probabilities = self._likely(logits, event.token)
-        return _Token(
-            id=event.token,
-            probability=probability,
-            top_tokens=top_tokens,
-            top_probabilities=top_probabilities,
-            logits=logits,
-        )
+        if event.logprobs is None or event.logprobs.logits is None:
+            return _Token(event.token)
+        logits = event.logprobs.logits
+        return _Token(event.token, *self._probabilities(logits, event.token), logits)
 
-    def _likely(self, logits: Tensor, token: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Probabilities of a token and of the likeliest ones, as they were drawn from."""
+    def _probabilities(self, logits: Tensor, token: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Probability of a token, the most likely tokens, and theirs, as sampled from."""
         so_far = self._stream[0].prompt + self._taken_ids
         probabilities, ids = distribution(logits[None], self._used, [so_far])
-        top_tokens, top = (x[0] for x in likeliest(probabilities, ids, self.return_top_tokens))
+        top_tokens, top = (x[0] for x in most_likely(probabilities, ids, self.return_top_tokens))
         return probabilities[ids == token], top_tokens, top
 
-    def _given(self, text: str, *, eos: bool = False, count: int | None = None) -> dict[str, Any]:
+    def _chunk(self, text: str, *, eos: bool = False, count: int | None = None) -> dict[str, Any]:
         """A chunk with the first ``count`` held tokens; all by default."""
         tokens = self._held[:count]
         del self._held[: len(tokens)]
         ids = torch.tensor([[token.id for token in tokens]], dtype=torch.int64)
         found: dict[str, Any] = {"chunk": text, "eos": eos, "chunk_token_ids": ids}
         if self.return_probabilities:
-            found["probs"] = _in_a_row([token.probability for token in tokens], ())
+            found["probs"] = _stacked([token.probability for token in tokens], ())
         if self.return_top_tokens:
             shape = (self.return_top_tokens,)
-            found["top_probs"] = _in_a_row([token.top_probabilities for token in tokens], shape)
-            found["top_tokens"] = _in_a_row([token.top_tokens for token in tokens], shape).long()
+            found["top_probs"] = _stacked([token.top_probabilities for token in tokens], shape)
+            found["top_tokens"] = _stacked([token.top_tokens for token in tokens], shape).long()
         if self.return_logits:
             shape = (self.model.config.vocab_size,)
-            found["logits"] = _in_a_row([token.logits for token in tokens], shape)
+            found["logits"] = _stacked([token.logits for token in tokens], shape)
         return found
 
 
-def _in_a_row(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """(1, n, *shape)."""
+def _stacked(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Stack to (1, n, *shape)."""
     parts = [part.view(shape) for part in parts]
     return torch.stack(parts)[None] if parts else torch.empty((1, 0, *shape))
-
-
-__getattr__ = missing_from(__name__)
 
 
 def _check_ids(input_ids: Tensor, settings: Settings) -> None:
@@ -388,3 +383,6 @@ def _check_ids(input_ids: Tensor, settings: Settings) -> None:
             f"input_ids are {tuple(input_ids.shape)}: a stream takes (1, tokens), or (2, "
             f"tokens) with settings.cfg_scale, which is {settings.cfg_scale}"
         )
+
+
+__getattr__ = missing_from(__name__)
