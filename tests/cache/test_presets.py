@@ -86,7 +86,7 @@ def test_what_a_kind_takes_is_passed_on(model):
             "no 'bits'; it takes max_seq_len, .* nbits, key_bits",
         ),
         ("static", {"head_dim": 4}, TypeError, "Cache has no 'head_dim'"),
-        ("kivi", {"nbit": 2}, TypeError, "KiviCache has no 'nbit'; .* axis, nbits, .* rotate$"),
+        ("kivi", {"nbit": 2}, TypeError, "KiviCache has no 'nbit'; .* nbits, .* axis, .* rotate$"),
         ("static", {"max_seq_len": 10**10}, ValueError, "max_seq_len is 10000000000.*2,147,483"),
         ("static", {"max_seq_len": 10**5000}, ValueError, "max_seq_len is 10[*][*]18 or more"),
         ("static", {"batch_size": 10**9}, ValueError, "batch_size is 1000000000.*16,384 at most"),
