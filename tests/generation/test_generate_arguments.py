@@ -403,8 +403,8 @@ def test_a_loop_written_for_transformers_runs_here(pair):
     [
         ({"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask hides .*new_lens"),
         ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
-        ({"position_ids": torch.tensor([[1, 2, 3]])}, "position_ids is not where"),
-        ({"cache_position": torch.tensor([1, 2, 3])}, "cache_position is not where"),
+        ({"position_ids": torch.tensor([[1, 2, 3]])}, "position_ids doesn.t match"),
+        ({"cache_position": torch.tensor([1, 2, 3])}, "cache_position doesn.t match"),
         ({"logits_to_keep": 2}, "logits_to_keep is 2"),
         ({"output_hidden_states": True}, "output_hidden_states = True"),
         ({"labels": torch.ones(1, 3)}, "labels"),

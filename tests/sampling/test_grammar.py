@@ -152,7 +152,7 @@ def test_what_is_no_grammar_or_too_large_is_refused_and_the_cache_is_free(genera
 
 @pytest.mark.parametrize("schema", ["[1]", "{", {"a": object()}])
 def test_a_schema_that_is_no_json_object_is_refused(schema):
-    with pytest.raises(ValueError, match="a JSON schema is"):
+    with pytest.raises(ValueError, match="the JSON schema is"):
         Grammar.json_schema(schema)
 
 

@@ -124,5 +124,5 @@ def test_moments_that_cannot_be_are_refused(value):
     moments[3, 7] = value
     with pytest.raises(ValueError, match="squares are not finite: .* leave the calibration out"):
         rounded_for(moments, WEIGHT, 4, 64, torch.float16)
-    with pytest.raises(ValueError, match="are no sums of squares"):
+    with pytest.raises(ValueError, match="are not positive semidefinite"):
         rounded_for(torch.ones(INPUTS).neg().diag(), WEIGHT, 4, 64, torch.float16)

@@ -278,6 +278,6 @@ def test_two_formats_cannot_have_one_name():
     class Other(Rows8):
         pass
 
-    with pytest.raises(ValueError, match="the name 'rows8' is that of"):
+    with pytest.raises(ValueError, match="has the name 'rows8' already"):
         register(Other())
     assert register(Rows8()) is register(Rows8())

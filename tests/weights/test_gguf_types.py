@@ -70,10 +70,10 @@ def test_an_embedding_unpacks_no_row_but_those_asked_for():
 def test_a_scale_in_pieces_that_is_no_number_is_refused_by_its_place():
     stored = packed("IQ1_M", 4, 3)
     stored.view(-1, 56)[7, 49::2] |= 0xF0
-    with pytest.raises(ValueError, match="1 of 12 scales are not finite, the first is number 7"):
+    with pytest.raises(ValueError, match="1 of 12 scales are not finite; the first is number 7"):
         FORMATS["IQ1_M"].convert({"weight": stored})
 
 
 def test_rows_that_are_no_blocks_are_refused():
-    with pytest.raises(ValueError, match="rows of 320 numbers are no blocks of 256, as Q4_K"):
+    with pytest.raises(ValueError, match="rows of 320 numbers are not a multiple of Q4_K"):
         FORMATS["Q4_K"].stored((8, 320))

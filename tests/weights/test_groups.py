@@ -97,7 +97,7 @@ def test_groups_with_zero_points_take_no_more_bytes_than_gptq():
     ("settings", "message"),
     [
         ({"bits": 7}, "groups of 7 bits"),
-        ({"group": 48}, "groups of 48 inputs; they must be of a multiple of 32"),
+        ({"group": 48}, "groups of 48 inputs; it must be a multiple of 32"),
         ({"shift": "both"}, "shift is 'both'; it must be one of symmetric, offset, zero"),
         ({"scale": torch.int8}, "scales are torch.int8"),
     ],
@@ -114,5 +114,5 @@ def test_sizes_orders_and_zero_points_that_cannot_be_are_refused():
     codes, scale, zeros, order = parts_of(format, 24, 64)
     with pytest.raises(ValueError, match="order must be a permutation of the 64 inputs"):
         format.pack(codes, scale, zeros, order * 0)
-    with pytest.raises(ValueError, match="zero points are from 16 to 16; 4 bits"):
+    with pytest.raises(ValueError, match="zero points range from 16 to 16; with 4 bits"):
         format.pack(codes, scale, zeros * 0 + 16, order)

@@ -181,7 +181,7 @@ def test_other_transforms_are_named(floats, tmp_path, name):
 def test_two_transforms_of_one_input_are_refused(floats, tmp_path):
     (tmp_path / "config.json").write_text((floats / "config.json").read_text())
     with_transforms(tmp_path, {"a": scheme("input"), "b": scheme("input", targets="re:.*q_proj")})
-    with pytest.raises(ValueError, match="q_proj, behind another one of its input"):
+    with pytest.raises(ValueError, match="q_proj, after another one"):
         Model(tmp_path / "config.json")
 
 

@@ -196,5 +196,5 @@ def test_what_cannot_be_is_refused(folders, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="1 of .* weights are not finite, the first is number"):
+    with pytest.raises(ValueError, match="1 of .* weights are not finite; the first is number"):
         on_cpu(tmp_path, weights="int8")
