@@ -33,7 +33,7 @@ from .bits import order_of, pack, stored_scale, unpack, words, words_of
 from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
-from .fp8 import Fp8Format
+from .fp8 import MXFP8_ROWS, Fp8Format
 from .groups import GroupFormat
 from .methods import FormatOf, register
 from .rounding import Rounded
@@ -324,35 +324,20 @@ def _float_format(
     )
 
 
-def _mxfp8_format(
-    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
-) -> WeightFormat:
-    _check_floats(group, 8, mxfp4.GROUP, "group")
-    return Fp8Format(block=(1, mxfp4.GROUP), scale_name="weight_scale", scale_dtype=torch.uint8)
+def _fixed(
+    format: WeightFormat, bits: int, inputs: int, strategy: str = "group"
+) -> Callable[..., WeightFormat]:
+    """Maker of a format of floats; ValueError unless the settings have its values, or none."""
 
+    def make(group: _Group, *rest: object) -> WeightFormat:
+        assert group.weights is not None
+        group.weights.choice("num_bits", (bits,), bits)
+        group.weights.choice("symmetric", (True,), True)
+        group.weights.choice("group_size", (inputs,), inputs)
+        group.weights.choice("strategy", (strategy,), strategy)
+        return format
 
-def _mxfp4_format(
-    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
-) -> WeightFormat:
-    _check_floats(group, 4, mxfp4.GROUP, "group")
-    return mxfp4.COMPRESSED_TENSORS
-
-
-def _nvfp4_format(
-    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
-) -> WeightFormat:
-    _check_floats(group, 4, nvfp4.GROUP, "tensor_group")
-    return nvfp4.COMPRESSED_TENSORS
-
-
-def _check_floats(group: _Group, bits: int, inputs: int, strategy: str) -> None:
-    """ValueError unless the settings have the kind's values, or leave them open."""
-    weights = group.weights
-    assert weights is not None
-    weights.choice("num_bits", (bits,), bits)
-    weights.choice("symmetric", (True,), True)
-    weights.choice("group_size", (inputs,), inputs)
-    weights.choice("strategy", (strategy,), strategy)
+    return make
 
 
 def _integer_format(
@@ -395,7 +380,7 @@ _KINDS: dict[str, dict[str, Callable[..., WeightFormat]]] = {
     INTEGERS: {"int": _integer_format},
     FLOAT: {"float": _float_format},
     NAIVE: {"int": _integer_format, "float": _float_format},
-    NVFP4: {"float": _nvfp4_format},
-    MXFP4: {"float": _mxfp4_format},
-    MXFP8: {"float": _mxfp8_format},
+    NVFP4: {"float": _fixed(nvfp4.COMPRESSED_TENSORS, 4, nvfp4.GROUP, "tensor_group")},
+    MXFP4: {"float": _fixed(mxfp4.COMPRESSED_TENSORS, 4, mxfp4.GROUP)},
+    MXFP8: {"float": _fixed(MXFP8_ROWS, 8, mxfp4.GROUP)},
 }

@@ -123,6 +123,10 @@ class Fp8Format(TiledFormat):
         return rows.mul_(of_rows).to(dtype)
 
 
+#: MXFP8, as compressed-tensors and ModelOpt store it: scales for 32 inputs, powers of two.
+MXFP8_ROWS = Fp8Format(block=(1, 32), scale_name="weight_scale", scale_dtype=torch.uint8)
+
+
 def float8_values(codes: torch.Tensor) -> torch.Tensor:
     """Bytes of e4m3 -> float32, by a table: eight times as fast on the CPU as torch's cast."""
     every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(E4M3).float()

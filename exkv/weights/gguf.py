@@ -44,13 +44,23 @@ def _row_bytes(type: TensorType, size: Size) -> int:
     return size[1] // type.block * type.nbytes
 
 
-def _stored(type: TensorType, size: Size) -> dict[str, ExpectedTensor]:
-    shape = (size[0], _row_bytes(type, size))
-    return {"weight": ExpectedTensor(shape=shape, dtypes=(torch.uint8,))}
+class _OfType:
+    """Name and stored rows of a format of one of ggml's types."""
+
+    __slots__ = ()
+    type: TensorType
+
+    @property
+    def name(self) -> str:
+        return f"gguf {self.type.name}"
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        shape = (size[0], _row_bytes(self.type, size))
+        return {"weight": ExpectedTensor(shape=shape, dtypes=(torch.uint8,))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockFormat(TiledFormat):
+class BlockFormat(_OfType, TiledFormat):
     """One of ggml's types, in the file's layout on a device too.
 
     Attributes:
@@ -62,12 +72,8 @@ class BlockFormat(TiledFormat):
     unpack: Unpack = field(compare=False, repr=False)
     names: ClassVar[tuple[str, ...]] = ("weight",)
 
-    @property
-    def name(self) -> str:
-        return f"gguf {self.type.name}"
-
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        (weight,) = _stored(self.type, size).values()
+        (weight,) = _OfType.stored(self, size).values()
         each = HALVES[self.type.name]
         return {"weight": replace(weight, block=self.type.nbytes, halves=each)}
 
@@ -98,7 +104,7 @@ class BlockFormat(TiledFormat):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitFormat(GroupFormat):
+class SplitFormat(_OfType, GroupFormat):
     """A type whose blocks are codes with a scale and perhaps an offset, which are separate tensors
     on a device, as kernels read them, in the file's number of bytes.
 
@@ -110,31 +116,17 @@ class SplitFormat(GroupFormat):
     type: TensorType
     codes: Codes = field(compare=False, repr=False)
 
-    @property
-    def name(self) -> str:
-        return f"gguf {self.type.name}"
-
-    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        return _stored(self.type, size)
-
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = torch.ops.exkv.split_blocks(stored["weight"], _NUMBERS[self.type.name])
         return dict(zip(self.names, made, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Float4Format(MXFP4Format):
+class Float4Format(_OfType, MXFP4Format):
     """ggml's MXFP4: a block is the scale's byte and the codes of 32 inputs, the first half of them
     in the low bits. On a device it is MXFP4 as from other files."""
 
     type: TensorType
-
-    @property
-    def name(self) -> str:
-        return f"gguf {self.type.name}"
-
-    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        return _stored(self.type, size)
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         blocks = stored["weight"].reshape(-1, self.type.nbytes)

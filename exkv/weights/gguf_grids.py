@@ -1,4 +1,4 @@
-"""The codebooks of ggml's IQ1, IQ2 and IQ3 types: points of 8 weights with 3 levels, or of 4 weights
+"""Codebooks of ggml's IQ1, IQ2 and IQ3 types: points of 8 weights with 3 levels, or of 4 weights
 with 8 levels.
 
 A codebook is a set of points in ascending order. A point is a number whose digits, to the base of

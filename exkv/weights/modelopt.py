@@ -25,7 +25,7 @@ from exkv.checkpoint import ModelConfig
 from . import mxfp4, nvfp4
 from .floats import FLOATS
 from .format import Size, WeightFormat
-from .fp8 import Fp8Format, format_found
+from .fp8 import MXFP8_ROWS, Fp8Format, format_found
 from .methods import FormatOf, register
 from .settings import Headers, Settings, headers_of
 
@@ -85,10 +85,6 @@ def _nvfp4(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
     return nvfp4.MODELOPT if found is None else replace(nvfp4.MODELOPT, factor_shape=found.shape)
 
 
-def _mxfp4(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
-    return mxfp4.MODELOPT
-
-
 def _fp8(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
     if headers is None:
         return Fp8Format(block=None, scale_name=_SCALE, scale_shape=())
@@ -101,18 +97,14 @@ def _fp8_rows(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
     return format_found(layer, size, (1, size[1]), headers)
 
 
-def _mxfp8(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
-    return Fp8Format(block=(1, mxfp4.GROUP), scale_name=_SCALE, scale_dtype=torch.uint8)
-
-
 #: ``quant_algo`` -> function that makes a layer's format. A new algorithm is an entry.
 _KINDS: dict[str, Callable[[str, Size, Headers | None], WeightFormat]] = {
     "NVFP4": _nvfp4,
     "W4A16_NVFP4": _nvfp4,
     "W4A8_NVFP4_FP8": _nvfp4,
-    "MXFP4": _mxfp4,
-    "W4A8_MXFP4_FP8": _mxfp4,
+    "MXFP4": lambda *_: mxfp4.MODELOPT,
+    "W4A8_MXFP4_FP8": lambda *_: mxfp4.MODELOPT,
     "FP8": _fp8,
     "FP8_PER_CHANNEL_PER_TOKEN": _fp8_rows,
-    "MXFP8": _mxfp8,
+    "MXFP8": lambda *_: MXFP8_ROWS,
 }

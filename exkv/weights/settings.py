@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exkv.checkpoint import CheckpointError, ModelConfig, TensorInfo, open_checkpoint
+from exkv.checkpoint import ModelConfig, TensorInfo
 from exkv.checkpoint.files import quoted
+from exkv.checkpoint.opening import open_if_sound
 from exkv.checkpoint.value_checks import is_int, stated_once
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -148,13 +149,10 @@ def stays_float(layer: str, floats: Iterable[str] = FLOATS) -> bool:
 def headers_of(config: ModelConfig) -> Headers | None:
     """The tensors of the config's checkpoint; None if there is none, or if it is damaged, which
     loading it reports."""
-    if config.path is None:
+    if (checkpoint := open_if_sound(config.path)) is None:
         return None
-    try:
-        with open_checkpoint(config.path) as checkpoint:
-            return {name: checkpoint.info(name) for name in checkpoint.names()}
-    except (OSError, CheckpointError):
-        return None
+    with checkpoint:
+        return {name: checkpoint.info(name) for name in checkpoint.names()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

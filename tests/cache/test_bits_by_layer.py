@@ -236,7 +236,7 @@ def best_bits_of_weights(small: Scenario) -> float | None:
     return weights_loss(tried) if tried.fits() else None
 
 
-def test_the_command_says_bits_by_layer_that_make_the_same_cache(folder, tmp_path, capsys):
+def test_plan_command_prints_bits_that_rebuild_the_cache(folder, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text(TEXT)
     model = Model(folder, max_input_len=16)
@@ -256,7 +256,7 @@ def test_the_command_says_bits_by_layer_that_make_the_same_cache(folder, tmp_pat
     assert json.loads(capsys.readouterr().out)["found"]["cache"] == "8bit"
 
 
-def test_pairs_are_said_by_ranges_of_layers():
+def test_pairs_are_described_by_ranges_of_layers():
     assert described(["8/8", "8/8", "8/4", "", "8/8"]) == "8/8 (layers 0-1, 4), 8/4 (2)"
 
 

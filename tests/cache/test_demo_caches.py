@@ -130,7 +130,7 @@ def test_a_kind_loses_no_more_than_was_measured(kind, texts, full, wide):
 
 
 @pytest.mark.parametrize("name", quality.WINDOWS)
-def test_a_window_answers_from_what_it_holds_and_from_nothing_else(name, wide, tokenizer):
+def test_window_answers_only_from_its_tokens(name, wide, tokenizer):
     make = quality.WINDOWS[name]
     size = make.options["window_length"]
     near = toy_world.heldout(3, 20, size - 40)  # the value is said some tokens after the question

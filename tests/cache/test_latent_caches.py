@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from arithmetic import near
 from cases import KINDS, small_pages
 from test_composition import RETENTIONS, STORAGES, TOLERANCES
 from tiny import LATENT, ROUTED, loaded, small
@@ -25,10 +26,6 @@ IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(6))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return loaded(DENSE(), tmp_path_factory.mktemp("latent"), max_input_len=32)
-
-
-def near(logits: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -54,7 +51,7 @@ def definition(model, storage: Storage, retention) -> Tensor:
 @pytest.mark.parametrize("cut", [[60], [4, 1, 9, 46]], ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
+def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     """Values are what the keys' format gives back, whatever was said of values."""
     properties = STORAGES[storage], RETENTIONS[retention]
     cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
@@ -69,7 +66,7 @@ def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_forked_and_moved_goes_on_alike(model, kind, tmp_path):
+def test_saved_forked_and_moved_caches_continue_alike(model, kind, tmp_path):
     cache = KINDS[kind](model, 64, 2)
     model.forward(IDS[:, :40], cache)
     cache.save(tmp_path / "cache")
@@ -95,7 +92,7 @@ def test_keys_and_values_are_shown_as_one(model):
     assert torch.equal(layer.keys, layer.values)
 
 
-def test_a_cache_that_is_converted_is_one_that_stored_so(model):
+def test_converted_cache_equals_a_stored_one(model):
     cache, stored_so = Cache(model, 64), CACHES["8bit"](model, 64)
     for each in (cache, stored_so):
         model.forward(IDS[:1, :40], each)

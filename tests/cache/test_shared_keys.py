@@ -66,7 +66,7 @@ def use(model: Model, cache: KVCache) -> list[Tensor]:
     return out
 
 
-def test_the_config_says_whose_keys_layers_attend_to():
+def test_config_names_the_source_of_shared_keys():
     config = ModelConfig.from_dict({**CONFIG.to_dict(), "architectures": ["Gemma4ForCausalLM"]})
     assert [config.kv_source(layer) for layer in range(7)] == [None] * 4 + [2, 3, 2]
     assert [config.reads(layer) for layer in range(7)] == [None] * 4 + [2, 3, 4]
@@ -115,9 +115,7 @@ def test_a_saved_cache_goes_on_alike(model, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fp16", "paged", "4bit"])
-def test_a_file_has_shared_keys_once_and_older_ones_with_all_are_read(
-    model, kind, tmp_path, monkeypatch
-):
+def test_files_have_shared_keys_once_and_older_files_are_read(model, kind, tmp_path, monkeypatch):
     cache, alone = KINDS[kind](model, 96, 2), apart(model, KINDS[kind], 96, 2)
     for each in (cache, alone):
         model.forward(IDS[:, :40], each)
@@ -189,7 +187,7 @@ def test_over_two_devices_each_has_one_storage_of_shared_keys(tmp_path, kind):
     assert result["bits"] and all(result["bytes"])
 
 
-def test_layers_that_move_share_what_lies_where_they_come_to(model):
+def test_moved_layers_share_storage_on_their_new_device(model):
     """A cluster moves layers; what stays has its tokens, and one storage on a device."""
     cpu = torch.device("cpu")
     cache = KVCache(model, 96, 2)

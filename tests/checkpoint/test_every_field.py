@@ -131,7 +131,7 @@ def agree(ours: torch.Tensor | None, theirs: torch.Tensor) -> bool:
 @pytest.mark.sweep(6)
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_field_means_more_to_transformers_than_to_exkv_or_less(name, tmp_path):
+def test_fields_mean_the_same_to_transformers_and_exkv(name, tmp_path):
     for key, value in text_fields(name).items():
         for new in () if key in harmless(name) else others(key, value):
             model = theirs(name, **{key: new})
@@ -151,7 +151,7 @@ def test_harmless_fields_change_nothing(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_other_architectures_fields_mean_as_much_to_exkv_as_to_transformers(name, tmp_path):
+def test_other_architectures_fields_mean_the_same_to_both(name, tmp_path):
     """transformers makes attributes of fields that a class doesn't have, and may look them up."""
     foreign = {key: value for other in FAMILIES for key, value in text_fields(other).items()}
     known = text_fields(name).keys() | FAMILIES[name].aliases.keys() | HARMLESS | REFUSED

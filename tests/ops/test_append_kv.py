@@ -132,7 +132,7 @@ def check_append(
         assert all(map(same, found, wanted))
 
 
-def test_what_is_stored_is_the_other_ops_to_the_bit_and_nothing_else_is_touched(ops):
+def test_append_is_bit_identical_to_the_other_ops_and_writes_nothing_else(ops):
     check_cases(check_append, CASES, ops.append_kv, examples=60 if emulated(ops) else 200)
 
 
@@ -181,7 +181,7 @@ def test_each_instruction_set_stores_the_same_bits_within_its_tensors(isa):
     assert_right_on(isa, ISA_PROGRAM)
 
 
-def test_what_was_appended_is_what_torchs_attention_sees():
+def test_appended_keys_are_seen_by_torchs_attention():
     """Floats in pages, rotated by plain complex numbers: attention_part over them is SDPA."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 2, 21, HEADS, 16, generator=generator)
@@ -221,7 +221,7 @@ def arguments(kinds=("int4", "int8"), *, paged=False):
 
 
 @pytest.mark.parametrize("way", ["op", "reference"])
-def test_what_does_not_fit_is_refused_by_name_and_number_and_nothing_is_written(way):
+def test_mismatched_arguments_are_refused_and_write_nothing(way):
     op = torch.ops.exkv.append_kv if way == "op" else REFERENCES["append_kv"]
     compiled = way == "op" and has_kernel("append_kv", "cpu")
     error = RuntimeError if compiled else ValueError

@@ -63,11 +63,11 @@ def check_decode(
 
 
 @needs_kernels
-def test_it_is_the_ops_that_it_is_made_of_to_the_bit():
+def test_op_is_bit_identical_to_its_parts():
     check_cases(check_decode, CASES, torch.ops.exkv.decode_attention, examples=100)
 
 
-def test_so_is_the_reference():
+def test_reference_is_bit_identical_to_its_parts():
     check_cases(check_decode, CASES, REFERENCES["decode_attention"], examples=30)
 
 
@@ -99,7 +99,7 @@ def test_floats_are_attended_to_as_sdpa_does():
     ],
     ids=str,
 )
-def test_what_is_refused_has_written_nothing(op, changes, says):
+def test_refused_calls_write_nothing(op, changes, says):
     _, q, k, v, lens = drawn([12, changes.get("past", 3)], 1, 32, torch.float32, 0)
     stores = [[torch.full((2, 20, 2, 32), 7.0)] for _ in "kv"]
     tokens = changes.get("tokens", 1)

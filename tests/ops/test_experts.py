@@ -140,7 +140,7 @@ def test_a_dry_device_takes_what_is_predicted(tokens):
         ({6: "tanh"}, "act is 'tanh'"),
     ],
 )
-def test_arguments_that_do_not_fit_together_are_refused(changed, words):
+def test_contradicting_arguments_are_refused(changed, words):
     gate, up, down = weights_of(3)
     chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [0, 2]])
     args = [torch.randn(5, HIDDEN), chosen, torch.rand(5, 2), gate, up, down, "silu"]

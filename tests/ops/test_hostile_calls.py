@@ -33,16 +33,16 @@ def test_every_op_with_a_kernel_is_called():
 
 
 @needs_kernels
-def test_cpu_kernels_serve_or_refuse_what_they_are_given():
+def test_cpu_kernels_serve_or_refuse_hostile_calls():
     run_calls(list(MAKERS), 80)
 
 
-def test_references_serve_or_refuse_what_they_are_given():
+def test_references_serve_or_refuse_hostile_calls():
     run_calls(list(MAKERS), 25, EXKV_DISABLE_EXT="1")
 
 
 @needs_cxx
-def test_cuda_kernels_serve_or_refuse_what_they_are_given():
+def test_cuda_kernels_serve_or_refuse_hostile_calls():
     load = "import native; native.load_emulated_ops()"
     run_calls(EMULATED, 25, "torch.ops.exkv_emulated", load)
 

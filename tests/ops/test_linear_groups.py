@@ -128,7 +128,7 @@ def check_all() -> None:
 
 
 @needs_kernels
-def test_a_rows_result_does_not_depend_on_the_threads():
+def test_rows_are_independent_of_threads():
     format = GroupFormat(bits=4, group=32, scale=torch.float16)
     tensors, _ = matrix(format, 1003, 512)
     x = torch.randn(4, 512).bfloat16()
@@ -136,7 +136,7 @@ def test_a_rows_result_does_not_depend_on_the_threads():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_infinities_and_tiny_numbers_come_through(dtype):
+def test_zeros_infinities_and_tiny_numbers_propagate(dtype):
     format = GroupFormat(bits=4, group=32, scale=torch.float32)
     tensors, weight = matrix(format, 9, 64)
     x = torch.zeros(4, 64, dtype=dtype)
@@ -159,7 +159,7 @@ def test_many_rows_are_multiplied_tile_by_tile(monkeypatch):
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused_by_name_and_number():
+def test_mismatched_arguments_are_refused_by_name_and_number():
     format = GroupFormat(bits=4, group=32, scale=torch.float16, shift="zero", ordered=True)
     (codes, scale, zero, order), _ = matrix(format, 9, 64)
     x, layout = torch.randn(2, 64), list(format.groups)

@@ -205,7 +205,7 @@ def test_an_entry_that_is_read_and_names_no_page_is_refused_by_name_and_number(w
 
 
 @pytest.mark.parametrize("way", ["op", "reference"])
-def test_pools_and_tables_that_do_not_fit_are_refused(way):
+def test_mismatched_pools_and_tables_are_refused(way):
     op = torch.ops.exkv.attention_part if way == "op" else REFERENCES["attention_part"]
     error = ValueError if way == "reference" else (ValueError, RuntimeError)
 
@@ -247,7 +247,7 @@ def test_one_row_of_one_page_and_no_rows_at_all(ops):
 @pytest.mark.parametrize("kinds", [("float", "int8"), ("int4c", "int2")])
 @pytest.mark.parametrize("kv_len", [100, 700, 1300])
 @pytest.mark.parametrize("page", [32, 96])
-def test_a_prediction_knows_pages_too(monkeypatch, kinds, kv_len, page):
+def test_prediction_covers_pages(monkeypatch, kinds, kv_len, page):
     args = arguments(kinds, page=page, entries=-(-kv_len // page), kv_len=kv_len)
     whole = peak(monkeypatch, args, shorten=False)
     assert peak(monkeypatch, args, shorten=True) == whole > 0
@@ -261,7 +261,7 @@ def test_no_copy_of_the_pool_is_made(monkeypatch):
     assert grown <= 3 * 120 * 8 * 6  # tables of a few kinds
 
 
-def test_rows_that_bring_no_token_are_neither_stored_nor_read(ops):
+def test_rows_without_tokens_are_neither_stored_nor_read(ops):
     """Those that fill up a captured step's bucket: no page of theirs is looked at."""
     draw = torch.Generator().manual_seed(1)
     drawn = lambda *shape: torch.randn(*shape, KV_HEADS, HEAD_DIM, generator=draw)  # noqa: E731

@@ -33,7 +33,7 @@ def results(ops, name: str, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - WITHOUT_CUDA))
-def test_an_op_asks_and_runs_on_its_tensors_device_alone(ops, name):
+def test_ops_query_and_run_only_on_their_tensors_device(ops, name):
     for seed in range(CALLS):
         ops.place_tensors(1, 1)
         expected = results(ops, name, seed)

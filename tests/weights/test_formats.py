@@ -220,7 +220,7 @@ def test_layers_side_by_side_give_what_each_gives(name, bias):
         assert torch.equal(found, layer(x))
 
 
-def test_layers_of_unlike_formats_and_biases_go_side_by_side_too():
+def test_layers_of_mixed_formats_and_biases_side_by_side():
     layers = [linear("fp32", 0), linear("rows8", 1), linear("fp32", 2, bias=True)]
     for chosen in (layers, layers[::2]):
         x = inputs("fp32", 1, 2, SIZE[1])
@@ -229,7 +229,7 @@ def test_layers_of_unlike_formats_and_biases_go_side_by_side_too():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_embedding_looks_rows_of_the_matrix_up(name):
+def test_embedding_looks_up_rows_of_the_matrix(name):
     dtype = arithmetic(name)
     table = Embedding(*SIZE, dtype=dtype)
     table.use_format(FORMATS[name])

@@ -60,7 +60,7 @@ formats = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(format=formats, outputs=st.integers(1, 40), chunks=st.integers(1, 6))
-def test_packed_tensors_stand_for_what_was_packed(format, outputs, chunks):
+def test_packed_tensors_round_trip(format, outputs, chunks):
     parts = parts_of(format, outputs, 32 * chunks)
     tensors = format.pack(*parts)
     layout = format.layout((outputs, 32 * chunks))
@@ -102,12 +102,12 @@ def test_groups_with_zero_points_take_no_more_bytes_than_gptq():
         ({"scale": torch.int8}, "scales are torch.int8"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(settings, message):
+def test_invalid_layouts_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         GroupFormat(**{"bits": 4, "group": 32, "scale": torch.float16, **settings})
 
 
-def test_sizes_orders_and_zero_points_that_cannot_be_are_refused():
+def test_invalid_sizes_orders_and_zero_points_are_refused():
     format = GroupFormat(bits=4, group=32, scale=torch.float16, shift="zero", ordered=True)
     with pytest.raises(ValueError, match="24 x 40.*multiple of 32"):
         format.layout((24, 40))

@@ -69,7 +69,7 @@ def bits_of(out: Path) -> float:
     return 8 * nbytes / count
 
 
-def test_a_mix_has_the_bits_that_were_asked_for_and_says_what_they_lose(mix):
+def test_mix_has_the_requested_bits_and_its_loss(mix):
     out, report = mix
     assert 4.6 < bits_of(out) <= 4.8 and report["bits"] == pytest.approx(bits_of(out))
     assert list(report["matrices"]) == [f"model.layers.{i}" for i in range(3)]
@@ -110,9 +110,7 @@ class Killed(BaseException):
     """What no handler catches."""
 
 
-def test_a_run_that_was_ended_goes_on_with_what_is_written(
-    folder, text, mix, tmp_path, monkeypatch
-):
+def test_interrupted_run_resumes(folder, text, mix, tmp_path, monkeypatch):
     out, save_file = tmp_path / "out", quantize.save_file
     saved = []
 
@@ -138,9 +136,7 @@ def test_a_run_that_was_ended_goes_on_with_what_is_written(
         assert (out / name).read_bytes() == (mix[0] / name).read_bytes(), name
 
 
-def test_what_was_begun_otherwise_is_refused_by_what_differs(
-    folder, text, tmp_path, monkeypatch, capsys
-):
+def test_resuming_with_other_settings_is_refused(folder, text, tmp_path, monkeypatch, capsys):
     def stop(*_):
         raise Killed
 
@@ -257,7 +253,7 @@ def test_a_mix_counts_and_names_every_matrix_of_every_architecture(name, tmp_pat
 # Refusals ---------------------------------------------------------------------------------------
 
 
-def test_a_mix_has_a_name_that_says_it():
+def test_name_of_a_mix_round_trips():
     kept = {"self_attn.q_proj": "int4", "mlp.up_proj": AS_STORED}
     assert options_of(mixed(kept)) == kept
     assert mixed(dict.fromkeys(kept, "int5")) == options_of("int5") == "int5"
@@ -268,7 +264,7 @@ def test_a_mix_has_a_name_that_says_it():
     assert [class_of(name) for name in names] == ["mlp.experts.w1", "attn.c_proj", ""]
 
 
-def test_what_cannot_be_asked_is_refused(folder, text, tmp_path, capsys):
+def test_invalid_requests_are_refused(folder, text, tmp_path, capsys):
     given = [str(folder), str(tmp_path / "out")]
     by_text = [*given, "--calibration", str(text)]
     for arguments, said in (

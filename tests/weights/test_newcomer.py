@@ -79,7 +79,7 @@ def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_answers_as_the_dequantized_model(tmp_path, name):
+def test_newcomer_matches_the_dequantized_model(tmp_path, name):
     folder, theirs = folder_of(tmp_path, name)
     model = on_cpu(folder)
     cache = Cache(model, 64, 2)

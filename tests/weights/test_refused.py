@@ -209,9 +209,9 @@ DAMAGED = {
         rf"{LAYER}.q_groups must be pairs of descending bits, of 8, 6, 5, 4, 3, 2, and .*\[7, 0, ",
     ),
     "exl2 rising bits": ("exl2", put("q_groups", at(6, 8)), f"{LAYER}.q_groups must be pairs"),
-    "exl2 first rows": ("exl2", put("q_groups", at(3, 99)), "rising from 0"),
+    "exl2 first rows": ("exl2", put("q_groups", at(3, 99)), "ascending from 0"),
     "exl2 half a pair": ("exl2", put("q_groups", lambda t: t[:-1]), "q_groups must be pairs"),
-    "exl2 no groups": ("exl2", put("q_groups", lambda t: t[:0]), r"rising from 0, not \[\]"),
+    "exl2 no groups": ("exl2", put("q_groups", lambda t: t[:0]), r"ascending from 0, not \[\]"),
     "exl2 rows": (
         "exl2",
         put("q_weight", lambda t: t[:-1]),
@@ -247,7 +247,7 @@ DAMAGED = {
     "hqq bits": (
         "hqq 4",
         put("nbits", lambda t: t - 1),
-        rf"{LAYER}: the scalars beside W_q are .'nbits': 3, .*tensors' shapes mean .'nbits': 4, .*again",
+        rf"{LAYER}: the scalars beside W_q are .'nbits': 3, .*shapes mean .'nbits': 4, .*again",
     ),
     "hqq axis": ("hqq 4", put("axis", lambda t: t - 1), "'axis': 0}.*'axis': 1}: download"),
     "hqq code": (
@@ -318,7 +318,7 @@ DAMAGED = {
     "compressed group": (
         "compressed 4 act-order",
         put("weight_g_idx", at(0, 4)),
-        rf"{LAYER}: weight_g_idx puts input .* groups are of 32 inputs each, from 0 to 3",
+        rf"{LAYER}: weight_g_idx puts input .* groups have 32 inputs each, from 0 to 3",
     ),
     "compressed integers": (
         "compressed naive",
@@ -466,7 +466,7 @@ UNSOUND = {
         {"config_groups": {"g": group(type="float")}},
         "type 'float' is not supported, it must be one of 'int'",
     ),
-    "compressed pattern": ("compressed 4", {"ignore": ["re:("]}, "'re:.' is no regular"),
+    "compressed pattern": ("compressed 4", {"ignore": ["re:("]}, "'re:.' is not a regular"),
 }
 
 
@@ -487,14 +487,14 @@ def test_damaged_tensors_are_refused(sound, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_layer_too_many_is_said_to_be_missing(sound, tmp_path, name):
+def test_extra_layer_is_reported_as_missing(sound, tmp_path, name):
     config, tensors = sound(name)
     with pytest.raises(ValueError, match=r"model.layers.1\.\S+ is missing"):
         load(tmp_path, {**config, "num_hidden_layers": 2}, tensors)
 
 
 @pytest.mark.parametrize("method", [["gptq"], {}, 4, None, True])
-def test_a_method_that_is_no_name_is_refused(sound, tmp_path, method):
+def test_non_string_method_is_refused(sound, tmp_path, method):
     config, tensors = sound("gptq 4")
     config["quantization_config"]["quant_method"] = method
     with pytest.raises(ValueError, match=rf"{tmp_path}: .*quant_method .*known are: gptq"):
@@ -512,7 +512,7 @@ def test_a_size_that_a_format_does_not_have_is_refused_by_layer(sound, tmp_path,
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_settings_that_cannot_be_are_refused(sound, tmp_path, name):
+def test_invalid_settings_are_refused(sound, tmp_path, name):
     recipe, settings, words = UNSOUND[name]
     config, tensors = sound(recipe)
     config["quantization_config"] |= settings
