@@ -1,5 +1,5 @@
-"""Caches whose keys and values have other bits in each layer: what is stored, and that all that
-caches do holds; and how a plan chooses them."""
+"""Caches with a bit width per layer for keys and for values: storage, every cache operation, and
+how a plan chooses the widths."""
 
 from __future__ import annotations
 

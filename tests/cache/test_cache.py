@@ -1,4 +1,4 @@
-"""What every kind of cache promises; the tests run over the table of kinds."""
+"""The contract of every kind of cache, run over the table of kinds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention to a token's own chunk of positions (Llama 4): in caches of any make, however the text
-is cut into calls, and in forks."""
+"""Attention limited to a token's own chunk of positions (Llama 4), in every kind of cache and in
+forks, however the text is split into calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Any storage with any retention, residence and growth: what a cache of such a make answers is
-what full attention answers under the same mask, however the text is cut into calls."""
+"""Every combination of storage, retention, residence and growth against full attention under the
+same mask, however the text is split into calls."""
 
 from __future__ import annotations
 
@@ -86,6 +86,12 @@ def test_ragged_rows_equal_single_rows(model, names):
 # Beside attention that is written out -----------------------------------------------------------
 
 
+def in_calls(model, storage: Storage, retention, cut) -> Tensor:
+    """Logits of a text whose calls have these lengths."""
+    cache = KVCache(model, 64, storage=storage, retention=retention)
+    return torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+
+
 @functools.cache
 def definition(model, storage: Storage, retention) -> Tensor:
     """What cuts have in common."""
@@ -97,6 +103,5 @@ def definition(model, storage: Storage, retention) -> Tensor:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     properties = STORAGES[storage], RETENTIONS[retention]
-    cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
-    found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+    found = in_calls(model, *properties, cut)
     assert near(found, definition(model, *properties), TOLERANCES[storage])

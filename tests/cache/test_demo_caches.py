@@ -1,7 +1,7 @@
-"""The demo model through exkv: a trained model shows what a cache forgets.
+"""The trained demo model shows what each cache loses.
 
-Answers and perplexity beside full precision, and that beside transformers. Bounds leave a margin to
-what ``python -m tests.bench quality`` measured, on other chats than these.
+Answers and perplexity are compared with full precision, which is compared with transformers. The
+bounds leave a margin to what ``python -m tests.bench quality`` measured on other chats.
 """
 
 from __future__ import annotations

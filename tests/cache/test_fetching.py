@@ -1,4 +1,5 @@
-"""A cache in host memory: what travels, in which pieces, and that nobody waits for it."""
+"""A cache in host memory: what is copied, in which pieces, and that computation doesn't wait for
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A saved cache on disk: all of it or what was there before, and only for the weights it is of."""
+"""Saved caches: a write is atomic, and a file is accepted only for the weights it was computed
+with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forks share a prompt's storage, and a live cache is converted: the tokens stay what they were."""
+"""Forks share a prompt's storage, and converting a live cache to another kind keeps its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens there is room for as they come."""
+"""How capacity grows as tokens arrive."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""Caches of latent attention, whose values are its keys: one tensor for both, whatever the kind."""
+"""Caches of latent attention, whose values are the keys: one stored tensor serves as both, in every
+kind of cache."""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from arithmetic import near
 from cases import KINDS, small_pages
-from test_composition import RETENTIONS, STORAGES, TOLERANCES
+from test_composition import RETENTIONS, STORAGES, TOLERANCES, definition, in_calls
 from tiny import LATENT, ROUTED, loaded, small
-from torch import Tensor
-from written_out import written_out
 
 from exkv import CACHES, Cache, KVCache, QuantizedCache
 from exkv.cache import HostTier, Paged, Storage
@@ -43,26 +42,15 @@ def test_bytes_are_those_of_the_latent_vector_and_the_shared_key(model):
     assert packed == {torch.device("cpu"): tokens * layers * (STORED + STORED // 32 * 2)}
 
 
-@functools.cache
-def definition(model, storage: Storage, retention) -> Tensor:
-    return written_out(model, IDS[:1], storage, retention)
-
-
 @pytest.mark.parametrize("cut", [[60], [4, 1, 9, 46]], ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     """Values are what the keys' format gives back, whatever was said of values."""
-    properties = STORAGES[storage], RETENTIONS[retention]
-    cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
-    found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
-    one_format = Storage(
-        keys=properties[0].keys,
-        values=properties[0].keys,
-        rotate=properties[0].rotate,
-        recent=properties[0].recent,
-    )
-    assert near(found, definition(model, one_format, properties[1]), TOLERANCES[storage])
+    two_formats, kept = STORAGES[storage], RETENTIONS[retention]
+    one_format = replace(two_formats, values=two_formats.keys)
+    found = in_calls(model, two_formats, kept, cut)
+    assert near(found, definition(model, one_format, kept), TOLERANCES[storage])
 
 
 @pytest.mark.parametrize("kind", KINDS)

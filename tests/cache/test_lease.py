@@ -1,4 +1,4 @@
-"""A cache has one user at a time, and the second is told who that is."""
+"""A cache has one user at a time; the error for a second names the first."""
 
 from __future__ import annotations
 

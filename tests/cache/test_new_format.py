@@ -1,5 +1,5 @@
-"""A format of keys and values that is written in plain PyTorch and entered in the table: one class
-and one entry, and all that caches promise holds for it too."""
+"""Adding a format of keys and values in plain PyTorch takes one class and one table entry, and
+every cache guarantee then holds for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Rows in pages of a pool: what they hold, share, copy and give back, and that a cache in pages is
-like any other."""
+"""Rows in pages of a pool: contents, sharing, copying, freeing, and the same results as in other
+caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches by their familiar names, with the arguments that people know."""
+"""Caches under transformers' names, with transformers' arguments."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Layers that attend to earlier layers' keys and values: one storage for both on a device, and the
-bits of a cache in which each has its own."""
+"""Layers that attend to an earlier layer's keys and values: one storage on a device, and results
+equal to the bit to a cache with a copy for each layer."""
 
 from __future__ import annotations
 

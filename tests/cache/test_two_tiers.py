@@ -1,5 +1,5 @@
-"""Old tokens in groups, recent ones as floats (KIVI's arrangement): texts of several groups, beside
-attention that is written out, and whatever may be done to rows meanwhile."""
+"""Quantized old tokens and float recent ones (as in KIVI), against attention written out, while
+rows are copied, trimmed and moved."""
 
 from __future__ import annotations
 

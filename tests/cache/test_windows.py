@@ -1,5 +1,5 @@
-"""Caches that keep a ring of a window's tokens: what they answer is what a cache that keeps all
-does, whatever is forgotten, taken back, moved or saved."""
+"""Sliding-window caches against caches that keep every token, after eviction, trimming, moving and
+saving."""
 
 from __future__ import annotations
 

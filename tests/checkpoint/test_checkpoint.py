@@ -1,4 +1,4 @@
-"""Checkpoint: the same bits as other readers give, and a clear error for every bad file."""
+"""Checkpoint: tensors equal other readers' to the bit, and a clear error for every damaged file."""
 
 import json
 import mmap

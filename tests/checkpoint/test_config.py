@@ -1,4 +1,4 @@
-"""ModelConfig: both spellings of config.json, transformers' defaults, and every refusal."""
+"""ModelConfig: both spellings of config.json, transformers' defaults, and every error."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""config.json by architecture: transformers' defaults, well-known models' files, and refusals."""
+"""config.json by architecture: transformers' defaults, published models' files, and errors."""
 
 from __future__ import annotations
 

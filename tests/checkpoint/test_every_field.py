@@ -1,8 +1,8 @@
-"""Every field of transformers' config classes: read, harmless or refused, and none of them changes
+"""Every field of transformers' config classes is read, harmless or refused; none changes
 transformers' logits but not exkv's.
 
-The second half sweeps over tiny models: a field at a time gets another value, and where that
-changes what transformers answers, exkv answers the same or refuses the config.
+The second half sweeps over tiny models: each field in turn gets another value, and where that
+changes transformers' logits, exkv's agree or the config is refused.
 """
 
 from __future__ import annotations

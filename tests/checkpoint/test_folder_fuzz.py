@@ -1,4 +1,4 @@
-"""Folders of which one file is spoilt, at random and in ways that went wrong before."""
+"""Folders with one damaged file, at random and as in past bugs."""
 
 from __future__ import annotations
 

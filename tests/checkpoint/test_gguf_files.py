@@ -1,4 +1,4 @@
-"""GGUF files with packed blocks, hostile files, parts, folders; every architecture is in
+"""GGUF files: packed blocks, hostile files, split files, folders. Architectures are in
 test_llama_cpp_converter.py."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What llama.cpp's own converter writes of every architecture, against transformers' models: names,
-metadata, and whatever it does to the numbers, none of it as this project understood it."""
+"""Files from llama.cpp's own converter, for every architecture, against transformers' models:
+names, metadata and changed values, independent of this project's reading of the format."""
 
 from __future__ import annotations
 

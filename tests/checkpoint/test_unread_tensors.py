@@ -1,5 +1,5 @@
-"""Tensors in a checkpoint that nothing reads: refused where they would change an answer, named in
-a warning where they are another model's, and passed over where they change nothing."""
+"""Tensors in a checkpoint that no layer reads: refused where they would change the output, named in
+a warning where they belong to another model, and ignored where they change nothing."""
 
 from __future__ import annotations
 

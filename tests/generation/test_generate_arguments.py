@@ -1,5 +1,5 @@
-"""``generate`` takes transformers' arguments with transformers' results, and says where those went
-that it doesn't take."""
+"""``generate`` accepts transformers' arguments with the same results; errors for those it lacks
+name the alternative."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Calls of exkv's ops as nobody should make them, next to memory that can't be read: a program for
-``test_hostile_calls.py``, which runs it in a process of its own, since a fault ends it.
+"""Invalid calls of exkv's ops, beside unreadable memory: a program that ``test_hostile_calls.py``
+runs in a process of its own, since a fault ends it.
 
-Each call begins as one that is right, with every tensor's memory up against a guard page; up to two
-of its arguments are then changed. It must give a result or refuse with an error that is meant for
-people. What ends the process, and any other error, is a defect.
+Each call starts out valid, with every tensor's memory up against a guard page; up to two of its
+arguments are then changed. It must return a result or raise an error written for users; a crash or
+any other error is a defect.
 """
 
 from __future__ import annotations

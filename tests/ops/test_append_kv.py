@@ -1,5 +1,5 @@
-"""Storing new keys and values in one op, beside the ops that it is made of and plain indexing: the
-same bits where tokens go, and nothing touched elsewhere."""
+"""Storing new keys and values in one op, against the ops it fuses and plain indexing: equal to the
+bit where tokens go, and nothing else written."""
 
 from __future__ import annotations
 

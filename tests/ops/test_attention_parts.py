@@ -1,5 +1,5 @@
-"""Attention over parts of a sequence, merged, against torch's own softmax over all of it: any
-split, formats of any kind for keys and values, parts that all rows share."""
+"""Attention over parts of a sequence, merged, against torch's softmax over the whole: any split,
+any format of keys and values, and parts shared by all rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The emulation itself: it computes what a GPU would, and finds what a GPU keeps quiet about."""
+"""The CUDA emulation itself: it computes what a GPU would, and detects errors that a GPU doesn't
+report."""
 
 from __future__ import annotations
 

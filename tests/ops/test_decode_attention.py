@@ -1,5 +1,5 @@
-"""One token a row, stored and attended from in one op, beside the ops that it is made of (the same
-bits) and torch's SDPA."""
+"""One token a row, stored and attended in one op, against the ops it fuses (equal to the bit) and
+torch's SDPA."""
 
 from __future__ import annotations
 

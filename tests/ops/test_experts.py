@@ -1,4 +1,4 @@
-"""The experts' op against a dense sum over all experts, and its promise about memory."""
+"""The experts op against a dense sum over all experts, and its bound on memory."""
 
 from __future__ import annotations
 

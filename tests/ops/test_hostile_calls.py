@@ -1,5 +1,5 @@
-"""Whatever the ops are called with, they refuse it or serve it: no fault, no read past a tensor's
-memory, no result that was never computed. See ``hostile_calls.py``."""
+"""Invalid calls of the ops are refused or served: no crash, no read past a tensor's memory, no
+uninitialized result. See ``hostile_calls.py``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How keys and values are stored: round trips within what each format can promise, bytes that are
-what the name says, and the rotation that goes with few bits."""
+"""Formats of keys and values: round-trip error within each format's bound, size in bytes, and the
+rotation used with few bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels that pack, unpack and transform, emulated or on a GPU, in the very tests of the
+"""The CUDA kernels that pack, unpack and transform, emulated or on a GPU, in the same tests as the
 CPU's."""
 
 from __future__ import annotations

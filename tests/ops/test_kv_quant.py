@@ -1,4 +1,4 @@
-"""8-bit storage: every kernel gives the bits of the reference in exkv/ops/kv_quant.py."""
+"""8-bit storage: every kernel equals the reference in exkv/ops/kv_quant.py to the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How the CUDA kernels for decoding are launched, under the emulation: a launch that is made once
-serves any lengths, fills the device once, and follows no page number out of its pool."""
+"""How the CUDA kernels for decoding are launched, under the emulation: a launch made once serves
+any lengths, fills the device once, and never reads a page outside its pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""exkv::linear: every kernel against float64, beside torch's own error, and against itself."""
+"""exkv::linear: every kernel against float64, with torch's own error as the bound, and batches
+against single rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Linear layers of few rows on CUDA, emulated and real: against float64, and to the bit where it is
-promised."""
+"""Linear layers of few rows on CUDA, emulated and real: against float64, and equal to the bit where
+that is guaranteed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""exkv::linear_groups and its kin: every kernel against float64, beside the error of multiplying
-dequantized bfloat16 weights."""
+"""exkv::linear_groups and related ops: every kernel against float64, with the error of multiplying
+dequantized bfloat16 weights as the bound."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""exkv::linear_packed and dequantize_packed: every kernel against float64, beside the error of
-multiplying dequantized bfloat16 weights; dequantized values against the plain ones, to the bit."""
+"""exkv::linear_packed and dequantize_packed: every kernel against float64, with the error of
+multiplying dequantized bfloat16 weights as the bound; dequantized values equal the plain ones to
+the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Norms and gates: every kernel against float64, beside torch's own error, and, where nothing is
-left to the order of a sum, against the reference to the bit."""
+"""Norms and gates: every kernel against float64, with torch's own error as the bound, and equal to
+the reference to the bit where no order of summation is involved."""
 
 from __future__ import annotations
 

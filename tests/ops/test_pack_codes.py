@@ -1,4 +1,4 @@
-"""Codes in the kernels' order: what native code packs is what plain PyTorch does."""
+"""Codes in the kernels' order: native packing equals plain PyTorch."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Attention over rows that lie in pages, against torch's own softmax over the same keys and values:
-pages of any order, pages in common, and nothing read that no query sees."""
+"""Attention over paged rows against torch's softmax over the same keys and values: pages in any
+order, shared pages, and no read of keys that no query sees."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention of many queries over quantized caches and parts in CUDA's kernel, emulated or on a GPU:
-torch's own attention on what is stored says what is right."""
+"""CUDA attention of many queries over quantized caches and parts, emulated or on a GPU, against
+torch's attention on the stored values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Recurrences of prompts in chunks, on the CPU: as exact as transformers' chunks in float32, beside
-the definition in float64."""
+"""Prompts through recurrences in chunks, on the CPU: no less accurate than transformers' float32
+chunks, measured against the definition in float64."""
 
 from __future__ import annotations
 

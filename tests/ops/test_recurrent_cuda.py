@@ -1,4 +1,5 @@
-"""CUDA kernels of layers with a state, emulated or on a GPU, by the sizes that decide their way."""
+"""CUDA kernels of layers with a state, emulated or on a GPU, at the sizes that select each code
+path."""
 
 from __future__ import annotations
 

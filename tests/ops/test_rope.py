@@ -1,4 +1,4 @@
-"""Rotary positions: transformers' own to the bit, and a turn in the complex plane in float64."""
+"""Rotary positions: equal to transformers' to the bit, and to a complex rotation in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernel of rotary positions, emulated or on a GPU, in the very tests of the CPU's."""
+"""The CUDA kernel of rotary positions, emulated or on a GPU, in the same tests as the CPU's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The router's op: the kernel against the reference, which whole models are held against
-transformers with, and against torch.topk where scores are equal."""
+"""The router op: the kernel against the reference (which whole-model tests compare with
+transformers), and against torch.topk where scores tie."""
 
 from __future__ import annotations
 

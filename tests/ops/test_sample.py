@@ -1,7 +1,7 @@
-"""The op that chooses tokens: the kernel beside the reference, both beside transformers.
+"""The sampling op: the kernel against the reference, both against transformers.
 
-Uniform numbers at even distances show a distribution without chance: a token of probability p
-takes N * p of N of them, give or take one.
+Evenly spaced uniform numbers make the distribution exact: of N, a token of probability p takes N *
+p, give or take one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """exkv::linear_packed and dequantize_packed of EXL3's tiles: every kernel against tiles as
-ExLlamaV3's kernel reads them (``packers/exl3.py``), values to the bit."""
+ExLlamaV3's kernel reads them (``packers/exl3.py``), values equal to the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention of few queries over heads of more than 256 values in CUDA's kernel, emulated or on a
-GPU: torch's own attention on what is stored says what is right."""
+"""CUDA attention of few queries with heads wider than 256, emulated or on a GPU, against torch's
+attention on the stored values."""
 
 from __future__ import annotations
 

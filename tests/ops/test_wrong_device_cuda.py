@@ -1,5 +1,5 @@
-"""No op of the CUDA kernels asks another device than that of its tensors, or launches there: by two
-emulated devices that are unlike each other."""
+"""The CUDA ops query and launch on their tensors' device only, shown with two unlike emulated
+devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Choosing a token: each step on distributions that one can check by hand, and by transformers."""
+"""Choosing a token: each step on distributions that are checked by hand, and against
+transformers."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Constrained output: whatever the model would like to say, the text is what the grammar allows."""
+"""Constrained output: whatever the logits, the text follows the grammar."""
 
 from __future__ import annotations
 

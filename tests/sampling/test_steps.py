@@ -1,4 +1,5 @@
-"""Each step beside what it is by definition, or in transformers; and what a step must have."""
+"""Each sampling step against its definition or transformers, and the fields that every step must
+have."""
 
 import math
 import random

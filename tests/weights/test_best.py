@@ -1,5 +1,4 @@
-"""``weights="best"``: what is chosen stands where the plan says, to the byte, and what it costs is
-measured once."""
+"""``weights="best"``: the choice takes the planned bytes exactly, and losses are measured once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the package bitsandbytes makes of the same tensors."""
+"""bitsandbytes' formats against the package bitsandbytes on the same tensors."""
 
 from __future__ import annotations
 

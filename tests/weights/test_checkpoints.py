@@ -1,5 +1,5 @@
 """Quantized checkpoints of every method, from tests/packers: read, planned to the byte, split over
-devices, and answered with as the model of their dequantized weights answers."""
+devices, and compared with the model of their dequantized weights."""
 
 from __future__ import annotations
 

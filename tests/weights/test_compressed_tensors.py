@@ -1,4 +1,5 @@
-"""What the package compressed-tensors makes of the same tensors, and of a whole model."""
+"""compressed-tensors' formats against the package compressed-tensors, for single tensors and a
+whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rounding with feedback, beside GPTQ as its paper has it and beside rounding without data."""
+"""Rounding with feedback, against GPTQ as its paper defines it and against rounding without
+data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every format of weights owes to those who ask it, for all that are registered."""
+"""The contract of every registered format of weights."""
 
 from __future__ import annotations
 

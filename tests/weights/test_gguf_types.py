@@ -1,4 +1,4 @@
-"""ggml's packed types: values against the ``gguf`` package's, to the bit."""
+"""ggml's packed types: values equal the ``gguf`` package's to the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Integers with a scale for each group: what packed tensors stand for, and what the kernels make of
-them."""
+"""Integers with a scale per group: values of packed tensors, and the kernels' results on them."""
 
 from __future__ import annotations
 

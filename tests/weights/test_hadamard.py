@@ -1,7 +1,7 @@
-"""Weights whose inputs go through the Hadamard transform, and compressed-tensors' settings of it.
+"""Weights whose inputs go through a Hadamard transform, and compressed-tensors' settings of it.
 
 The oracle is the package compressed-tensors: its matrices, its modules, and models that it
-transforms and compresses itself.
+transformed and compressed itself.
 """
 
 from __future__ import annotations

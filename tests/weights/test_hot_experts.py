@@ -1,5 +1,5 @@
 """``weights="best"`` and ``exkv quantize`` where some experts are chosen far more often than
-others: what they lose counts as often, and bits and places are chosen together."""
+others: losses are weighted by use, and bits and placement are chosen together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PEFT's files: what they say is followed, and what is hostile, contradictory or not done is
-refused with the file's name; nothing is loaded then."""
+"""PEFT's adapter files: settings are followed; hostile, contradictory or unsupported files are
+refused by name before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``exkv quantize --bits`` and ``--fit``: what is chosen matrix by matrix is written, is read
-elsewhere and planned as it is, and a run that was ended goes on."""
+"""``exkv quantize --bits`` and ``--fit``: bits chosen per matrix are written, read back and planned
+as stored, and an interrupted run resumes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checkpoints of every format with some bytes of a tensor changed: refused by name, or the logits
-are finite. None answers NaN without a word."""
+"""Checkpoints of every format with a few bytes of a tensor changed: refused by the tensor's name,
+or the logits are finite; never a silent NaN."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A format that is added from outside: loaded, planned to the byte, split, tied, and answered with
-as the model of its dequantized weights answers."""
+"""A format added from outside: loaded, planned to the byte, split, tied, and compared with the
+model of its dequantized weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Float weights kept as integers: answers, bytes, devices and bound runs, beside the model of the
-weights that the integers stand for."""
+"""Float weights quantized on load: outputs, bytes, devices and bound runs, against the model of the
+dequantized integers."""
 
 from __future__ import annotations
 

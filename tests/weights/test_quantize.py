@@ -1,4 +1,4 @@
-"""``exkv quantize``: what it writes, read back by exkv and by the package compressed-tensors."""
+"""``exkv quantize``: its output, read back by exkv and by the package compressed-tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Quantized checkpoints that are damaged, or contradict their settings: refused with the file, the
-tensor, the number, and what to do."""
+"""Quantized checkpoints that are damaged or contradict their settings: the error names file, tensor
+and number, and says what to do."""
 
 from __future__ import annotations
 
