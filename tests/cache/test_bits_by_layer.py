@@ -135,7 +135,7 @@ def test_pages_and_a_generator_answer_as_rows_do(folder):
 
 
 def test_a_layers_loss_is_the_divergence_from_transformers_probabilities(folder):
-    """Of tokens that see each other through the cache, with this layer alone in fewer bits."""
+    """The divergence with this layer alone in fewer bits, each token read through the cache."""
     model = Model(folder, calibration=TEXT)
     found = model.cache_losses()
     ids = torch.tensor([Tokenizer(folder).encode(TEXT)[: losses.MOST_TOKENS]])
@@ -179,7 +179,7 @@ def scenario(model: Model, tokens: int = 512) -> Scenario:
 
 
 def with_room(roomy: Scenario, share: float) -> Scenario:
-    """With so much of its cache's bytes."""
+    """The scenario on a device with room for this share of the cache's bytes."""
     (plan,) = plans_for(roomy)
     (ledger,) = plan.ledgers
     size = ledger.total - int(ledger.cache * (1 - share))

@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def combined(**properties) -> type[KVCache]:
-    """A kind of cache that has no name."""
+    """A combination of properties without a name in the table."""
 
     class Combined(KVCache):
         @classmethod
@@ -63,7 +63,7 @@ def ids(length: int, rows: int = 1) -> Tensor:
 
 
 def assert_near(logits: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of summation; in 8 bits that may turn a value's last bit over."""
+    """Equal up to the order of summation, which in 8 bits may flip a value's last bit."""
     assert (logits - expected).abs().max() <= 2e-4 * expected.abs().max()
 
 
@@ -111,7 +111,7 @@ def test_clone_is_independent(model, kind):
 
 
 def filled(model, kind, rows: int = 3, lengths=(9, 4, 7), capacity: int = 4):
-    """A cache whose rows share a beginning and go on unlike each other."""
+    """A cache whose rows share a prefix and then differ."""
     cache = kind(model, 40, capacity)
     tokens = torch.cat((ids(3).expand(rows, 3), ids(6, rows)), dim=1)
     model.forward(tokens, cache, new_lens=lengths)
@@ -119,7 +119,7 @@ def filled(model, kind, rows: int = 3, lengths=(9, 4, 7), capacity: int = 4):
 
 
 def answers(model, cache, rows: int) -> Tensor:
-    """What each row says to the next token; the cache is left as it was."""
+    """Each row's logits for a next token; the cache is restored afterwards."""
     before = cache.seq_lens
     logits = model.forward(torch.full((rows, 1), 7), cache)
     cache.crop(before)
@@ -139,7 +139,7 @@ def test_reorder_permutes_rows(model, kind, rows):
 
 
 def test_common_prefixes_are_not_moved(model, kind):
-    """Planted in the first row's beginning, a mark stays there, and nowhere else."""
+    """A mark written into the first row's prefix appears in no other row."""
     cache = filled(model, kind)
     marked = []
     for layer in cache.layers:

@@ -72,7 +72,7 @@ def test_forks_share_a_prefix_that_crosses_chunks(model):
 
 
 def test_chunks_are_dropped_where_they_make_no_difference(model, monkeypatch):
-    """Kernels know windows only, and most texts are shorter than a chunk."""
+    """Kernels support windows only, and most texts are shorter than a chunk."""
     asked = []
     within = AttentionParams.within
 

@@ -35,7 +35,7 @@ AXES = (STORAGES, RETENTIONS, RESIDENCES, GROWTHS)
 
 
 def goes_together(storage: str, retention: str, residence: str, growth: str) -> bool:
-    """Pages hold every token by itself, of all tokens or of a window."""
+    """Pages store single tokens: no sinks, and no group of recent ones."""
     if growth != "paged":
         return True
     return retention != "sinks" and not STORAGES[storage].recent
@@ -87,14 +87,14 @@ def test_ragged_rows_equal_single_rows(model, names):
 
 
 def in_calls(model, storage: Storage, retention, cut) -> Tensor:
-    """Logits of a text whose calls have these lengths."""
+    """Logits of a text that is split into calls of these lengths."""
     cache = KVCache(model, 64, storage=storage, retention=retention)
     return torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
 
 
 @functools.cache
 def definition(model, storage: Storage, retention) -> Tensor:
-    """What cuts have in common."""
+    """Computed once for all splits."""
     return written_out(model, IDS[:1], storage, retention)
 
 

@@ -53,7 +53,7 @@ def ragged_calls(model, cache):
 
 
 def host_and_device(folder, make):
-    """Logits of both residences, copies of whole keys and values, and the storage afterwards."""
+    """Logits with both residences, copies of whole keys and values, and the storage afterwards."""
     model = Model(folder, max_input_len=32)
     caches = [KVCache(model, 64, 3, residence=residence, **MAKES[make])
               for residence in (OnHost(), KVCache(model, 4).layers[0].spec.residence)]  # fmt: skip
@@ -96,7 +96,7 @@ def test_only_stored_tokens_are_copied(tmp_path):
 
 
 def test_pending_write_backs_finish_on_access():
-    """As on a device, whose copies end later."""
+    """As on a device, whose copies finish later."""
     finished = []
     back = WriteBack({"k": torch.ones(1, 1, 2, 4)}, Lengths.uniform(1, 0, 1), torch.device("cpu"))
     back._copies.synchronize = lambda: finished.append(True)
@@ -123,7 +123,7 @@ def test_slots_after_a_rows_tokens_are_zero():
 
 
 class NoCopies:
-    """What nobody waits for."""
+    """An event whose ``wait`` returns at once."""
 
     def wait(self) -> None:
         pass
@@ -181,7 +181,7 @@ def test_lagging_streams_reveal_early_reads_and_frees(tmp_path, broken):
 
 
 def left_to_a_stream(recorded):
-    """A copy that is waited for, and one whose source is gone before."""
+    """A copy that is waited for, and one whose source is freed before."""
     sim.let_streams_lag()
     device, host = torch.device("sim:0"), torch.ones(4)
     here, stream = torch.zeros(4, device=device), torch.Stream(device)

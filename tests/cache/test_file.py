@@ -155,7 +155,7 @@ except OSError as error:
 
 
 def test_full_disk_error_has_the_number_of_bytes(folder, tmp_path):
-    """The kernel's own refusal, in the middle of the file."""
+    """The operating system's own error, in the middle of the file."""
     (tmp_path / "cache").write_text("before")
     program = FULL.format(folder=str(folder), path=str(tmp_path / "cache"))
     done = run_apart(f"import resource, signal, torch\n{program}")

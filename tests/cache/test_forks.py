@@ -52,14 +52,14 @@ near = functools.partial(arithmetic.near, tolerance=3e-3)
 
 
 def prompts(model, kind, rows: int = 2):
-    """Two prompts of unlike length in a cache."""
+    """Two prompts of different lengths in a cache."""
     cache = kind(model, 64, rows)
     model.forward(IDS[:2, :30], cache, new_lens=[30, 17])
     return cache
 
 
 def plain(model, kind):
-    """The same, each twice, with nothing shared."""
+    """The same prompts, each twice, without sharing."""
     cache = kind(model, 64, 4)
     model.forward(IDS[[0, 0, 1, 1], :30], cache, new_lens=[30, 30, 17, 17])
     return cache
@@ -103,7 +103,7 @@ def test_fork_selects_rows_in_reverse(model, kind):
 
 
 def test_reorder_cost_is_independent_of_the_prompt(model, monkeypatch):
-    """Host work, too, depends on what follows the prompt only."""
+    """The host's work, too, depends only on what follows the prompt."""
     looked_at = []
 
     def spy(first, second):
@@ -265,7 +265,7 @@ def test_only_new_tokens_are_written_back_to_the_host(folder, kind):
 
 
 def converted_without_room(folder):
-    """Every step of a conversion hits a full device once; the cache answers as before."""
+    """Every step of a conversion once meets a full device; the logits stay the same."""
     model = Model(folder, max_input_len=32)
     cache = Cache(model, 64, 2)
     model.load_autosplit(cache)
@@ -311,7 +311,7 @@ def test_conversion_out_of_memory_leaves_a_usable_cache(folder):
 
 
 def forks_at_the_edge(folder):
-    """A device with room for exactly what a fork was planned to take."""
+    """A device with exactly the memory planned for a fork."""
     model = Model(folder, max_input_len=32)
     cache = Cache(model, 64)
     model.load_autosplit(cache)

@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_latent_vector_and_the_shared_key(model):
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
-    """Values are what the keys' format gives back, whatever was said of values."""
+    """Values are the dequantized keys, whatever format the storage names for values."""
     two_formats, kept = STORAGES[storage], RETENTIONS[retention]
     one_format = replace(two_formats, values=two_formats.keys)
     found = in_calls(model, two_formats, kept, cut)

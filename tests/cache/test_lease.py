@@ -24,7 +24,7 @@ def ids(length: int) -> torch.Tensor:
 
 
 def texts(model, cache, prompt, user):
-    """A loop over a cache as a stream is one: a token at a time, anything else in between."""
+    """Generate one token at a time, like a stream, so that other code runs in between."""
     lease = cache.lease(user)
     try:
         with lease:

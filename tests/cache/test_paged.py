@@ -215,7 +215,7 @@ def test_a_plan_counts_tiers_in_host_memory_to_the_byte(tmp_path):
 
 
 def remembered(cache: KVCache, text: list[int]) -> None:
-    """Run a text in row 0, let its full pages be found again, and forget it."""
+    """Run a text in row 0, register its full pages for reuse, and clear the row."""
     model = cache.model
     model.forward(torch.tensor([text]), cache)
     before = None
@@ -308,7 +308,7 @@ class Memory:
 
 
 def check_places(pool: PagePool) -> None:
-    """Every page of every tier is free, or held, or known for one thing; once."""
+    """Every page of every tier is free, held, or registered under one key, exactly once."""
     known = list(pool._found.values())
     for number, tier in enumerate(pool._tiers):
         mine = {each.page: each for each in known if each.tier == number}
@@ -325,7 +325,7 @@ def check_places(pool: PagePool) -> None:
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from([(), (3,), (5, 4)]))
 def test_reference_counts_are_exact_and_no_page_leaks(seed, tiers):
-    """Random rows that grow, go back, take each other's place, and remember and find pages."""
+    """Random rows that grow, shrink, replace each other, and register and find pages."""
     rng, size = random.Random(seed), 4
     pool = PagePool(rng.randint(3, 20), size, [(pages, i == 1) for i, pages in enumerate(tiers)])
     tables = [PageTable(pool, 3), PageTable(pool, 2)]

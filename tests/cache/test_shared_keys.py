@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 
 
 def apart(model: Model, kind: type[KVCache], *sizes: int, **options: object) -> KVCache:
-    """A cache in which each layer has a storage of its own."""
+    """A cache with separate storage for each layer."""
     specs = kind.layer_specs(model, *sizes, **options)
     cache = kind.of(model, [spec.alone for spec in specs])
     assert not any(layer.shares for layer in cache.layers)
@@ -188,7 +188,7 @@ def test_over_two_devices_each_has_one_storage_of_shared_keys(tmp_path, kind):
 
 
 def test_moved_layers_share_storage_on_their_new_device(model):
-    """A cluster moves layers; what stays has its tokens, and one storage on a device."""
+    """A cluster moves layers; tokens are kept, with one storage on each device."""
     cpu = torch.device("cpu")
     cache = KVCache(model, 96, 2)
     expected = [model.forward(IDS[:, :40], cache), model.forward(IDS[:, 40:60], cache)][1]

@@ -71,7 +71,7 @@ RETENTIONS = [
 
 @functools.cache
 def definition(model, storage: Storage, retention) -> Tensor:
-    """What cuts have in common."""
+    """Computed once for all splits."""
     return written_out(model, IDS[:1], storage, retention)
 
 
@@ -94,7 +94,7 @@ def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
 
 
 def test_old_tokens_are_rounded_and_evicted_ones_gone(model):
-    """Lest the comparison compares nothing."""
+    """Otherwise the comparison above would be empty."""
     everything = written_out(model, IDS[:1], Storage())
     assert near(everything, model.forward(IDS[:1], Cache(model, LENGTH)), 1e-5)
     for storage, retention in [(KIVI, KeepAll()), (KIVI, Window(100)), (KIVI, Sinks(70, 5))]:
@@ -126,7 +126,7 @@ def test_a_models_own_window_cuts_either_tier(tmp_path_factory, window, cut):
 
 
 def reach(model, cache, rows: list[list[int]]) -> None:
-    """Let the rows hold these tokens, one call."""
+    """Extend the rows to these tokens in one call."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[3] * (width - len(row))] for row in rows])
     model.forward(ids, cache, new_lens=list(map(len, rows)))
@@ -154,7 +154,7 @@ def right(model, cache, make=None) -> bool:
 
 
 def filled(model, lens=(150, 77, 120), rows: int = 4, **properties) -> KVCache:
-    """Rows that share a beginning of 70 tokens and go on unlike each other."""
+    """Rows that share a prefix of 70 tokens and then differ."""
     cache = kivi(model, rows, **properties)
     reach(model, cache, beginnings(lens))
     return cache

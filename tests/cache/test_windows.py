@@ -70,7 +70,7 @@ def test_ragged_rows(model):
 
 @pytest.mark.parametrize("kept", [2, 30, 70, 78])
 def test_cropped_tokens_become_visible_again(model, kept):
-    """The ring has forgotten what the token after ``kept`` sees; the model computes it again."""
+    """The ring has evicted tokens that the one after ``kept`` sees; the model recomputes them."""
     ring, full = both(model)
     model.forward(IDS[:1, :80], ring)
     model.forward(IDS[:1, :80], full)
@@ -84,7 +84,7 @@ def test_cropped_tokens_become_visible_again(model, kept):
 
 
 def test_tokens_cropped_one_by_one(model, tmp_path):
-    """What a ring overwrote is lost, even if the row was cut in between to what fits."""
+    """Overwritten tokens are lost, even if the row was cropped in between."""
     ring, full = both(model)
     length = model.config.sliding_window + 1
     for cache in (ring, full):
@@ -187,7 +187,7 @@ def test_copies_and_files(model, tmp_path):
 
 @given(st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
 def test_lost_tokens_are_overwritten_and_visible_ones(size, kept, more):
-    """Against a ring of positions, written one by one."""
+    """Against a ring of positions that is written one by one."""
     ring = [-1] * size
     for position in range(kept + more):
         ring[position % size] = position

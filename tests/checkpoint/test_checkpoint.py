@@ -44,7 +44,7 @@ def write_index(folder, weight_map):
 
 
 def as_bytes(tensor):
-    """What is stored, NaNs and signs of zero included."""
+    """The stored bytes, so that NaNs and signs of zero compare, too."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -505,7 +505,7 @@ def test_empty_or_missing_folder_is_refused_with_a_remedy(tmp_path):
 
 
 def check_any_file(folder, content):
-    """Either a CheckpointError, or tensors that lie inside of the file, apart from each other."""
+    """Raises CheckpointError, or has tensors that lie inside the file and don't overlap."""
     file = folder / SINGLE_NAME
     file.unlink(missing_ok=True)  # the last example's file may still be mapped
     file.write_bytes(content)
@@ -640,7 +640,7 @@ spans = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, ma
 @fuzzed
 @given(spans, st.integers(0, 12))
 def test_fuzz_layouts_with_holes_and_overlaps_are_refused(fuzz_folder, places, length):
-    """Headers that are right but for where their tensors lie."""
+    """Headers that are valid except for their tensors' offsets."""
     entries = {f"t{i}": entry("U8", [n], at, at + n) for i, (at, n) in enumerate(places)}
     covered = sorted(byte for at, n in places for byte in range(at, at + n))
     accepted = check_any_file(fuzz_folder, pack(entries, bytes(length)))

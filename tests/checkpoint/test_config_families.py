@@ -46,7 +46,7 @@ WITHOUT_DEFAULTS = UNEVEN | {"DeepseekV2ForCausalLM", "Dots1ForCausalLM"}
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """What each layer sees, None for everything."""
+    """Each layer's window, None for full attention."""
     layers = range(config.num_hidden_layers)
     return [config.sliding_window if config.slides(layer) else None for layer in layers]
 
@@ -60,7 +60,7 @@ def windows_of_theirs(config: transformers.PreTrainedConfig) -> list[int | None]
 
 
 def known(key: str, value: object, theirs: transformers.PreTrainedConfig) -> object:
-    """The value; None for a token outside of the vocabulary, which some of their defaults are."""
+    """The value; None for a token outside of the vocabulary, as in some of their defaults."""
     return None if key.endswith("token_id") and (value or 0) >= theirs.vocab_size else value
 
 
@@ -149,7 +149,7 @@ def check_same_heads(config: ModelConfig, theirs: transformers.PreTrainedConfig)
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_DEFAULTS])
 def test_missing_keys_mean_what_they_mean_to_transformers(name):
-    """A config.json that states the architecture and nothing else."""
+    """A config.json with nothing but the architecture."""
     check_same(ModelConfig.from_dict({"architectures": [name]}), CLASSES[name]())
 
 

@@ -52,7 +52,7 @@ def text_fields(name: str) -> dict[str, Any]:
 
 
 def harmless(name: str) -> set[str]:
-    """What changes no logits of this architecture, which may read a key that others don't."""
+    """Fields that change no logits of this architecture, which may read a key that others don't."""
     kind = FAMILIES[name].specific
     own = () if kind is None else dataclasses.fields(kind)
     return set(HARMLESS) - {each.name for each in own}
@@ -86,7 +86,7 @@ def test_every_field_of_transformers_class_is_read_harmless_or_refused(name):
 
 
 def others(key: str, value: Any) -> tuple[Any, ...]:
-    """Other values for the field; none for what the sweep leaves alone."""
+    """Other values for the field; none for fields that the sweep skips."""
     if key in SHAPES or key.endswith("token_id"):
         return ()
     if value is None:

@@ -64,7 +64,7 @@ BLOCKS = {**dict.fromkeys(LATENT, 32), "num_key_value_heads": 4}
 @pytest.mark.parametrize("of_heads", [True, False], ids=["of heads", "in one matrix"])
 @pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
 def test_packed_latent_attention_matches_its_floats(tmp_path, monkeypatch, name, of_heads):
-    """In one matrix, as files were until April 2025, and then without what they didn't state."""
+    """In one matrix, as in files until April 2025, which also lacked some metadata."""
     changes = {"q_lora_rank": None} if name == "DeepseekV2ForCausalLM" else {}
     theirs = reference(TINY[name](**ONE_TEMPERATURE, **{**BLOCKS, **changes}))
     tensors = load_file(save(theirs, tmp_path / "saved") / "model.safetensors")
@@ -109,7 +109,7 @@ def test_unstated_window_is_a_warning(tmp_path, caplog):
 
 
 def test_mtp_layers_are_ignored(tmp_path, caplog):
-    """They lie behind the others, and count as blocks."""
+    """They follow the other layers, and count as blocks."""
     theirs, tensors = saved("Glm4MoeForCausalLM", tmp_path / "saved")
     file = tmp_path / "model.gguf"
 
@@ -191,7 +191,7 @@ def test_packed_blocks_are_bit_identical_in_bound_runs(quantized, name):
 
 
 def planned_and_measured(files: list[str]) -> list[dict]:
-    """On one device, and on three."""
+    """Bytes on one device, and on three."""
     return [planned_and_measured_one(file) for file in files]
 
 
@@ -221,7 +221,7 @@ def test_a_file_is_planned_to_the_byte_and_split_over_devices(quantized):
 
 
 def test_bytes_on_a_device_are_those_of_the_file(quantized):
-    """But for floats, which are cast."""
+    """Except for floats, which are cast."""
     model = Model(quantized["wide"], dtype=torch.float32)
     with open_checkpoint(quantized["wide"]) as checkpoint:
         stored = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
@@ -257,7 +257,7 @@ def test_a_plan_reads_the_header_alone(small, tmp_path, capsys):
 
 
 def test_unknown_tensor_is_refused(tmp_path):
-    """A model would answer something else without it."""
+    """Without it, the model's logits would differ."""
     theirs, tensors = saved("LlamaForCausalLM", tmp_path / "saved")
     extra = {"model.layers.1.self_attn.v_proj.bias": torch.ones(64)}
     write_gguf(tmp_path / "m.gguf", theirs.config, {**tensors, **extra})
@@ -301,7 +301,7 @@ def _write_words(writer) -> None:
 
 
 def outcome(path: Path, small: SimpleNamespace) -> None:
-    """The file is refused by its name, or loads as the tensors that the bytes say."""
+    """The file is refused by its name, or loads as the stored tensors."""
     for use in (use_weights, use_words):
         try:
             use(path, small)

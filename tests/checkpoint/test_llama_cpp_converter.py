@@ -272,14 +272,14 @@ def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
 
 
 def _name_dense_mlp(file: Path) -> None:
-    """As Moonshot names it, and not as if it had experts."""
+    """Rename a dense MLP to Moonshot's name, unlike that of a layer with experts."""
     dense = re.compile(r"block_sparse_moe(?=\.(gate|up|down)_proj)")
     tensors = {dense.sub("mlp", key): values for key, values in load_file(file).items()}
     save_file(tensors, file, {"format": "pt"})
 
 
 def _put_inputs_first(file: Path) -> None:
-    """Experts' matrices as Qwen has them."""
+    """Transpose experts' matrices to Qwen's layout."""
     tensors = load_file(file)
     for key, values in tensors.items():
         if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -355,7 +355,7 @@ def test_the_converter_has_no_class_for_the_others(tmp_path, convert, name):
 
 
 def test_mtp_heads_after_layers_with_states_are_ignored(tmp_path, convert):
-    """They count as blocks, which no state is in."""
+    """They count as blocks, without a state."""
     theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved")
     file = tmp_path / "saved/model.safetensors"
     tensors = load_file(file)
@@ -429,7 +429,7 @@ def test_adapters_of_a_matrix_with_reordered_columns(tmp_path, convert):
 
 
 def test_matrix_with_reordered_columns_is_rounded_for_its_own_inputs(tmp_path, convert):
-    """The error that is left is as small as where they lie in the checkpoint's."""
+    """The remaining error is as small as in the checkpoint's order."""
     saved("Qwen3_5ForCausalLM", tmp_path / "saved")
     convert(tmp_path / "saved", tmp_path / "model.gguf")
     errors = []
@@ -498,7 +498,7 @@ def logits_on_devices(file: str) -> dict:
 
 
 def test_reordered_rows_are_loaded_and_planned_to_the_byte(tmp_path, convert):
-    """Packed ones, piece by piece."""
+    """Packed tensors are read piece by piece."""
     theirs = saved("Qwen3_5ForCausalLM", tmp_path / "saved", "q8_0")
     convert(tmp_path / "saved", tmp_path / "model.gguf", "q8_0")
     seen = run_sim(logits_on_devices, "64M,64M", args=[str(tmp_path / "model.gguf")])

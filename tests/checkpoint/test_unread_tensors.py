@@ -16,7 +16,7 @@ LAYER = "model.layers.1"
 
 
 def with_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> Model:
-    """A tiny Llama whose checkpoint has these, too."""
+    """A tiny Llama whose checkpoint also has these tensors."""
     save(reference(TINY["LlamaForCausalLM"](num_hidden_layers=2)), folder)
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
@@ -40,7 +40,7 @@ def test_unread_tensors_of_layers_are_refused(name, tmp_path):
 
 
 def test_unused_keys_of_sharing_layers_are_ignored(tmp_path, caplog):
-    """As published checkpoints of Gemma 3n and 4 have them."""
+    """Published checkpoints of Gemma 3n and 4 contain them."""
     folder = save(reference(gemma4(**GEMMA4_SHARED)), tmp_path)
     file = folder / "model.safetensors"
     tensors = {f"model.layers.{i}.self_attn.k_proj.weight": torch.ones(32, 64) for i in (4, 6)}

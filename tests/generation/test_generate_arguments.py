@@ -38,7 +38,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A model that never ends by itself, its tokenizer, and transformers' of both."""
+    """A model that never emits an end token and its tokenizer, in exkv and in transformers."""
     folder = tmp_path_factory.mktemp("model")
     theirs = reference(llama(eos_token_id=None))
     file = save(theirs, folder) / "tokenizer.json"
@@ -367,7 +367,7 @@ def test_no_warning_comes_without_a_reason(pair):
 
 
 def test_a_loop_written_for_transformers_runs_here(pair):
-    """The same lines for both models: a cache that grows, masks and positions that grow with it."""
+    """The same loop for both models, whose cache, mask and positions grow."""
     theirs, ours = pair
     prompt = torch.tensor([ROWS[0], ROWS[0][::-1]])
 

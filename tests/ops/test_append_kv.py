@@ -25,7 +25,7 @@ HEADS = 2
 
 
 def random_stores(kinds, shape, dtype, generator):
-    """Stores for keys and for values in which something lies already."""
+    """Stores for keys and for values with earlier contents."""
     return [
         list(FORMATS[kind].encode(torch.randn(shape, generator=generator).to(dtype)).values())
         for kind in kinds
@@ -49,7 +49,7 @@ def encoded(kind, x):
 
 
 def expected(k, v, factors, stores, kinds, past, new, table, ring, hadamard):
-    """One token after the other."""
+    """The result of storing token by token."""
     stores = [[x.clone() for x in store] for store in stores]
     for x, turn, store, kind in zip((k, v), (factors, None), stores, kinds, strict=True):
         tensors = encoded(kind, prepared(x, turn, hadamard))
@@ -142,7 +142,7 @@ def test_the_reference_does_the_same():
 
 @given(past=CASES["past"], length=CASES["length"], ring=st.integers(1, 9), seed=CASES["seed"])
 def test_no_place_is_written_twice_in_a_call(past, length, ring, seed):
-    """On a GPU the last one to write would be any of them."""
+    """On a GPU the order of the writes would be undefined."""
     k = torch.zeros(len(past), length, 1, 1)
     new = torch.randint(0, length + 1, (len(past),), generator=torch.Generator().manual_seed(seed))
     for lens in (None, new.int()):
@@ -164,7 +164,7 @@ def test_special_values_are_stored_as_the_formats_say(ops):
 
 
 def check_cpu(**case):
-    """Writing past a tensor's end is deadly here: run it in a process of its own."""
+    """A write past a tensor's end crashes here: run it in a process of its own."""
     check_append(torch.ops.exkv.append_kv, **case, place=at_the_end_of_memory)
 
 

@@ -88,7 +88,7 @@ def row_of(parts, row):
 
 
 def dense(q, parts, row, past, window, softcap, dtype=torch.float32):
-    """One row in the plain way: out (T, H, D), lse (T, H); out is 0 where nothing is seen."""
+    """Plain attention of one row: out (T, H, D), lse (T, H); out is 0 where no key is visible."""
     k, v, positions = row_of(parts, row)
     own = (past + torch.arange(len(q))).unsqueeze(-1)
     mask = positions <= own
@@ -274,7 +274,7 @@ def test_merge_returns_the_given_dtype():
 
 
 def test_merging_survives_scores_of_any_size():
-    """exp of either would be infinite or zero."""
+    """exp of these scores would be infinite or zero."""
     outs = torch.randn(2, 1, 1, 1, 8)
     for size in (1e4, -1e4, 3e38, -3e38):
         lse = torch.full((1, 1, 1), size)
@@ -306,7 +306,7 @@ def test_no_rows_or_no_queries(ops, shape):
 
 
 def arguments(kinds, rows, length, kv_len, *, shared=False, heads=4, head_dim=HEAD_DIM):
-    """Zeros, for what looks at shapes only."""
+    """Zeros, for tests of shapes only."""
     shape = (1 if shared else rows, -(-kv_len // 32) * 32, KV_HEADS, head_dim)
     stores = [
         [torch.zeros(size, dtype=dtype) for size, dtype in layout.values()]
@@ -360,7 +360,7 @@ def check_refusals(op, errors):
 
 
 def check_strides(ops=torch.ops.exkv, length=3):
-    """Tensors as they come, parts of larger ones or heads first: no bit differs."""
+    """Strided tensors, parts of larger ones or heads first, give equal bits."""
     generator = torch.Generator().manual_seed(0)
     layouts = {
         "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -383,7 +383,7 @@ def check_strides(ops=torch.ops.exkv, length=3):
 
 
 def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv, length=2, dims=(8, 36, 64, 80, 99)):
-    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    """Reads past a tensor's end crash here: run it in a process of its own."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16)
     for kind, dtype, dim, count in itertools.product(FORMATS, dtypes, dims, counts):
@@ -534,7 +534,7 @@ class MallocUse(ctypes.Structure):
 
 
 def peak(monkeypatch, args, *, shorten):
-    """Bytes of temporaries and results of the reference, at most."""
+    """Peak bytes of the reference's temporaries and results."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     with monkeypatch.context() as patch, DryRun("cpu") as run:
         if not shorten:
@@ -571,7 +571,7 @@ def test_no_copy_of_the_part_is_made(monkeypatch, kind, shared):
 
 
 def test_the_reference_agrees_with_the_op():
-    """The tests above look at the kernel where there is one: this is for the other."""
+    """The tests above use the kernel if there is one; this one is for the reference."""
     part = make_part(torch.Generator().manual_seed(0), ["int4", "int2"], [0, 3, 0], [70, 30, 0])
     q = torch.randn(3, 5, 4, HEAD_DIM)
     args = (q, [68, 40, 2], 20, 5.0)

@@ -27,7 +27,7 @@ CASES = {
 
 
 def drawn(past, groups, head_dim, dtype, seed):
-    """q, k, v of one token a row, and each row's tokens before."""
+    """q, k, v of one token a row, and the number of tokens before it in each."""
     generator = torch.Generator().manual_seed(seed)
     heads = torch.randn(len(past), 1, 2 * groups + 4, head_dim, generator=generator).to(dtype)
     q, k, v = heads.split((2 * groups, 2, 2), dim=2)

@@ -31,7 +31,7 @@ DELTA_SIZES = [(1, 7, 2, 33), (1, 20, 1, 4), (2, 40, 2, 3), (1, 100, 1, 32), (1,
 
 
 def delta_in_double(q, k, v, decay, beta, state):
-    """By the definition, token after token, in float64: outputs, and the state behind them."""
+    """By the definition, token by token, in float64: outputs and the last state."""
     q, k, v, decay, beta, state = (x.double() for x in (q, k, v, decay, beta, state))
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
@@ -176,7 +176,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_warps_give_the_same_bits_in_either_order(name):
-    """A barrier that is missing shows in one of them."""
+    """A missing barrier would show in one of the orders."""
     ops, results = ops_of("emulated"), []
     library = ctypes.CDLL(str(load_emulated_ops()))
     for backward in (0, 1):

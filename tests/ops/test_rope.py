@@ -28,14 +28,14 @@ def factors(rows: int, length: int, width: int, dtype: torch.dtype, seed: int = 
 
 
 def unlike(rows: int, length: int, width: int, dtype: torch.dtype):
-    """cos, sin whose halves differ, so that it shows which one was taken."""
+    """cos, sin whose halves differ, so that a kernel that reads the wrong half fails."""
     return normal(rows, length, width, dtype=dtype, seed=8), normal(
         rows, length, width, dtype=dtype, seed=9
     )
 
 
 def transformers_rope(q, k, cos, sin):
-    """The published function, on the features that are rotated."""
+    """transformers' function, on the rotated features."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     width = cos.shape[-1]

@@ -10,7 +10,7 @@ from native import ops_of
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
 def backend(request, monkeypatch):
-    """Whose op the tests of test_rope find in their module."""
+    """The op that the tests from test_rope use."""
     monkeypatch.setattr(test_rope, "rope", ops_of(request.param).rope)
 
 

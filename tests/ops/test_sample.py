@@ -63,7 +63,7 @@ def uniforms(count: int, seed: int = 0) -> Tensor:
 
 
 def distinct(count: int, dtype: torch.dtype) -> Tensor:
-    """Logits without equals, which transformers keeps all where the k-th place is shared."""
+    """Logits without ties; transformers keeps all that tie for the k-th place."""
     if dtype is torch.float32:
         return normal(count, seed=1)
     first, gap = {torch.bfloat16: (0x3E00, 1), torch.float16: (0x3C00, 4)}[dtype]
@@ -151,7 +151,7 @@ def cases(draw):
 
 
 def near_a_mass(probabilities: Tensor, mass: Tensor | float) -> bool:
-    """Whether sums from the first on come close to the mass."""
+    """Whether a partial sum is close to the threshold."""
     return bool(((probabilities.cumsum(-1) - mass).abs() < 1e-9).any())
 
 
@@ -165,7 +165,7 @@ def typical_on_an_edge(scores: Tensor, mass: float) -> bool:
 
 
 def on_an_edge(logits: Tensor, numbers: Tensor, arguments: tuple) -> bool:
-    """Whether the last bit of a sum or an exponential may decide."""
+    """Whether the last bit of a sum or an exponential may decide the choice."""
     temperature, top_k, top_p, min_p, typical, last = arguments
     edges = []
     scores, _ = sample.keep_top_k(logits, top_k)
@@ -345,7 +345,7 @@ def test_numbers_out_of_range_are_refused_by_name(op, changed, words):
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (5, 0.6), (0, 0.6), (99, 1.0)])
 def test_reference_runs_on_the_device_without_synchronization(top_k, top_p):
-    """On meta there is nothing to ask for."""
+    """A meta device has no kernels to query."""
     logits, uniforms = torch.zeros(3, 50, device="meta"), torch.zeros(3, device="meta").double()
     tokens = reference(logits, uniforms, 0.7, top_k, top_p, 0.1, 0.9, False)
     assert tokens.shape == (3,) and tokens.device.type == "meta"

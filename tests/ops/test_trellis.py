@@ -29,7 +29,7 @@ ops = torch.ops.exkv
 
 
 def matrix(format: TrellisFormat, tiles: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Random tiles (outputs, inputs), and what they stand for in float64."""
+    """Random tiles (outputs, inputs), and their values in float64."""
     register(format)
     generator = torch.Generator().manual_seed(format.words)
     shape = (*tiles, format.words)

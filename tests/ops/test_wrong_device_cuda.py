@@ -23,7 +23,7 @@ def ops():
 
 
 def results(ops, name: str, seed: int) -> list[torch.Tensor]:
-    """Of one call that is right, or what it writes to."""
+    """The results of one valid call, or the tensors that it writes."""
     torch.manual_seed(seed)
     arguments = MAKERS[name](Maker(random.Random(f"{name} {seed}")))
     found = getattr(ops, name)(*arguments)

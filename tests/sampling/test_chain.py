@@ -140,7 +140,7 @@ def test_temperature_gives_the_probabilities_of_transformers(row, temperature):
 
 
 def near_an_edge(probs: torch.Tensor, order: torch.Tensor, mass: float) -> bool:
-    """Whether the two formulas may round to different sides of the mass."""
+    """Whether the two formulas may round to different sides of the threshold."""
     return bool(((probs[0][order].cumsum(0) - mass).abs() < 1e-5).any())
 
 

@@ -36,7 +36,7 @@ def generator():
 
 
 def completions(generator: Generator, grammar: Grammar, settings=WILD, num_tokens: int = 150):
-    """Of three prompts, and why each ended."""
+    """Completions of three prompts, and why each ended."""
     prompts = ["the key is in the", "anna put the red ball", "where is"]
     texts = generator.generate_simple(
         prompts, settings, num_tokens, seed=3, grammar=grammar, completion_only=True
@@ -89,7 +89,7 @@ def test_a_grammar_that_allows_everything_changes_nothing(generator):
 
 
 def test_proposed_tokens_are_those_that_the_grammar_allows(generator):
-    """Random texts, as long as they may be, with many tokens that came up before."""
+    """Random texts up to the longest allowed, with many repeated tokens."""
     grammar = Grammar.regex("(ab|cd |the key ){20}")
     expected, reasons = completions(generator, grammar)
     cache = Cache(generator.model, max_seq_len=256, batch_size=3)
@@ -174,7 +174,7 @@ def test_without_its_library_the_extra_is_named(monkeypatch, generator):
 
 
 def test_matcher_is_not_used_while_it_computes_a_mask():
-    """It has one user at a time, and raises for a second one."""
+    """A matcher has one user at a time, and raises for a second."""
     computing, go_on = threading.Event(), threading.Event()
 
     class Slow:

@@ -70,7 +70,7 @@ def powered(power: float) -> list[float]:
 
 
 def drawn_by(power: float) -> list[float]:
-    """The shares of tokens that are looked up in P by numbers whose distribution is a power."""
+    """Shares of tokens drawn from P by uniform numbers raised to a power."""
     edges = [sum(P[:i]) ** power for i in range(len(P))] + [1.0]
     return [high - low for low, high in zip(edges, edges[1:], strict=False)]
 
@@ -266,7 +266,7 @@ def test_smoothing_squares_the_distance_from_the_largest(row, factor):
 
 
 def continued(ids: list[int], longest: int, breakers: set[int]) -> dict[int, int]:
-    """For each token the most of the last ids that stand before it somewhere in the history."""
+    """For each token, the longest match of the last ids that it once followed."""
     found: dict[int, int] = {}
     for end in range(1, len(ids)):
         length = 0
@@ -396,7 +396,7 @@ def test_shaping_leaves_greedy_choices_alone():
 
 
 def test_dry_ends_a_loop():
-    """A model that would repeat for ever takes another way out of it."""
+    """A model that would repeat for ever leaves its loop."""
     words = [random.Random(2).randrange(3, 40) for _ in range(12)]
     history = words * 3 + words[:6]
     logits = torch.zeros(1, 50)

@@ -47,7 +47,7 @@ def theirs() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def folders(theirs, tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
-    """Recipe -> its folder, and the floats that the folder stands for."""
+    """Recipe -> its folder, and the folder's dequantized weights."""
     top, config = tmp_path_factory.mktemp("quantized"), theirs.config.to_dict()
     config["dtype"] = "float32"
     tensors = {name: value.clone() for name, value in theirs.state_dict().items()}
@@ -68,7 +68,7 @@ def test_every_method_has_recipes_and_a_row_in_the_documentation():
 
 
 def logits_of(model: Model, cache: Cache) -> torch.Tensor:
-    """Of a prompt, and of a token after it."""
+    """Logits of a prompt, and of a token after it."""
     cache.reset()
     parts = (IDS[:, :19], IDS[:, 19:])
     return torch.cat([model.forward(part, cache).cpu() for part in parts], 1)

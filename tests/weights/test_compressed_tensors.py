@@ -19,7 +19,7 @@ NAMES = [name for name in RECIPES if not name.endswith(("act-order", "mixed", "h
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_packers_write_what_the_package_reads(name):
-    """So that the formats, which are held against the packers, are held against it."""
+    """Formats are compared with the packers, and so with the package."""
     theirs = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     settings = RECIPES[name].settings

@@ -28,7 +28,7 @@ WEIGHT = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(3)
 
 
 def output_error(made: Rounded, bits: int, x: torch.Tensor) -> float:
-    """As a share of the outputs' squares."""
+    """The squared error relative to the outputs' squares."""
     lost = x @ (made.values(bits) - WEIGHT).T
     return float(lost.square().sum() / (x @ WEIGHT.T).square().sum())
 

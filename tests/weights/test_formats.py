@@ -96,7 +96,7 @@ def newcomers():
 
 
 def stored(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
-    """Random tensors as a checkpoint may have them."""
+    """Random tensors that a checkpoint may contain."""
     generator = torch.Generator().manual_seed(seed)
     expected = FORMATS[name].stored(size)
     if FORMATS[name] in PACKERS:
@@ -138,7 +138,7 @@ def linear(name: str, seed=0, bias=False, size=SIZE) -> Linear:
 
 
 def arithmetic(name: str) -> torch.dtype:
-    """In which layers of the format compute: a float format's own, else float32."""
+    """The dtype that layers of the format compute in: a float format's own, else float32."""
     return getattr(FORMATS[name], "dtype", torch.float32)
 
 
@@ -180,7 +180,7 @@ def test_a_layer_multiplies_by_the_dequantized_matrix(name, bias):
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root of the mean square."""
+    """Root mean square."""
     return (found.double() - expected).square().mean().sqrt().item()
 
 

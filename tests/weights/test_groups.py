@@ -14,7 +14,7 @@ SHIFTS = ("symmetric", "offset", "zero")
 
 
 def parts_of(format: GroupFormat, outputs: int, inputs: int, seed: int = 0) -> list:
-    """Random codes, scales, shifts and order, as the format has them."""
+    """Random codes, scales, shifts and order in the format's layout."""
     generator = torch.Generator().manual_seed(seed)
     groups = format.groups.count(inputs)
     codes = torch.randint(0, 2**format.bits, (outputs, inputs), generator=generator)
@@ -30,7 +30,7 @@ def parts_of(format: GroupFormat, outputs: int, inputs: int, seed: int = 0) -> l
 
 
 def written_out(format: GroupFormat, codes, scale, shift, order) -> torch.Tensor:
-    """The matrix by the definition, in float64, weight by weight's column."""
+    """The matrix by the definition, in float64, column by column."""
     outputs, inputs = codes.shape
     group = torch.arange(inputs) // (format.group or inputs)
     factor = scale.double()[:, group]

@@ -120,7 +120,7 @@ def scheme(*locations: str, targets: str = "Linear", **more: Any) -> dict[str, A
 @pytest.mark.parametrize("config", [llama, mixtral])
 @torch.no_grad()
 def test_a_model_that_the_package_transforms_and_compresses_is_read(tmp_path, config):
-    """With the transform's matrices among its tensors, as it saves them."""
+    """The transform's matrices are among the saved tensors."""
     plain = reference(config(num_hidden_layers=2, tie_word_embeddings=False))
     applied = transform.TransformConfig(
         config_groups={"u": transform.TransformScheme(**scheme("input", "weight_input"))}

@@ -55,7 +55,7 @@ def mix(folder, text, tmp_path_factory) -> tuple[Path, dict]:
 
 
 def bits_of(out: Path) -> float:
-    """Of a weight of the layers' matrices, by what lies in the files."""
+    """Bits per weight of the layers' matrices, from the files' sizes."""
     nbytes = count = 0
     for file in out.glob("*.safetensors"):
         tensors = load_file(file)
@@ -107,7 +107,7 @@ def test_codes_of_any_bits_are_packed_as_the_package_packs_them(bits):
 
 
 class Killed(BaseException):
-    """What no handler catches."""
+    """An exception that no handler catches."""
 
 
 def test_interrupted_run_resumes(folder, text, mix, tmp_path, monkeypatch):

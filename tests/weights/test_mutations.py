@@ -105,7 +105,7 @@ def test_a_mutated_file_is_refused_or_gives_finite_logits(models, tmp_path, name
 
 @pytest.mark.parametrize("unit", ["model.layers.1", "lm_head"])
 def test_overflowing_weights_are_reported_at_the_first_call(tmp_path, unit):
-    """They are finite, so that a load takes them."""
+    """The weights are finite, so that loading accepts them."""
     theirs = reference(llama(**{**sizes(64), "num_hidden_layers": 3}))
     with torch.no_grad():
         for name, weight in theirs.named_parameters():

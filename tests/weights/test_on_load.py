@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
 
 
 def plain_folder(folder: Path, weights: str, out: Path, transform: str = "none") -> Path:
-    """The checkpoint of the floats that the integers stand for."""
+    """A checkpoint of the dequantized integers."""
     config = with_weights(ModelConfig.from_pretrained(folder), weights, transform)
     format_of = formats_of(config, torch.float32)
     tensors = load_file(folder / "model.safetensors")

@@ -48,7 +48,7 @@ def load(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def put(part: str, change: Callable[[torch.Tensor], torch.Tensor]):
-    """Another tensor in the place of one of LAYER."""
+    """Replace one of LAYER's tensors."""
 
     def damage(tensors: Tensors) -> None:
         tensors[f"{LAYER}.{part}"] = change(tensors[f"{LAYER}.{part}"])
@@ -57,7 +57,7 @@ def put(part: str, change: Callable[[torch.Tensor], torch.Tensor]):
 
 
 def at(index: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Other values at an index."""
+    """Set a value at an index."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor[index] = value
@@ -67,7 +67,7 @@ def at(index: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def of_bytes(change: Callable[[torch.Tensor], torch.Tensor]):
-    """The change in the tensor's bytes, one a number."""
+    """Apply the change to the tensor's bytes."""
     return lambda tensor: change(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
