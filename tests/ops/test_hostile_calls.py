@@ -48,7 +48,7 @@ def test_cuda_kernels_serve_or_refuse_hostile_calls():
 
 
 def test_a_read_past_a_tensor_ends_the_process():
-    """What the calls above are up against."""
+    """Shows that the guard pages of the calls above work."""
     program = (
         "import ctypes, random, torch, hostile_calls as h\n"
         "x = h.Guarded(random.Random(0)).copy(torch.zeros(7))\n"

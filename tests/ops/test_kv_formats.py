@@ -51,7 +51,7 @@ def by_group(name, x):
 
 
 def half_rounding(x):
-    """How far float16's nearest number can be."""
+    """The largest distance to the nearest float16."""
     return (x.abs() * 2.0**-11).clamp(min=2.0**-25)
 
 
@@ -91,7 +91,7 @@ def test_round_trip_error_is_within_the_formats_bound(
 
 @pytest.mark.parametrize("name", ["int8", *PACKED])
 def test_error_bound_is_tight(name):
-    """A bound that is never nearly met would say nothing."""
+    """A bound that errors never come near would prove nothing."""
     x = values((2, 64, 3, 128), 0, 1.0)
     share = (round_trip(name, x) - x.double()).abs() / largest_error(name, x)
     assert share.max() > 0.85
@@ -101,7 +101,7 @@ def test_error_bound_is_tight(name):
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("mean", [0.0, 100.0, -3000.0])
 def test_a_value_becomes_the_nearest_that_its_group_has_and_the_range_is_covered(name, mean):
-    """Far from zero too, where rounding the offset moves it by much of the range."""
+    """Also far from zero, where rounding the offset shifts it by much of the range."""
     x = torch.rand(2, 64, 3, 96, generator=torch.Generator().manual_seed(0)) + mean
     stored = FORMATS[name].encode(x)
     groups, spread = by_group(name, x)
@@ -144,7 +144,7 @@ def test_a_value_takes_the_bits_that_the_name_says(name, bits):
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("dim", [1, 5, 32, 80])
 def test_bytes_pack_adjacent_values_lowest_first(name, dim):
-    """numpy takes the bits apart; nothing is left in those that stand for no value."""
+    """numpy unpacks the bits; bits without a value are zero."""
     x = torch.randn(2, 32, 3, dim)
     stored = FORMATS[name].encode(x)
     bits = np.unpackbits(stored[""].numpy(), axis=-1, bitorder="little")
@@ -376,7 +376,7 @@ def check_any_shape(shape, dim, bits, dtype, out, seed, spread):
 
 
 def check_strides_and_ends():
-    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    """Reads past a tensor's end crash here: run it in a process of its own."""
     base = torch.randn(4, 6, 3, 97).bfloat16()
     for bits in (2, 4):
         for x in (base.transpose(1, 2), base[..., 1:], base[:, ::2], base.mT):

@@ -48,7 +48,7 @@ def assert_a_graph_follows(ops, name: str, arguments: list, past: Tensor, to: li
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_captured_attention_reads_lengths_from_memory(ops, ragged):
-    """Rows of one length, too: kv_len is what the graph was made for, and no longer any row's."""
+    """Also rows of one length: the graph's kv_len no longer equals any row's."""
     past = lengths(9, 9)
     q, k, v = randn(ROWS, 1, HEADS, DIM), *randn(2, ROWS, ROOM, KV_HEADS, DIM)
     ops.capture_graph()
@@ -138,7 +138,7 @@ def test_splits_fill_the_device_once(rows, kv_heads, group, kv_len, processors, 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("length", [1, 40])
 def test_missing_page_is_not_read_and_yields_nan(ops, form, length, wrong):
-    """The host can't look at a table on a device. Decoding, and many queries."""
+    """The host can't check a table on a device. Decoding, and many queries."""
     rng, tokens = random.Random(0), 96
     memory = Guarded(rng)
     q, kv = randn(ROWS, length, HEADS, DIM), randn(2, ROWS, tokens, KV_HEADS, DIM)

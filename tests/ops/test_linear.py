@@ -93,7 +93,7 @@ def test_infinities_and_nan_propagate(dtype):
 
 @needs_kernels
 def test_no_read_outside_of_the_tensors():
-    """All around them are NaN; nothing is aligned."""
+    """The tensors are surrounded by NaN, and unaligned."""
     for dtype in DTYPES:
         sizes = [(1, 33, 5), (4, 7, 1), (3, 1, 9), (2, 95, 6)]
         if dtype is not torch.float32:  # of which so many rows may be torch's own
@@ -133,7 +133,7 @@ def test_many_rows_use_torch(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(777, 1003), (5637, 103)])
 def test_rows_are_independent_of_others_and_of_threads(dtype, inputs, outputs):
-    """Inputs that are more than the first cache holds of all rows are taken piece by piece."""
+    """Inputs of all rows that exceed the first-level cache are read in pieces."""
     x, weight, bias = case(16, inputs, outputs, dtype, bias=True)
     if exkv_ext.cpu_isa() == "portable":
         x = x[:4]
@@ -149,7 +149,7 @@ def test_rows_are_independent_of_others_and_of_threads(dtype, inputs, outputs):
 
 @needs_kernels
 def test_hundreds_of_rows_equal_single_rows():
-    """Values that are widened before they are multiplied go in tiles, stretch by stretch."""
+    """Values that are widened before they are multiplied are processed in tiles."""
     if exkv_ext.cpu_isa() == "avx512_bf16":
         pytest.skip("here so many rows are torch's own")
     x, weight, bias = case(131, 1093, 37, torch.bfloat16, bias=True, seed=8)
@@ -231,7 +231,7 @@ def test_threads_share_all_the_outputs_and_change_none(dtype):
 
 @pytest.mark.parametrize("rows", [1, 66])
 def test_torchs_layers_may_be_among_others(rows):
-    """A weight that isn't contiguous, rows that are too many for the kernels, strided inputs."""
+    """A weight that isn't contiguous, too many rows for the kernels, strided inputs."""
     x, weights, _ = several(rows, 48, [5, 16, 9], torch.float32, bias=False)
     weights[1] = weights[1].t().contiguous().t()
     x = x.t().contiguous().t()
@@ -339,7 +339,7 @@ def test_a_copy_has_parts_of_its_own_and_a_moved_one_its_new_weights():
 
 
 def on_simulated_devices():
-    """For few rows and for many: same bits, and nothing but the output taken. Then a mixture."""
+    """For few rows and for many: equal bits, and no memory beyond the output. Then a mixture."""
     rows = []
     for dtype in DTYPES:
         for count in (1, 4, 16, 17, 33, 80):

@@ -25,7 +25,7 @@ ops = torch.ops.exkv
 def matrix(
     format: GroupFormat, outputs: int, inputs: int, seed: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """Random tensors of a matrix, and what they stand for in float64."""
+    """Random tensors of a matrix, and its values in float64."""
     generator = torch.Generator().manual_seed(seed)
     groups, top = format.groups.count(inputs), 2**format.bits
     codes = torch.randint(0, top, (outputs, inputs), generator=generator)

@@ -48,7 +48,7 @@ ops = torch.ops.exkv
 
 
 def matrix(name: str, outputs: int, inputs: int) -> tuple[list[Tensor], Tensor]:
-    """Random tensors of a matrix, and what they stand for in float64."""
+    """Random tensors of a matrix, and its values in float64."""
     format, generator = EVERY[name], torch.Generator().manual_seed(len(name) + outputs)
     register(format)
     tensors = {
@@ -105,7 +105,7 @@ def sections(outputs: int, times: int) -> tuple[Exl2Format, list[Tensor], Tensor
 
 
 def check_sections(outputs: int, where: Any = ops, times: int = 1) -> None:
-    """Any rows are right, and the same beside others; so are dequantized ones."""
+    """Every row is right and independent of the others; so are dequantized rows."""
     format, tensors, weight = sections(outputs, times)
     inputs = 384 * times
     layout = list(format.native((outputs, inputs)))

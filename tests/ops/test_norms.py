@@ -44,12 +44,12 @@ rms_norm, add_rms_norm = torch.ops.exkv.rms_norm, torch.ops.exkv.add_rms_norm
 
 
 def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
-    """torch's own, in float64."""
+    """torch's norm in float64."""
     return F.rms_norm(x.double(), weight.shape, weight.double() + offset, EPS)
 
 
 def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
-    """What is written over a copy of the gate."""
+    """The op's result, written into a copy of the gate."""
     out = gate.clone()
     GATES[act](out, up)
     return out
@@ -342,7 +342,7 @@ def test_torch_compile_traces_layers_whole():
 
 
 def on_simulated_devices():
-    """The same bits as on the CPU, and the bytes that each call takes beyond its outputs'."""
+    """Whether bits equal the CPU's, and each call's bytes beyond its outputs'."""
     rows = []
     for dtype in DTYPES:
         x, residual = (normal(6, 200, dtype=dtype, seed=i) for i in range(2))

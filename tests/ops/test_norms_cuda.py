@@ -10,7 +10,7 @@ from native import ops_of
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
 def backend(request, monkeypatch):
-    """Whose ops the tests of test_norms find in their module."""
+    """The ops that the tests from test_norms use."""
     ops = ops_of(request.param)
     monkeypatch.setattr(test_norms, "rms_norm", ops.rms_norm)
     monkeypatch.setattr(test_norms, "add_rms_norm", ops.add_rms_norm)

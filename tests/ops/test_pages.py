@@ -24,7 +24,7 @@ GROUPED = [kind for kind in FORMATS if FORMATS[kind].group > 1]
 
 
 def poisoned(shape, dtype):
-    """A pool in which nothing was stored: no number, or the largest."""
+    """A pool without stored tokens: NaN, or the largest number."""
     nothing = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
     return torch.full(shape, nothing, dtype=dtype)
 
@@ -67,7 +67,7 @@ def group_of(kind, index):
 
 
 def share_first(part: Part, tokens: int) -> None:
-    """All rows begin with what row 0 does."""
+    """Let all rows begin with the tokens of row 0."""
     for kind, store, wide in zip(part.kinds, part.stored, part.wide, strict=True):
         for i, x in enumerate(store):
             x[:, : tokens // group_of(kind, i)] = x[:1, : tokens // group_of(kind, i)].clone()
@@ -179,7 +179,7 @@ def test_each_instruction_set_finds_its_pages(isa):
 
 
 def arguments(kinds=("int4", "int8"), *, pages=5, page=32, entries=2, kv_len=40):
-    """Three rows of two pages; what looks at shapes only is zero."""
+    """Three rows of two pages, all zeros, for tests of shapes only."""
     stores = [
         [torch.zeros(size, dtype=dtype) for size, dtype in layout.values()]
         for layout in (FORMATS[kind].layout((pages, page, KV_HEADS, 8), torch.float32)
@@ -254,7 +254,7 @@ def test_prediction_covers_pages(monkeypatch, kinds, kv_len, page):
 
 
 def test_no_copy_of_the_pool_is_made(monkeypatch):
-    """Neither of all pages, nor of all of a row's: but for the table, the peak does not grow."""
+    """Neither of the pool nor of a row: except for the table, the peak does not grow."""
     few = arguments(("int4", "float"), pages=40, entries=40, kv_len=1280)
     many = arguments(("int4", "float"), pages=400, entries=160, kv_len=5120)
     grown = peak(monkeypatch, many, shorten=False) - peak(monkeypatch, few, shorten=False)
@@ -262,7 +262,7 @@ def test_no_copy_of_the_pool_is_made(monkeypatch):
 
 
 def test_rows_without_tokens_are_neither_stored_nor_read(ops):
-    """Those that fill up a captured step's bucket: no page of theirs is looked at."""
+    """Padding rows of a captured step's batch: their pages are never read."""
     draw = torch.Generator().manual_seed(1)
     drawn = lambda *shape: torch.randn(*shape, KV_HEADS, HEAD_DIM, generator=draw)  # noqa: E731
     pool, new, q = [drawn(9, 16), drawn(9, 16)], (drawn(4, 1), drawn(4, 1)), drawn(4, 1)

@@ -34,7 +34,7 @@ def kernels(request):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [20, 64, 80, 96, 128, 256])
 def test_error_is_at_most_twice_plain_precision(kernels, dtype, head_dim):
-    """One head of queries to a head of keys and several; a block's rows filled and not."""
+    """One query head for each key head and several; blocks filled wholly and partly."""
     cases = [
         ((33, 70, 2, 2), ({}, {"window": 50})),
         ((24, 5, 6, 2), ({"softcap": 3.0}, {"window": 9, "softcap": 20.0})),
@@ -98,7 +98,7 @@ def test_rotated_keys_and_queries_give_what_unrotated_ones_do(kernels, kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_queries_that_see_nothing_get_zeros(kernels, kind):
-    """In a block with others, in one by themselves, and where there is no key at all."""
+    """In a block with others, in one of their own, and without any key."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 40, 4, 32, generator=generator).bfloat16()
     part = make_part(generator, [kind] * 2, [20, 0], [30, 0])

@@ -74,7 +74,7 @@ def test_outputs_and_states_match_a_loop_over_tokens(op, sizes, tokens):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 150])
 @pytest.mark.parametrize("fading", [0.01, 1, 100])
 def test_channelwise_decay_matches_a_loop_over_tokens(op, sizes, tokens, fading):
-    """Within a block of 64 tokens the slowest channel keeps all, the fastest e^-5000."""
+    """Over a block of 64 tokens the slowest channel decays by nothing, the fastest by e^-5000."""
     *given, state = inputs(tokens, sizes, fading=fading)
     expected, after = theirs(*given, state)
     out = op(*given, state, None)

@@ -29,7 +29,7 @@ def rows_of(tensors, row: int, tokens: int):
 
 
 def delta_in_chunks(q, k, v, decay, beta, state):
-    """transformers' way of a prompt."""
+    """transformers' chunked computation of a prompt."""
     wide = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     if decay.shape[-1] == 1:

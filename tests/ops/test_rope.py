@@ -170,7 +170,7 @@ def test_mismatched_arguments_are_refused_by_name_and_number():
 
 
 def on_simulated_devices():
-    """The same bits as on the CPU, and the bytes that a call takes beyond its outputs'."""
+    """Whether bits equal the CPU's, and a call's bytes beyond its outputs'."""
     q, k = (normal(2, 3, n, 40, dtype=torch.bfloat16, seed=n) for n in (4, 2))
     cos, sin = factors(2, 3, 24, torch.bfloat16)
     there = [tensor.to("sim:0") for tensor in (q, k, cos, sin)]
