@@ -27,6 +27,11 @@ def error(out: Tensor, expected: Tensor) -> float:
     return (out.double() - expected).square().mean().sqrt().item()
 
 
+def near(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
+    """Whether the largest difference is below this share of the largest magnitude."""
+    return ((found - expected).abs().max() / expected.abs().max()).item() < tolerance
+
+
 def float_error(x: Tensor, weight: Tensor, expected: Tensor) -> float:
     """Error of the weights in x's dtype, multiplied by torch."""
     return error(F.linear(x, weight.to(x.dtype)), expected)

@@ -71,8 +71,8 @@ class KVArrangement(Arrangement, Protocol):
         that the queries of these tokens attend to."""
 
     def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
-        """That view, with nothing overwritten that a repeated call needs: for layers behind which
-        another one stores the same keys and values."""
+        """The view of :meth:`store`, without overwriting what a repeated call needs: for layers
+        whose keys and values a later layer stores."""
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         """Repeat the write on another copy of the tensors."""
@@ -145,7 +145,7 @@ class OneStore:
 
 @dataclass(frozen=True, slots=True)
 class OneState:
-    """The arrangement of a state: one entry a row, of each of some tensors or of none."""
+    """The arrangement of a state: one entry a row in each of its tensors, if it has any."""
 
     tensors: tuple[StateTensor, ...]
     group: ClassVar[int] = 1

@@ -52,7 +52,7 @@ Mirror: TypeAlias = Callable[
 
 
 class HasConfig(Protocol):
-    """What the specs of a cache's layers follow from."""
+    """What layer specs are derived from."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -98,18 +98,18 @@ class KVCache(Rows):
         lazy: accepted for ExLlamaV2 compatibility, without effect: storage is always allocated as
             soon as both the cache and its layers' devices are known.
         dtype: of stored floats; None for the model's.
-        snapshots: room to return to an earlier state in models with recurrent states, so that
-            proposed tokens can be rejected (speculation); takes their states' bytes once more. Of
-            no effect in others.
+        snapshots: make room for a snapshot of each row's recurrent states, so that rejected draft
+            tokens can be rolled back (speculation). Doubles the bytes of states; no effect on
+            models without any.
         max_cache_len, max_batch_size: transformers' names of ``max_seq_len`` and ``batch_size``.
-        properties: options of the kind; here ``storage``, ``retention``, ``residence`` and
-            ``growth`` of every layer, see :class:`LayerSpec`.
+        properties: options of the kind; for ``KVCache`` itself ``storage``, ``retention``,
+            ``residence`` and ``growth`` of every layer, see :class:`LayerSpec`.
 
     Attributes:
         sequences: token ids of each row; what else is known of rows is in :class:`Rows`.
         IGNORED: options that the kind accepts for compatibility and ignores, each with the reason.
-        call_len: most tokens a row that one call brings, for which the planner leaves room; None
-            for the model's ``max_input_len``.
+        call_len: upper bound on new tokens a row in one call, for which the planner leaves room;
+            None for the model's ``max_input_len``.
         pages: page table of a paged cache; None for others.
 
     Raises:
@@ -145,8 +145,8 @@ class KVCache(Rows):
     ) -> None:
         if isinstance(model, ModelConfig):
             model, config = None, model
-        max_seq_len = _one("max_seq_len", max_seq_len, -1, "max_cache_len", max_cache_len)
-        batch_size = _one("batch_size", batch_size, None, "max_batch_size", max_batch_size)
+        max_seq_len = _either("max_seq_len", max_seq_len, -1, "max_cache_len", max_cache_len)
+        batch_size = _either("batch_size", batch_size, None, "max_batch_size", max_batch_size)
         self.lazy = lazy
         self.call_len: int | None = None
         options = {"max_seq_len": max_seq_len, "dtype": dtype, "snapshots": snapshots}
@@ -199,7 +199,7 @@ class KVCache(Rows):
         call_len: int | None = None,
         lender: KVCache | None = None,
     ) -> KVCache:
-        """Build a cache of this kind with layers of these specs; errors as of the constructor.
+        """Build a cache of this kind with layers of these specs; errors as for the constructor.
 
         Args:
             lender: a paged cache whose pool the new one shares.
@@ -245,7 +245,7 @@ class KVCache(Rows):
         snapshots: bool = False,
         **properties: Any,
     ) -> list[LayerSpec]:
-        """The spec of each layer of such a cache; arguments and errors as of the constructor."""
+        """One spec a layer; arguments and errors as for the constructor."""
         config = model.config
         if max_seq_len == -1:
             max_seq_len = config.max_position_embeddings
@@ -338,7 +338,7 @@ class KVCache(Rows):
         CacheUseError.
 
         Args:
-            wait: until a call that another thread is in has ended; for good where it never does.
+            wait: wait for a call in another thread to end; forever if it never does.
 
         Raises:
             CacheUseError: another thread is in the middle of a call, without ``wait``.
@@ -372,7 +372,7 @@ class KVCache(Rows):
         )
 
     def _has_twin(self, index: int, cache_map: dict[int, torch.device]) -> bool:
-        """Whether a layer shares another one's storage."""
+        """Whether a layer shares another layer's storage."""
         reads = self.layers[index].spec.reads
         return reads is not None and cache_map.get(reads) == cache_map[index]
 
@@ -489,7 +489,7 @@ class KVCache(Rows):
             layer.set_state(row, state)
 
     def placed(self, lengths: Lengths) -> Lengths:
-        """The lengths of a call that fits, with the block table of its rows."""
+        """A call's lengths with the block table of its rows, once there is room."""
         if self.pages is None:
             return lengths
         return replace(lengths, pages=self.pages.block_table(lengths.final))
@@ -560,7 +560,7 @@ class KVCache(Rows):
             self.snapshot_lens[row] = 0
 
     def _lost_keys(self, row: int, kept: int) -> bool:
-        """Whether keys and values were overwritten that tokens behind the first ``kept`` see."""
+        """Whether the token after the first ``kept`` would see overwritten keys and values."""
         written = self.written[row]
         return any(layer.spec.arrangement.lost(written, kept) for layer in self._keys)
 
@@ -579,8 +579,8 @@ class KVCache(Rows):
         return [layer for layer in self.layers if not isinstance(layer, StateLayer)]
 
     def rerun_lens(self, rows: int) -> dict[int, int]:
-        """Of the first rows, those that run again from a snapshot on at their next use -> how many
-        of their tokens are behind it."""
+        """Rows, among the first ``rows``, that rerun from their snapshot at next use -> tokens to
+        rerun."""
         return {
             row: len(self.sequences[row]) - self.snapshot_lens[row]
             for row in self.stale
@@ -588,7 +588,7 @@ class KVCache(Rows):
         }
 
     def restore_snapshots(self, rows: Iterable[int]) -> None:
-        """Truncate these rows to their snapshots, from where they go on."""
+        """Return these rows to their snapshots."""
         for row in rows:
             for layer in self._states:
                 layer.restore(row)
@@ -626,12 +626,12 @@ class KVCache(Rows):
         common = [self.common(to, row) for to, row in enumerate(source)]
         if self.pages is not None:
             self.pages.reorder(source)
-        for layers in self._with_and_without_states():
+        for layers in self._groups_to_move():
             self._move_rows(layers, source, common)
         self.rename(source, common)
 
-    def _with_and_without_states(self) -> list[Sequence[CacheLayer]]:
-        """The layers outside of pages that are moved alike."""
+    def _groups_to_move(self) -> list[Sequence[CacheLayer]]:
+        """Layers outside of pages, grouped by how their rows are moved."""
         others = [layer for layer in self._keys if layer.pages is None]
         return [each for each in (self._states, others) if each]
 
@@ -694,7 +694,7 @@ class KVCache(Rows):
             copy.copy_from(layer)
         if self.pages is not None and other.pages is not None:
             other.pages.become(self.pages)
-        self._name_rows(other, range(self.batch_size))
+        other.copy_rows(self, range(self.batch_size))
         return other
 
     @mirrored
@@ -744,7 +744,7 @@ class KVCache(Rows):
         else:
             for layer, copy in zip(self.layers, fork.layers, strict=True):
                 copy.take_rows(layer, source, max(lens))
-        self._name_rows(fork, source)
+        fork.copy_rows(self, source)
         return fork
 
     def _fork_pages(self, source: list[int], limit: int, call_len: int | None) -> KVCache:
@@ -755,7 +755,7 @@ class KVCache(Rows):
             fork.pages.hold(to, self.pages.rows[row])
             if self.model.config.has_states:
                 fork.copy_state(to, self, row)
-        self._name_rows(fork, source)
+        fork.copy_rows(self, source)
         return fork
 
     @mirrored
@@ -815,35 +815,18 @@ class KVCache(Rows):
         self._cut(row, 0)
         if self.model.config.has_states:
             self.copy_state(row, other, source)
-        variant, made_with = other.rotary_variants[source], other.made_with[source]
-        hidden = other.hidden[source]
+        facts = other.facts(source)
         self.set_row(row, other.sequences[source], other.pages.rows[source])
-        self.rotary_variants[row], self.made_with[row] = variant, made_with
-        self.snapshot_lens[row], self.written[row] = (
-            other.snapshot_lens[source],
-            other.written[source],
-        )
-        self.hidden[row] = hidden
+        self.set_facts(row, facts)
         if source in other.stale:
             self.stale.add(row)
         other._cut(source, 0)
 
     @mirrored
     def copy_state(self, row: int, other: KVCache, source: int) -> None:
-        """Copy what row ``source`` of another cache keeps outside of pages to row ``row``."""
+        """Copy the states of row ``source`` of another cache to row ``row``."""
         for layer, there in zip(self.layers, other.layers, strict=True):
             layer.set_state(row, there.state(source))
-
-    def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
-        """Record what the rows of a copy hold: those of these rows."""
-        fork.become([self.sequences[row] for row in source])
-        fork.alike = self.alike_among(source)
-        fork.snapshot_lens = [self.snapshot_lens[row] for row in source]
-        fork.written = [self.written[row] for row in source]
-        fork.stale = {to for to, row in enumerate(source) if row in self.stale}
-        fork.rotary_variants = [self.rotary_variants[row] for row in source]
-        fork.made_with = [self.made_with[row] for row in source]
-        fork.hidden = [self.hidden[row] for row in source]
 
     def _can_share(self, limit: int) -> bool:
         """Whether stored tokens stay in place and visible while rows grow, here and to ``limit``
@@ -947,8 +930,8 @@ class KVCache(Rows):
                 self.model.cache_changed(cache)
 
     def defragment(self) -> None:
-        """Release idle memory, and allocate storages that grew anew, packed: growth leaves holes in
-        segments in which other tensors lie."""
+        """Release idle memory, and reallocate storages that grew, packed: growth leaves holes in
+        segments that hold other tensors too."""
         family = self.family()
         if _defragment(family, lambda layer: layer.grew):
             for cache in family:
@@ -1019,9 +1002,12 @@ def _convert_layer(family: Sequence[KVCache], index: int, specs: Sequence[LayerS
 
 
 def _defragment(family: Sequence[KVCache], which: Callable[[CacheLayer], bool]) -> bool:
-    """Allocate the storages of some layers anew, one after the other, once no segment holds a part
-    of them. Contents go by way of the host, and stay there if a device has no room any more:
-    whether one has none."""
+    """Reallocate the storages of some layers, one after the other, once no segment holds a part of
+    them. Contents go through the host, and stay there if a device has no room any more.
+
+    Returns:
+        Whether a device had no room.
+    """
     layers = [
         (index, layer)
         for cache in family
@@ -1055,13 +1041,13 @@ def check_kind(cache: object) -> None:
 
 
 def _is_of(config: ModelConfig, wanted: ModelConfig | None) -> bool:
-    """Whether a model of this config is one that a cache was built for, with or without its
-    MTP head."""
+    """Whether a cache built for the config ``wanted`` (None for any) fits a model of this config,
+    with or without its MTP head."""
     return wanted is None or config.replace(mtp=wanted.mtp) == wanted
 
 
-def _one(name: str, value: T, default: T, theirs: str, given: T | None) -> T:
-    """An argument that transformers has under another name; ValueError where both are given."""
+def _either(name: str, value: T, default: T, theirs: str, given: T | None) -> T:
+    """The value of an argument that transformers has under another name; ValueError for both."""
     if given is not None and value != default:
         raise ValueError(f"{name} and {theirs} are both given, and are the same: leave out one")
     return value if given is None else given
@@ -1078,8 +1064,8 @@ def _note_once(kind: type[KVCache], name: str) -> None:
 
 
 def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
-    """Unallocated layers, each with keys and values linked to the next of them, and to the state
-    that its decoder layer has beside them."""
+    """Unallocated layers. Those with keys and values are linked to the next of their kind, and to
+    the state that their decoder layer has beside them."""
     layers = [CacheLayer(spec) if spec.state is None else StateLayer(spec) for spec in specs]
     for layer, after in pairwise(layer for layer in layers if layer.spec.state is None):
         layer.after = after

@@ -1,6 +1,6 @@
-"""Attention to a token's own chunk of positions (Llama 4), by kernels that know no chunks: queries
-of one chunk are a call of their own, over keys from the chunk's first one on. So each layer reads
-what its queries see, and nothing before."""
+"""Chunked attention (Llama 4), in which a token sees only its own chunk of positions, by kernels
+without chunks: the queries of each chunk are a call of their own, over keys from the chunk's first
+one on. So each layer reads no more than its queries see."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Piece:
     """Queries of some rows that see the same chunk of positions.
 
     Attributes:
-        rows: of the call, neighbours.
-        tokens: of each of them, among the call's.
+        rows: adjacent rows of the call.
+        tokens: the queries, among the call's tokens of each row.
         first: position of the chunk's first token.
-        kv_len: keys of the longest row since then.
+        kv_len: keys of the longest row, from that position on.
     """
 
     rows: slice
@@ -39,7 +39,7 @@ class Piece:
 
 
 def pieces(lengths: Lengths, chunk: int) -> Iterator[Piece]:
-    """The call's queries by chunks of positions; padding goes with the row's last real token."""
+    """Split the call's queries by chunk; padding goes with the row's last real token."""
     cuts = [
         tuple(_cuts(past, new, chunk)) for past, new in zip(lengths.past, lengths.new, strict=True)
     ]
@@ -55,7 +55,7 @@ def pieces(lengths: Lengths, chunk: int) -> Iterator[Piece]:
 
 
 def _cuts(past: int, new: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """The first token of each piece of a row, and the position of its chunk."""
+    """Yield each piece's first token and the position at which its chunk starts, for one row."""
     last = max(past + new - 1, 0)
     first = min(past, last) // chunk * chunk
     yield 0, first
@@ -71,12 +71,12 @@ def over_chunks(
     batch: Batch,
     chunk: int,
 ) -> Tensor | None:
-    """q (B, T, H, D) over a view of all keys, piece by piece, -> (B, T, H, D); None where the view
-    can't be cut at a chunk's first key.
+    """Attend q (B, T, H, D) over a view of all keys, piece by piece -> (B, T, H, D); None if the
+    view can't be cut where a chunk starts.
 
     Args:
-        attend: runs a piece's queries over what they see.
-        formats: of stored keys and values.
+        attend: runs a piece's queries over the keys that they see.
+        formats: formats of stored keys and values.
     """
     found = [(piece, _since(view, formats, piece, batch)) for piece in pieces(batch.lengths, chunk)]
     if any(shown is None for _, shown in found):
@@ -89,10 +89,11 @@ def over_chunks(
 
 
 def _since(view: View, formats: tuple[str, str], piece: Piece, batch: Batch) -> View | None:
-    """What a piece's queries see, of rows that keep the token of each position in its place."""
+    """The part of a view that a piece's queries see; None unless each token is at the slot of its
+    position."""
     if isinstance(view, SegmentedView):
         return _pages_since(view, piece, batch)
-    if view.past_lens is not batch.past_lens:  # behind a window, in which rows begin anywhere
+    if view.past_lens is not batch.past_lens:  # a window, where rows start at any position
         return None
     groups = [FORMATS[kind].group for kind in view.formats or formats]
     if any(piece.first % group for group in groups):

@@ -1,9 +1,10 @@
 """Copies between host memory and a layer's device: prefetch before attention, write-back after it.
 
-Rows are copied whole, from and to pinned memory, on a side stream. Prefetches of a call take turns
-in two buffers: while attention reads the one, the next layer's tokens arrive in the other. The
-current stream waits for each copy by an event before it lets go of what the copy reads or writes,
-so that nothing needs ``record_stream``, whose memory comes back only when the host next looks.
+Rows are copied whole, from and to pinned memory, on a side stream. The prefetches of a call
+alternate between two buffers: while attention reads one, the next layer's tokens arrive in the
+other. Before memory that a copy reads or writes is freed, the current stream waits for the copy's
+event, so that nothing needs ``record_stream``, whose memory is reused only once the host has polled
+its events.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Prefetch:
     """A copy of a layer's tokens in flight from the host to the layer's device.
 
     Args:
-        lengths: of the call that it serves.
+        lengths: lengths of the call that it serves.
         memory: the buffer that the copy arrives in.
         spare: the other buffer, for the layer after this one; None where there is none yet.
     """
@@ -43,7 +44,7 @@ class Prefetch:
         self._copies = copies
 
     def __del__(self) -> None:
-        if self._here is not None:  # of a call that failed: the copy still writes to the buffer
+        if self._here is not None:  # the call failed, and the copy still writes to the buffer
             self._copies.wait()
 
     @classmethod
@@ -60,8 +61,8 @@ class Prefetch:
         """Start to copy the rows' tokens to tensors with room for the call's new ones.
 
         Args:
-            memory: uint8, for the copy to arrive in if it is large enough; else it is allocated.
-            spare: kept for the layer after this one.
+            memory: uint8 buffer for the copy; allocated anew if None or too small.
+            spare: the other buffer, passed on to the next layer.
         """
         layout = _layout(tensors, arrangement, lengths)
         memory = _enough(memory, devices.layout_bytes(layout), device)
@@ -80,7 +81,7 @@ class Prefetch:
         return cls(lengths, here, copies, memory, spare)
 
     def arrive(self) -> Tensors:
-        """The copy, once; the current stream waits for its end."""
+        """Return the copy, once; the current stream waits for it."""
         assert self._here is not None, "a copy is read once"
         here, self._here = self._here, None
         self._copies.wait()
@@ -88,7 +89,7 @@ class Prefetch:
 
 
 def _layout(tensors: Tensors, arrangement: Arrangement, lengths: Lengths) -> devices.Layout:
-    """What arrives: rows up to the call's end, or the pages of all rows one after another."""
+    """Layout of the copy: rows up to the call's end, or the pages of all rows in order."""
     if lengths.pages is not None:
         count = lengths.pages.numel()
         return {name: ((count, *each.shape[1:]), each.dtype) for name, each in tensors.items()}
@@ -134,13 +135,13 @@ class WriteBack:
                 name: value.to(devices.CPU, non_blocking=True) for name, value in self._new.items()
             }
 
-    def let_go(self) -> None:
-        """Free the values on the device: what is queued there from now on follows the copy."""
+    def free_source(self) -> None:
+        """Free the values on the device: whatever is queued there from now on follows the copy."""
         self._copies.wait()
         self._new = {}
 
     def arrive(self) -> Tensors:
-        """The values; waits for the copy to end."""
+        """Wait for the copy, and return the values."""
         self._copies.synchronize()
         self._new = {}
         return self._here

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .layer import CacheLayer
 
 _FORMAT = "exkv cache 5"
-#: Those that have shared keys and values for each layer are read, too.
+#: Format 4 repeats shared keys and values for every layer.
 _KNOWN = ("exkv cache 4", _FORMAT)
 #: Placeholder in the metadata for the file's checksum, which is computed with this in its place.
 NO_CHECKSUM = {"crc32": "00000000"}
@@ -127,7 +127,7 @@ def _parts(cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
 
 
 def _source(cache: KVCache, name: str) -> str:
-    """The part that has the same contents, of the first layer with these keys and values."""
+    """Name of the part with the same contents in the first layer that has these keys and values."""
     _, index, tensor = name.split(".", 2)
     layer = cache.layers[int(index)]
     while (reads := layer.spec.reads) is not None:
@@ -139,7 +139,7 @@ def _source(cache: KVCache, name: str) -> str:
 
 
 def _read_tensors(cache: KVCache, stored: Any, parts: Mapping[str, Part]) -> dict[str, Tensor]:
-    """The tensors of all parts; those that layers share are read once, if the file has them so."""
+    """Read the tensors of all parts; those that layers share only once, if the file does so."""
     there, read = set(stored.keys()), functools.cache(stored.get_tensor)
     return {name: read(name if name in there else _source(cache, name)) for name in parts}
 
@@ -179,7 +179,7 @@ def _fingerprint(cache: KVCache) -> str:
 
 
 def _write(stream: BinaryIO, parts: Mapping[str, Part], about: dict[str, str]) -> None:
-    """Write a safetensors file; of tensors in other memory, one at a time is on the host."""
+    """Write a safetensors file, copying one tensor at a time to the host."""
     header: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, part in parts.items():

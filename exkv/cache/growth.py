@@ -1,8 +1,8 @@
 """Growth: when a layer's storage is allocated. At once, in blocks as tokens come, or as a pool of
 pages that rows share (``paging.growth``).
 
-One of the four properties of a cache. The planner counts a full cache in any case, since that is
-what is promised. A growth may also lay tokens out in its own way (pages, say): see
+One of the four properties of a cache. The planner always counts a full cache, since that is what a
+plan promises. A growth may also lay tokens out in its own way (pages, say): see
 :meth:`Growth.arranged`.
 """
 

@@ -1,5 +1,5 @@
-"""What an MTP head needs of a row beside its keys and values: the model's last hidden states
-of the newest tokens (``exkv.models.mtp``)."""
+"""The model's last hidden states of a row's newest tokens, which an MTP head needs beside its keys
+and values (``exkv.models.mtp``)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from exkv.batch import Lengths
 if TYPE_CHECKING:
     from .rows import Rows
 
-#: Newest tokens of a row whose hidden states are kept: as many as a call verifies, since any of
-#: them may become the last one.
+#: How many of a row's newest hidden states are kept: as many as a call verifies, since any of those
+#: tokens may become the last one.
 KEPT = 17
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Hidden states (N, hidden) of N tokens of a row, of which the first is at position
-    ``first``."""
+    """Hidden states (N, hidden) of N tokens of a row, at positions from ``first`` on."""
 
     first: int
     states: Tensor
 
     def at(self, position: int) -> Tensor | None:
-        """That of one token (hidden,); None if it isn't known."""
+        """One token's hidden state (hidden,); None if unknown."""
         index = position - self.first
         return self.states[index] if 0 <= index < len(self.states) else None
 
 
 def newest(hidden: Tensor, lengths: Lengths) -> Tensor:
-    """The hidden states to keep of a call's, (B, T, hidden) -> (B, at most ``KEPT``, hidden)."""
+    """The part of a call's hidden states to keep, (B, T, hidden) -> (B, at most ``KEPT``,
+    hidden)."""
     if lengths.chunk <= KEPT:
         return hidden
     rows = torch.arange(len(lengths.new), device=hidden.device)
@@ -44,8 +44,8 @@ def newest(hidden: Tensor, lengths: Lengths) -> Tensor:
 
 
 def keep(rows: Rows, kept: Tensor, lengths: Lengths) -> None:
-    """Record a call's newest hidden states (B, N, hidden). A row that brought no tokens keeps its
-    last one, without the memory of the call that it comes from."""
+    """Record a call's newest hidden states (B, N, hidden). A row without new tokens keeps a copy of
+    its last one, which frees the memory of the earlier call."""
     each = zip(lengths.past, lengths.new, _starts(lengths), strict=True)
     for row, (past, new, start) in enumerate(each):
         if new:
@@ -56,11 +56,11 @@ def keep(rows: Rows, kept: Tensor, lengths: Lengths) -> None:
 
 
 def before(rows: Rows, past: Sequence[int], like: Tensor) -> Tensor:
-    """The hidden state of the token before each row's next one, (B, 1, hidden); zeros where it
-    isn't known, before the first token and behind pages that were found.
+    """Hidden state of each row's last token, (B, 1, hidden); zeros where unknown: before the first
+    token, and after pages found in the prefix cache.
 
     Args:
-        like: of the device and dtype, (..., hidden).
+        like: a tensor (..., hidden) of the device and dtype.
     """
     nothing = like.new_zeros(like.shape[-1])
     states = []
@@ -71,5 +71,5 @@ def before(rows: Rows, past: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _starts(lengths: Lengths) -> list[int]:
-    """The first token of each row that is kept."""
+    """Index of each row's first token that is kept."""
     return [max(new - KEPT, 0) for new in lengths.new]

@@ -111,9 +111,9 @@ class CacheLayer:
         lender: the layer of another cache whose storage this one borrows, if it shares a pool.
         beside: the cache layer with the decoder layer's state, if it has one beside these keys and
             values.
-        read_by: the next layer of the cache that has this one's keys and values.
-        shares: whether this layer and ``reads`` have one storage: where both are on one device.
-            Else it has a copy of its own, since every call brings both the new tokens.
+        read_by: the next layer of the cache with the same keys and values.
+        shares: whether this layer shares the storage of ``reads``, which it does on the same
+            device. On another it stores a copy, since every call brings both the new tokens.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -156,7 +156,7 @@ class CacheLayer:
 
     @property
     def reads(self) -> CacheLayer | None:
-        """An earlier layer of the cache, whose keys and values this one's are, too."""
+        """An earlier layer of the cache with the same keys and values."""
         return None if self._reads is None else self._reads()
 
     @reads.setter
@@ -187,7 +187,7 @@ class CacheLayer:
         return out
 
     def _over(self, q: Tensor, view: View, batch: Batch, params: AttentionParams) -> Tensor:
-        """Attend q (B, T, H, D) over a view, where there are chunks of positions by chunks."""
+        """Attend q (B, T, H, D) over a view, chunk by chunk in chunked attention."""
         storage, dtype = self.spec.storage, self.spec.dtype
         if params.chunk:
             within = replace(params, chunk=0)
@@ -212,11 +212,11 @@ class CacheLayer:
         """Free a call's values on the device, which were copied to host memory while attention
         ran."""
         if self._written_back:
-            self._written_back[-1].let_go()
+            self._written_back[-1].free_source()
 
     def append(self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams) -> View:
-        """Store k, v (B, T, H_kv, D); returns what these tokens' queries see, valid until the next
-        call."""
+        """Store k, v (B, T, H_kv, D); returns the view that these tokens' queries see, valid until
+        the next call."""
         spec = self.spec
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.kv.encode(k, v, spec.dtype)
@@ -225,7 +225,7 @@ class CacheLayer:
             table = own.block_table
             pages = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
             own = replace(own, block_table=pages.view_as(table))
-        if self.read_by is not None and self.read_by.shares:  # the last of them stores
+        if self.read_by is not None and self.read_by.shares:  # the last layer that shares stores
             view = spec.kv.show(stored, new, own, params)
         else:
             new, view = spec.kv.store(stored, new, own, params)
@@ -327,8 +327,8 @@ class CacheLayer:
         return 0 if self.borrowed else self.spec.nbytes(self.spec.capacity)
 
     def bytes_before(self) -> int:
-        """Bytes on its device of the storage around which others were allocated, before it grew or
-        was converted; 0 if it is as it was."""
+        """Bytes that the storage took on its device before it grew or was converted, when others
+        were allocated around it; 0 if it did neither."""
         if self.borrowed or self.host_bytes_needed() > 0 and not self.converted_from:
             return 0
         start = self.spec.growth.room_for(0, self.spec.capacity)
@@ -380,8 +380,8 @@ class CacheLayer:
             self._share()
             return
         after = self.read_by
-        if after is not None and after.tensors and after.device == device:  # this one comes back
-            self._take(after)
+        if after is not None and after.tensors and after.device == device:  # it moved back
+            self._adopt(after)
             after._share()
             return
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
@@ -400,20 +400,20 @@ class CacheLayer:
             self.shares, self._written_back = True, self.reads._written_back
 
     def _share(self) -> None:
-        """Have the storage of the layer whose keys and values these are, as it is now."""
+        """Share the current storage of ``reads``."""
         assert self.reads is not None
-        self._take(self.reads)
+        self._adopt(self.reads)
         self.shares = True
-        self._pass_on()
+        self._update_sharers()
 
-    def _take(self, other: CacheLayer) -> None:
-        """Have another layer's storage."""
+    def _adopt(self, other: CacheLayer) -> None:
+        """Refer to another layer's storage."""
         self.tensors, self.room, self.device = other.tensors, other.room, other.device
         self.host_pages, self.offloaded = other.host_pages, other.offloaded
         self._written_back = other._written_back
         self.spec = replace(other.spec, reads=self.spec.reads)
 
-    def _let_go(self) -> None:
+    def _stop_sharing(self) -> None:
         """Leave the storage to the layers that share it."""
         after = self.read_by
         if after is not None and after.shares and not self.shares:
@@ -421,8 +421,8 @@ class CacheLayer:
             after.shares = False
         self._written_back, self.shares = [], False
 
-    def _pass_on(self) -> None:
-        """Let the layers that share this one's storage have it as it is now."""
+    def _update_sharers(self) -> None:
+        """Point the layers that share this one's storage to its current tensors."""
         if self.read_by is not None and self.read_by.shares:
             self.read_by._share()
 
@@ -459,7 +459,7 @@ class CacheLayer:
             kept = min(tensor.shape[1], self.tensors[name].shape[1])
             tensor[:, :kept] = self.tensors[name][:, :kept]
         self.tensors, self.room = larger, tokens
-        self._pass_on()
+        self._update_sharers()
 
     @property
     def prefetches(self) -> CacheLayer | None:
@@ -537,7 +537,7 @@ class CacheLayer:
         """Clone the tensors, and leave the old ones to the forks that read them."""
         if not self.shares:
             self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-            self._pass_on()
+            self._update_sharers()
 
     def convert(self, spec: LayerSpec, done: list[dict[str, Tensor]], lens: Sequence[int]) -> None:
         """Convert to a spec with another storage, residence or growth.
@@ -550,7 +550,7 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; the layer's contents are unchanged.
         """
         self.prefetched = None
-        if self.shares:  # it was converted with the layer whose storage this is
+        if self.shares:  # converted with the layer that owns the storage
             return
         try:
             for tensors in self._stored():
@@ -565,19 +565,19 @@ class CacheLayer:
             if self.host_pages is not None:
                 self.host_pages.store_as(spec)
         finally:
-            self._pass_on()
+            self._update_sharers()
 
     def convert_on_host(
         self, spec: LayerSpec, done: list[dict[str, Tensor]], lens: Sequence[int]
     ) -> None:
-        """Likewise to host memory, where there is room; what is ``done`` moves there, too."""
+        """Convert in host memory, where there is room; tensors that are ``done`` move there too."""
         for tensors in self._stored():
             if any(tensors is other for other in done):
                 tensors.update({name: each.to(devices.CPU) for name, each in tensors.items()})
         self.convert(replace(spec, residence=OnHost()), done, lens)
 
     def _stored(self) -> list[dict[str, Tensor]]:
-        """The dictionaries that have its tensors: those shared with other layers, and its own."""
+        """The layer's dictionaries of tensors: that of a shared prefix, and its own."""
         shared = {} if self.shared is None else self.shared.tensors
         return [tensors for tensors in (shared, self.tensors) if tensors]
 
@@ -602,7 +602,7 @@ class CacheLayer:
             return
         before = restored(copy, self.spec, self.spec, old_room, device)
         tensors.update(before or copy.tensors)
-        if before is None and tensors is self.tensors:  # memory that was free before is taken now
+        if before is None and tensors is self.tensors:  # someone took the memory meanwhile
             self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
         raise torch.OutOfMemoryError(f"{device} has no room for a layer stored as {spec.storage}")
 
@@ -630,8 +630,8 @@ class CacheLayer:
         return copy
 
     def put_back(self, copy: HostCopy) -> bool:
-        """Allocate the storage anew for what was lifted. False where the device has no room any
-        more: then the tensors are on the host, and :meth:`convert_on_host` has to follow."""
+        """Reallocate the storage for what was lifted. False if the device has no room any more: the
+        tensors are then on the host, and :meth:`convert_on_host` has to follow."""
         room = self.room if self.pages is None else next(iter(copy.tensors.values())).shape[1]
         back = restored(copy, self.spec, self.spec, room, self._placed)
         self.tensors.update(copy.tensors if back is None else back)
@@ -660,7 +660,7 @@ class CacheLayer:
             self.tensors[name][:, : tensor.shape[1]].copy_(tensor)
 
     def free(self) -> None:
-        self._let_go()
+        self._stop_sharing()
         self.tensors, self.room = {}, 0
         self.device = self.prefetched = self.shared = self.host_pages = None
         self.lender, self.converted_from = None, 0

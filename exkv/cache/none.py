@@ -1,5 +1,5 @@
-"""A call without a cache: the chunk attends to itself, states begin at zero, and nothing is
-stored."""
+"""A forward call without a cache: its tokens attend to each other, states begin at zero, and
+nothing is stored."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _shorter_window(config: LayerWindows, layer: int, length: int) -> int:
 
 class OffloadedCache(KVCache):
     """Full precision in host memory, grown in blocks; each layer's tokens are prefetched while the
-    layer before computes."""
+    previous layer computes."""
 
     @classmethod
     def compose(
@@ -192,6 +192,9 @@ class QuantizedCache(KVCache):
         "q_group_size": f"{GROUP} values share a scale",
         "compute_dtype": "computation is in the model's dtype",
     }
+    #: What ``nbits`` and ``axis`` are by default.
+    NBITS: ClassVar[int] = 4
+    AXIS: ClassVar[str] = "head"
 
     @classmethod
     def compose(
@@ -200,15 +203,16 @@ class QuantizedCache(KVCache):
         config: LayerWindows,
         layer: int,
         *,
-        nbits: int = 4,
+        nbits: int | None = None,
         key_bits: int | Sequence[int] | None = None,
         value_bits: int | Sequence[int] | None = None,
-        axis: str = "head",
+        axis: str | None = None,
         residual_length: int | None = None,
         rotate: bool | None = None,
     ) -> LayerSpec:
+        nbits, axis = cls.NBITS if nbits is None else nbits, cls.AXIS if axis is None else axis
         given = {"key_bits": key_bits, "value_bits": value_bits}
-        bits = [_of_layer(name, each, nbits, config, layer) for name, each in given.items()]
+        bits = [_bits_of_layer(name, each, nbits, config, layer) for name, each in given.items()]
         keys, values = _formats(bits[0], bits[1], axis)
         by_head = axis == "head"
         if residual_length is None:
@@ -224,10 +228,10 @@ class QuantizedCache(KVCache):
         return replace(spec, storage=storage)
 
 
-def _of_layer(
+def _bits_of_layer(
     name: str, bits: int | Sequence[int] | None, usual: int, config: LayerWindows, layer: int
 ) -> int:
-    """A layer's own, where there is one for each."""
+    """One layer's bits, from one number for all layers or a list with one for each."""
     if not isinstance(bits, Sequence):
         return usual if bits is None else bits
     if len(bits) != config.cache_layers:
@@ -240,7 +244,7 @@ def _of_layer(
 
 #: Bits of a key or value by head -> format.
 _FORMATS = {16: "float", 8: "int8", 4: "int4", 2: "int2"}
-#: Most first.
+#: In descending order.
 BITS_BY_HEAD = tuple(_FORMATS)
 _BY_CHANNEL = {4: "int4c", 2: "int2c"}
 
@@ -262,13 +266,14 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
 
 
 def storage_of_bits(key_bits: int, value_bits: int) -> Storage:
-    """By head; heads go through the Hadamard transform as those of :class:`QuantizedCache` do."""
+    """Storage with groups by head, Hadamard-transformed below 8 bits like
+    :class:`QuantizedCache`."""
     keys, values = _formats(key_bits, value_bits, "head")
     return Storage(keys=keys, values=values, rotate=min(key_bits, value_bits) < 8)
 
 
 def _fewer_bits(storage: Storage, bits: int) -> Storage:
-    """The storage in ``bits`` bits, which must be fewer than it has."""
+    """A storage of ``bits`` bits, fewer than ``storage`` has; ValueError otherwise."""
     fewer = storage_of_bits(bits, bits)
     least = min(number for number, kind in _FORMATS.items() if kind in storage.formats)
     if bits >= least:
@@ -300,6 +305,8 @@ class PagedCache(QuantizedCache):
             values.
     """
 
+    NBITS: ClassVar[int] = 16
+
     @classmethod
     def compose(
         cls,
@@ -309,13 +316,12 @@ class PagedCache(QuantizedCache):
         *,
         page: int = PAGE,
         pages: int | None = None,
-        nbits: int = 16,
         host_tokens: int = 0,
         rounded_tokens: int = 0,
         rounded_bits: int = 8,
         **options: Any,
     ) -> LayerSpec:
-        composed = super().compose(spec, config, layer, nbits=nbits, **options)
+        composed = super().compose(spec, config, layer, **options)
         size = Paged(page).page
         tiers = []
         if whole_type("host_tokens", host_tokens):
@@ -333,28 +339,14 @@ class Cache4bit(QuantizedCache):
 class Cache2bit(QuantizedCache):
     """2 bits a value, rotated, with a scale and an offset for every 32: 3 bits in all."""
 
-    @classmethod
-    def compose(
-        cls, spec: LayerSpec, config: LayerWindows, layer: int, *, nbits: int = 2, **options: Any
-    ) -> LayerSpec:
-        return super().compose(spec, config, layer, nbits=nbits, **options)
+    NBITS: ClassVar[int] = 2
 
 
 class KiviCache(Cache2bit):
     """KIVI's layout: 2 bits a value, keys by channel and values by head, 3 bits in all, and the
     last 64 tokens in full precision. ``Cache2bit`` with ``axis="channel"``."""
 
-    @classmethod
-    def compose(
-        cls,
-        spec: LayerSpec,
-        config: LayerWindows,
-        layer: int,
-        *,
-        axis: str = "channel",
-        **options: Any,
-    ) -> LayerSpec:
-        return super().compose(spec, config, layer, axis=axis, **options)
+    AXIS: ClassVar[str] = "channel"
 
 
 #: The kinds by the names that commands take; lossless ones first, then quantized ones, then those

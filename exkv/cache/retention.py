@@ -61,7 +61,7 @@ class Retention(Protocol):
         """Store new values, and return what the queries of these tokens see."""
 
     def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
-        """What :meth:`store` returns, with nothing overwritten that a repeated call needs."""
+        """The view of :meth:`store`, without overwriting what a repeated call needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Window:
 
     def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
         if batch.lengths.chunk == 1 and not params.chunk:
-            return self.store(stored, new, batch, params)  # what it overwrites nobody sees
+            return self.store(stored, new, batch, params)  # overwrites only what nobody sees
         return self.in_order(stored, new, batch)
 
     def ring(self, stored: Tensors, batch: Batch) -> ContiguousView:

@@ -3,7 +3,8 @@ hidden states from which an MTP head goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,14 @@ from .spec import Prefix
 
 #: ``made_with`` of rows computed with several adapters, or partly with none.
 MIXED = "mixed"
+#: What :class:`Rows` records of each row beside its tokens -> its value for an empty row.
+_FACTS: dict[str, Any] = {
+    "rotary_variants": None,
+    "made_with": None,
+    "hidden": None,
+    "snapshot_lens": 0,
+    "written": 0,
+}
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -66,8 +75,8 @@ class Rows:
         made_with: Sequence[str | None] | None = None,
         snapshot_at: Sequence[int] = (),
     ) -> None:
-        """Append tokens that every layer has stored, with the adapters in use, and record snapshots
-        behind the first ``snapshot_at`` of them; called once a forward call, and only there."""
+        """Append tokens that every layer has stored, with the adapters in use, and record the
+        snapshots taken after the first ``snapshot_at`` of them; called once a forward call."""
         for row, count in enumerate(snapshot_at):
             if count:
                 self.snapshot_lens[row] = len(self.sequences[row]) + count
@@ -79,7 +88,7 @@ class Rows:
             self.written[row] = max(self.written[row], len(self.sequences[row]))
 
     def drop_snapshots(self, snapshot_at: Sequence[int]) -> None:
-        """Forget the snapshots of rows that get another one, until all layers have it."""
+        """Forget the snapshots of rows that are about to get another one."""
         for row, count in enumerate(snapshot_at):
             if count:
                 self.snapshot_lens[row] = 0
@@ -139,14 +148,8 @@ class Rows:
         alike, used = self.alike_among(source), len(source)
         self.alike = np.zeros_like(self.alike)
         self.alike[:used, :used] = alike
-        self.stale = {to for to, row in enumerate(source) if row in self.stale}
+        self._copy_facts(self, source)
         spare = len(self.sequences) - used
-        self.snapshot_lens = [self.snapshot_lens[row] for row in source] + [0] * spare
-        self.written = [self.written[row] for row in source] + [0] * spare
-        variants = [self.rotary_variants[row] for row in source]
-        self.rotary_variants = [*variants, *[None] * spare]
-        self.made_with = [self.made_with[row] for row in source] + [None] * spare
-        self.hidden = [self.hidden[row] for row in source] + [None] * spare
         # Others hold these lists: change them in place, and only after the common prefix.
         prefixes = [self.prefix_of(row) for row in source]
         tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
@@ -156,14 +159,34 @@ class Rows:
             if self.prefix_rows:
                 self.prefix_rows[to] = row
 
+    def copy_rows(self, other: Rows, source: Sequence[int]) -> None:
+        """Record a copy: row ``i`` of this cache holds what row ``source[i]`` of another one
+        does."""
+        self.become([other.sequences[row] for row in source])
+        self._copy_facts(other, source)
+        self.alike = other.alike_among(source)
+
+    def _copy_facts(self, other: Rows, source: Sequence[int]) -> None:
+        spare = len(self.sequences) - len(source)
+        for name, empty in _FACTS.items():
+            of = getattr(other, name)
+            setattr(self, name, [of[row] for row in source] + [empty] * spare)
+        self.stale = {to for to, row in enumerate(source) if row in other.stale}
+
+    def facts(self, row: int) -> dict[str, Any]:
+        """What is recorded of a row beside its tokens, by attribute."""
+        return {name: getattr(self, name)[row] for name in _FACTS}
+
+    def set_facts(self, row: int, facts: Mapping[str, Any]) -> None:
+        """Record these :meth:`facts` of another row for this one."""
+        for name, value in facts.items():
+            getattr(self, name)[row] = value
+
     def become(self, sequences: Sequence[Sequence[int]], stale: Iterable[int] = ()) -> None:
         """Set the tokens of all rows, whose keys and values were put into the layers directly."""
-        empty = len(self.prefix_lens) - len(sequences)
-        self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
-        self.rotary_variants = [None] * len(self.prefix_lens)
-        self.made_with = [None] * len(self.prefix_lens)
-        self.hidden = [None] * len(self.prefix_lens)
-        self.stale = set(stale)
-        self.snapshot_lens = [0] * len(self.prefix_lens)
-        self.written = self.seq_lens
-        self.alike = np.zeros((len(self.prefix_lens), len(self.prefix_lens)), dtype=np.int64)
+        rows = len(self.prefix_lens)
+        self.sequences = [*map(list, sequences), *([] for _ in range(rows - len(sequences)))]
+        for name, empty in _FACTS.items():
+            setattr(self, name, [empty] * rows)
+        self.written, self.stale = self.seq_lens, set(stale)
+        self.alike = np.zeros((rows, rows), dtype=np.int64)

@@ -19,7 +19,7 @@ from .retention import KeepAll, Retention, Sinks
 from .storage import Storage
 from .tiers import SinksFirst, TwoTiers
 
-#: The properties of a layer with a state, which is kept as it is computed.
+#: The properties of a layer with a state, which is stored as computed.
 _OF_STATES = {"storage": Storage(), "retention": KeepAll(), "residence": OnDevice()}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: The four properties: a method that identifies each, and an example.
@@ -63,14 +63,14 @@ class LayerSpec:
     Attributes:
         prefix: shared prefixes of a fork; S counts the tokens after them.
         state: tensors of a row that the layer has in place of keys and values, perhaps none; None
-            where it has keys and values. It has one storage, retention and residence, whichever are
-            given.
+            if it has keys and values. A state has a fixed storage, retention and residence,
+            whichever are given.
         beside: index of the decoder layer that has this state beside keys and values, which are
-            another cache layer; None where a decoder layer has one cache layer.
+            another cache layer; None if the decoder layer has one cache layer.
         values_are_keys: whether the model's values are its keys (latent attention), so that one
             tensor is stored for both, whichever storage is chosen.
-        reads: an earlier layer, whose keys and values this one's are, too, so that one storage
-            serves both where they lie on one device; None for keys and values of its own.
+        reads: an earlier layer with the same keys and values, so that one storage serves both on
+            the same device; None for keys and values of its own.
 
     Raises:
         ValueError: a dtype other than float32, float16 and bfloat16, or pages with a property that
@@ -107,14 +107,14 @@ class LayerSpec:
         _ = self.arrangement  # raises if the growth can't lay it out
 
     def storing(self, storage: Storage) -> Storage:
-        """The storage of what the model's attention makes."""
+        """The storage, adapted to whether the model's values are its keys."""
         if storage.values_are_keys == self.values_are_keys:
             return storage
         return replace(storage, values_are_keys=self.values_are_keys)
 
     @property
     def alone(self) -> LayerSpec:
-        """For a layer by itself, which has a storage of its own."""
+        """The spec of the layer by itself, with a storage of its own."""
         return replace(self, reads=None)
 
     @property
@@ -124,7 +124,7 @@ class LayerSpec:
 
     @property
     def kv(self) -> KVArrangement:
-        """The same of keys and values."""
+        """The arrangement of keys and values."""
         if not self.storage.recent:
             return self.growth.arranged(OneStore(self.storage, self.retention))
         if isinstance(self.retention, Sinks):

@@ -1,11 +1,10 @@
 """Layers with a state in place of keys and values: convolutions, recurrent (linear) attention.
 
-A state is of one size, however long its row is. It is what is behind the row's last token, so that
-no earlier token can be returned to: like a ring that has overwritten what it would need, a cropped
-row is stale, and the model runs it again at its next use (``Rows.stale``): from its first token
-on, or from where a snapshot was taken. A cache with room for snapshots has one of each row, which a
-call takes behind the tokens that are known to stay (``Lengths.snapshot_at``), amid the row's new
-ones.
+A state has a fixed size, however long its row is. It summarizes the row up to its last token, so
+that a row can't return to an earlier one: a cropped row is stale, like one whose ring has
+overwritten tokens, and the model reruns it at next use (``Rows.stale``), from its first token or
+from a snapshot. A cache with room for snapshots has one of each row, which a call takes amid the
+row's new tokens, after those that are known to stay (``Lengths.snapshot_at``).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from exkv.checkpoint import StateTensor
 from .layer import CacheLayer
 from .views import Tensors
 
-#: What a snapshot's tensors are called after those of the state.
+#: Suffix of the names of a snapshot's tensors, after those of the state.
 _SNAPSHOT = "_snapshot"
 
 
 def with_snapshots(state: Sequence[StateTensor]) -> tuple[StateTensor, ...]:
-    """What a layer keeps that has room for a snapshot of each row beside its state."""
+    """The tensors of a layer with room for a snapshot of each row beside its state."""
     return (*state, *(replace(each, name=each.name + _SNAPSHOT) for each in state))
 
 
@@ -59,7 +58,7 @@ class States:
         state, batch = self.tensors[name], self.batch
         if batch.snapshot_at is None or batch.new_lens is None:
             return op(*inputs, state, batch.new_lens)
-        # In two parts, whose border is another one in each row.
+        # In two parts; each row has its own border between them.
         counts, tokens = batch.lengths.snapshot_at, inputs[0].shape[1]
         first = op(*(x[:, : max(counts)].contiguous() for x in inputs), state, batch.snapshot_at)
         rows = [row for row, count in enumerate(counts) if count]

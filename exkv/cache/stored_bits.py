@@ -1,5 +1,5 @@
-"""How many bits the keys and the values of each layer have, where a plan chooses: the pairs that a
-layer may have, and what each loses (``exkv.planning.best``, ``exkv.loading.cache_losses``)."""
+"""Bits of each layer's keys and values, as a plan chooses them: the possible pairs, and the loss of
+each (``exkv.planning.best``, ``exkv.loading.cache_losses``)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .presets import BITS_BY_HEAD, storage_of_bits
 from .spec import LayerSpec
 from .storage import Storage
 
-#: Of keys and of values, as in "8/4"; those of most bits first.
+#: Bits of keys and of values, as in "8/4", in descending order.
 PAIRS = tuple(f"{k}/{v}" for k, v in itertools.product(BITS_BY_HEAD, repeat=2))
-#: Nothing is rounded.
+#: The pair without rounding.
 EXACT = PAIRS[0]
-#: Each side alone in fewer bits.
+#: Keys or values alone in fewer bits.
 SIDES = tuple(f"{side}{bits}" for side in "kv" for bits in BITS_BY_HEAD[1:])
 
 
 def bits_of(pair: str) -> tuple[int, int]:
-    """Of keys and of values."""
+    """Bits of keys and of values."""
     keys, _, values = pair.partition("/")
     return int(keys), int(values)
 
@@ -30,35 +30,35 @@ def storage_of(pair: str) -> Storage:
 
 
 def pairs_of(spec: LayerSpec) -> tuple[str, ...]:
-    """What a layer may have; where values are keys, as many bits of both."""
+    """The pairs that a layer may have; equal ones only if values are keys."""
     alike = (pair for pair in PAIRS if len({*bits_of(pair)}) == 1)
     return tuple(alike) if spec.values_are_keys else PAIRS
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLosses:
-    """What fewer bits of a cache lose.
+    """Losses from storing a cache in fewer bits.
 
     Attributes:
         units: name of a unit whose layer has keys and values -> one of ``SIDES`` -> loss, as
-            ``exkv.weights.choice`` counts it. Those of keys and values add up, and so do layers'.
+            ``exkv.weights.choice`` counts it. Losses of keys and values add up, and so do layers'.
     """
 
     units: Mapping[str, Mapping[str, float]]
 
     def of(self, unit: str, pair: str) -> float:
-        """Of a unit's layer with this pair; 0 for one without keys and values."""
+        """Loss of a unit's layer with this pair; 0 if it has no keys and values."""
         lost = {"k16": 0.0, "v16": 0.0, **self.units.get(unit, dict.fromkeys(SIDES, 0.0))}
         keys, values = bits_of(pair)
         return lost[f"k{keys}"] + lost[f"v{values}"]
 
     def alike(self, pair: str) -> float:
-        """Of all layers with this pair."""
+        """Loss of all layers with this pair."""
         return sum(self.of(unit, pair) for unit in self.units)
 
 
 def described(pairs: Sequence[str]) -> str:
-    """Pairs layer by layer in words, such as "8/8 (layers 0-3, 5), 8/4 (4)"."""
+    """Describe the layers' pairs, as in "8/8 (layers 0-3, 5), 8/4 (4)"."""
     found: dict[str, list[str]] = {}
     for pair, group in itertools.groupby(range(len(pairs)), key=lambda layer: pairs[layer]):
         layers = list(group)

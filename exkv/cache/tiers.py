@@ -21,8 +21,34 @@ _RECENT, _FIRST = "recent_", "first_"
 _FLOATS = Storage().formats
 
 
+class _Tiered:
+    """Tiers of which the recent tokens are in a ring; :meth:`store` and :meth:`show` by
+    :meth:`_seen`."""
+
+    __slots__ = ()
+    group: ClassVar[int] = GROUP
+
+    def stays(self, longest: int) -> bool:
+        return False
+
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> tuple[Tensors, View]:
+        return self._seen(stored, new, batch, params, keep=True)
+
+    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        return self._seen(stored, new, batch, params, keep=False)[1]
+
+    def _seen(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams, *, keep: bool
+    ) -> tuple[Tensors, View]:
+        """Store as :meth:`KVArrangement.store` does; with ``keep`` false, without overwriting what
+        a repeated call needs."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class TwoTiers:
+class TwoTiers(_Tiered):
     """The last ``storage.recent`` tokens as floats in a ring, everything older in the storage's
     formats: of all tokens, or of the last ``window``.
 
@@ -38,7 +64,6 @@ class TwoTiers:
 
     storage: Storage
     window: int = 0
-    group: ClassVar[int] = GROUP
     alone: ClassVar[int] = 0
 
     @property
@@ -89,9 +114,6 @@ class TwoTiers:
         """Entries of a group."""
         return GROUP // self.storage.tokens_an_entry(name)
 
-    def stays(self, longest: int) -> bool:
-        return False
-
     def in_place(self, common: int, written: int, new: int) -> int:
         size = self.ring.size
         if written <= size:
@@ -110,18 +132,9 @@ class TwoTiers:
         floats = self.storage.floats.pack(k.to(dtype), v.to(dtype))
         return {_RECENT + name: tensor for name, tensor in floats.items()}
 
-    def store(
-        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> tuple[Tensors, View]:
-        return self._seen(stored, new, batch, params, keep=True)
-
-    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
-        return self._seen(stored, new, batch, params, keep=False)[1]
-
     def _seen(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams, *, keep: bool
     ) -> tuple[Tensors, View]:
-        """As :meth:`store`; with ``keep`` false, what a repeated call needs is not overwritten."""
         lengths, ring, recent, floats = batch.lengths, self.ring, _named(stored), _named(new)
         seen = min(filter(None, (params.window, self.window)), default=0)
         if lengths.chunk == 1 and not 0 < seen < ring.size and not params.chunk:
@@ -301,13 +314,12 @@ class TwoTiers:
 
 
 @dataclass(frozen=True, slots=True)
-class SinksFirst:
+class SinksFirst(_Tiered):
     """A row's first tokens, the attention sinks, as floats, and two tiers of those after them,
     where positions count from 0; see :class:`Sinks`."""
 
     storage: Storage
     retention: Sinks
-    group: ClassVar[int] = GROUP
 
     @property
     def tiers(self) -> TwoTiers:
@@ -332,9 +344,6 @@ class SinksFirst:
             return slice(min(first, self.sinks), min(last, self.sinks))
         return self.tiers.slots(name, *(max(end - self.sinks, 0) for end in (first, last)))
 
-    def stays(self, longest: int) -> bool:
-        return False
-
     def in_place(self, common: int, written: int, new: int) -> int:
         if common <= self.sinks:
             return common
@@ -346,14 +355,6 @@ class SinksFirst:
 
     def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         return self.tiers.encode(k, v, dtype)
-
-    def store(
-        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> tuple[Tensors, View]:
-        return self._seen(stored, new, batch, params, keep=True)
-
-    def show(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
-        return self._seen(stored, new, batch, params, keep=False)[1]
 
     def _seen(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams, *, keep: bool

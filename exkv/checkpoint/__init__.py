@@ -1,9 +1,9 @@
-"""What a checkpoint's folder holds, checked before a byte of it is used.
+"""Readers of a checkpoint's folder, which check everything before a byte of data is used.
 
-``model_config`` reads config.json: ``families`` says what each architecture states in which way,
-``windows`` and ``rope_config`` read sliding windows and rotary positions, ``fields`` refuses keys
-that nothing reads. ``safetensors`` reads the headers and maps the tensors, and ``gguf`` does the
-same for llama.cpp's files.
+``model_config`` reads config.json: ``families`` describes each architecture's keys, ``windows`` and
+``rope_config`` read sliding windows and rotary positions, ``fields`` reports keys that nothing
+reads. ``safetensors`` reads headers and maps tensors, and ``gguf`` does the same for llama.cpp's
+files.
 """
 
 from __future__ import annotations

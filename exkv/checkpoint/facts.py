@@ -1,4 +1,4 @@
-"""What a model's structure owes to its checkpoint, beside config.json."""
+"""Facts about a model's structure that its checkpoint decides, not config.json."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import torch
 
 from .families import FAMILIES, TensorNames
 from .model_config import ModelConfig
-from .open_file import CheckpointError
-from .opening import open_checkpoint
+from .opening import open_if_sound
 from .safetensors import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-#: Rows that are compared at once.
+#: Rows compared at a time.
 _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Names in the checkpoint: of the matrices at both ends, one name if they share a tensor, of
-    the head's bias, of the last norm, and of the layers before their numbers; and whether matrices
-    that transformers saves in one tensor lie ``apart``, as GGUF files have them."""
+    """Names in the checkpoint: of the embedding table and the head (the same if they share a
+    tensor), the head's bias, the last norm, and the layers before their numbers; and whether
+    matrices that transformers saves in one tensor are ``apart``, as in GGUF files."""
 
     table: str
     head: str
@@ -34,22 +33,17 @@ class Facts:
 
 
 def facts_of(config: ModelConfig) -> Facts:
-    """What the config says, corrected by the checkpoint's headers, if there is one.
+    """The config's facts, corrected by the checkpoint's headers, if there is one.
 
     As in transformers, a config that ties embedding and head is overruled by a checkpoint that has
-    both and whose numbers differ; one that has the head alone stands for both. A head that is
-    quantized is another than the table (EXL2 does that).
+    both with different values; a head alone serves as both. A quantized head is never tied (EXL2).
 
     Raises ValueError for a config with more layers or experts than the checkpoint has tensors.
     """
     family = FAMILIES.get(config.architecture)
     names = (TensorNames(),) if family is None else family.names
-    if config.path is None:
+    if (checkpoint := open_if_sound(config.path)) is None:
         return _stated(config, names[0])
-    try:
-        checkpoint = open_checkpoint(config.path)
-    except (OSError, CheckpointError):
-        return _stated(config, names[0])  # whoever loads it is told
     with checkpoint:
         _check_count(config, len(checkpoint), checkpoint.described_by)
         found = next((each for each in names if f"{each.norm}.weight" in checkpoint), names[0])
@@ -57,13 +51,9 @@ def facts_of(config: ModelConfig) -> Facts:
 
 
 def has_tensors(config: ModelConfig, *names: str) -> bool:
-    """Whether the config's checkpoint, if there is one, has tensors whose names begin so."""
-    if config.path is None:
+    """Whether the config's checkpoint, if there is one, has tensors with these prefixes."""
+    if (checkpoint := open_if_sound(config.path)) is None:
         return False
-    try:
-        checkpoint = open_checkpoint(config.path)
-    except (OSError, CheckpointError):
-        return False  # whoever loads it is told
     with checkpoint:
         return any(name.startswith(names) for name in checkpoint.names())
 
@@ -111,7 +101,7 @@ def _check_count(config: ModelConfig, tensors: int, described_by: str) -> None:
         mixture = f" with num_local_experts {experts}" if experts > 1 else ""
         raise ValueError(
             f"{config.path}: {described_by} says num_hidden_layers {config.num_hidden_layers}"
-            f"{mixture}, and the checkpoint has {tensors} tensors in all: they are not of the same "
+            f"{mixture}, and the checkpoint has only {tensors} tensors: they are not of the same "
             "model"
         )
 

@@ -1,14 +1,14 @@
-"""What a config.json means by architecture: defaults for the keys that it leaves out, keys under
-other names, and the settings that only one architecture has.
+"""How config.json differs by architecture: defaults for missing keys, keys under other names, and
+settings that only one architecture has.
 
-A :class:`Family` stands beside its layers in ``exkv/models/<name>.py``; that package finds those of
-all of its files.
+A :class:`Family` is defined beside its layers in ``exkv/models/<name>.py``; that package collects
+those of all its files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +16,15 @@ import torch
 
 from .fields import Fields
 from .gguf.names import GGUFFamily
-from .value_checks import check_at_most, check_bool, check_size, is_int, set_floats
+from .value_checks import (
+    check_at_most,
+    check_bool,
+    check_convolution,
+    check_count,
+    check_size,
+    is_int,
+    set_floats,
+)
 from .windows import WindowOfLayers, nowhere
 
 if TYPE_CHECKING:
@@ -24,12 +32,12 @@ if TYPE_CHECKING:
 
     from .model_config import ModelConfig
 
-#: From a config.json's values with defaults filled in: which layers have a sliding window.
+#: A config.json's values with defaults filled in -> which layers have a sliding window.
 Windows = Callable[[Mapping[str, Any]], WindowOfLayers]
-#: From the same, and the types of the layers: which of them have rotary positions; () for all.
+#: The same values and the layers' types -> which layers have rotary positions; () for all.
 Rotated = Callable[[Mapping[str, Any], tuple[str, ...]], tuple[bool, ...]]
 
-#: More than any layer's state has: heads, or features of one.
+#: Upper bound on heads of a layer's state, and on their features.
 WIDEST_STATE = 1 << 16
 
 #: transformers' defaults for a Llama.
@@ -49,8 +57,8 @@ LLAMA = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Specific:
-    """Settings that one architecture has and others don't, under their names in config.json; the
-    fields' defaults are for files that leave them out. Booleans are checked."""
+    """Settings that only one architecture has, under their names in config.json; defaults are for
+    files that leave them out. Booleans are checked."""
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -58,7 +66,7 @@ class Specific:
                 check_bool(each.name, getattr(self, each.name))
 
     def kind_of_layer(self, layer: int) -> Hashable:
-        """What these settings say of this layer by itself."""
+        """What these settings decide by this layer's index; layers of equal kinds are alike."""
         return None
 
     def query_heads(self, layer: int, *, slides: bool) -> int | None:
@@ -66,24 +74,31 @@ class Specific:
         return None
 
     def heads_of_layer(self, layer: int, *, slides: bool) -> tuple[int | None, int | None]:
-        """Heads of keys and values in this layer, and features of a head; None for those of the
-        config."""
+        """Heads of keys and values in this layer, and features of a head; None for the
+        config's."""
         return None, None
 
     def carried(self, config: ModelConfig) -> int:
-        """Values of a token that layers hand on beside the hidden state."""
+        """Values a token that layers hand on beside the hidden state."""
         return 0
+
+
+def check_state_sizes(config: Specific, keys: Iterable[str]) -> None:
+    """ValueError unless these settings are sizes that a layer's state may have."""
+    for key in keys:
+        check_size(key, getattr(config, key))
+        check_at_most(key, getattr(config, key), WIDEST_STATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(Specific):
-    """A mixture of experts: of ``num_local_experts``, each token takes ``num_experts_per_tok``.
+    """A mixture of ``num_local_experts`` experts, of which each token uses ``num_experts_per_tok``.
 
     Experts have ``moe_intermediate_size`` inner values, None for the config's intermediate_size;
-    beside them may be one that all tokens take, of ``shared_expert_intermediate_size``, 0 for none.
-    ``norm_topk_prob`` makes the weights of those that are taken sum to one. Layers whose number,
-    counted from one, is no multiple of ``decoder_sparse_step``, and ``mlp_only_layers``, have an
-    MLP instead.
+    a shared expert that all tokens use has ``shared_expert_intermediate_size``, 0 for none.
+    ``norm_topk_prob`` normalizes the weights of a token's experts. Layers whose number, counted
+    from one, is not a multiple of ``decoder_sparse_step``, and ``mlp_only_layers``, have an MLP
+    instead.
     """
 
     num_local_experts: int = 8
@@ -124,10 +139,10 @@ class ExpertsConfig(Specific):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedExpertsConfig(ExpertsConfig):
-    """Experts in ``n_group`` groups of equal size, of which a token's experts are in
-    ``topk_group``; their weights are divided by at least ``moe_norm_min`` and multiplied by
-    ``routed_scaling_factor``. ``n_shared_experts`` as large as the others are taken by all tokens.
-    The first ``first_k_dense_replace`` layers have an MLP instead."""
+    """Experts in ``n_group`` groups of equal size; a token's experts come from ``topk_group`` of
+    them. Weights are divided by at least ``moe_norm_min`` and multiplied by
+    ``routed_scaling_factor``. All tokens use ``n_shared_experts`` of the same size. The first
+    ``first_k_dense_replace`` layers have an MLP instead."""
 
     n_group: int = 1
     topk_group: int = 1
@@ -135,15 +150,14 @@ class RoutedExpertsConfig(ExpertsConfig):
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 1
     first_k_dense_replace: int = 0
-    #: Experts that a group is judged by, the best ones.
+    #: How many of a group's best experts decide its rank.
     best_of_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         ExpertsConfig.__post_init__(self)
         set_floats(self, ("moe_norm_min", "routed_scaling_factor"))
         for key in ("n_shared_experts", "first_k_dense_replace"):
-            if not is_int(getattr(self, key)) or getattr(self, key) < 0:
-                raise ValueError(f"{key} must be an integer, 0 or more, not {getattr(self, key)!r}")
+            check_count(key, getattr(self, key))
         for key in ("n_group", "topk_group"):
             check_size(key, getattr(self, key))
         self._check_groups()
@@ -153,8 +167,8 @@ class RoutedExpertsConfig(ExpertsConfig):
         few = self.topk_group < self.n_group
         if rest or self.topk_group > self.n_group or few and size < self.best_of_group:
             raise ValueError(
-                f"topk_group {self.topk_group} of n_group {self.n_group} must be groups of two or "
-                f"more of num_local_experts {self.num_local_experts}, as many in each"
+                f"topk_group {self.topk_group} of n_group {self.n_group} must be groups of equal "
+                f"size, two or more of num_local_experts {self.num_local_experts} in each"
             )
         if self.num_experts_per_tok > self.topk_group * size:
             raise ValueError(
@@ -185,8 +199,8 @@ class ClampedExpertsConfig(ExpertsConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
-    """What a model multiplies by, or divides by (``logits_divisor``): token embeddings, scores
-    (None for 1 / sqrt(head_dim)), the outputs of attention and MLP, and logits."""
+    """Factors, and a divisor (``logits_divisor``), of token embeddings, scores (None for 1 /
+    sqrt(head_dim)), the outputs of attention and MLP, and logits."""
 
     embedding: float = 1.0
     attention: float | None = None
@@ -216,8 +230,8 @@ class QueryScaling:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor that each row of a cache has in a layer with a state; of the cache's dtype for
-    None."""
+    """A tensor that a layer with a state keeps for each row of a cache; dtype None for the
+    cache's."""
 
     name: str
     shape: tuple[int, ...]
@@ -232,7 +246,7 @@ class StateTensor:
 class LinearAttentionConfig(Specific):
     """Layers of linear attention: ``linear_num_key_heads`` heads of queries and keys with
     ``linear_key_head_dim`` features, ``linear_num_value_heads`` of values with
-    ``linear_value_head_dim``, behind a convolution over ``linear_conv_kernel_dim`` tokens."""
+    ``linear_value_head_dim``, after a convolution over ``linear_conv_kernel_dim`` tokens."""
 
     linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
@@ -242,11 +256,8 @@ class LinearAttentionConfig(Specific):
 
     def __post_init__(self) -> None:
         Specific.__post_init__(self)
-        for each in dataclasses.fields(LinearAttentionConfig):
-            check_size(each.name, getattr(self, each.name))
-            check_at_most(each.name, getattr(self, each.name), WIDEST_STATE)
-        if self.linear_conv_kernel_dim < 2:
-            raise ValueError("linear_conv_kernel_dim 1: a convolution is over at least 2 tokens")
+        check_state_sizes(self, (each.name for each in dataclasses.fields(LinearAttentionConfig)))
+        check_convolution("linear_conv_kernel_dim", self.linear_conv_kernel_dim)
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads {self.linear_num_value_heads} is not a multiple of "
@@ -265,7 +276,7 @@ class LinearAttentionConfig(Specific):
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """The last inputs of the convolution, and the sum of values by keys."""
+        """The convolution's last inputs, and the recurrent state of each head."""
         inputs = 2 * self.key_size + self.value_size
         heads = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
         return (
@@ -277,16 +288,15 @@ class LinearAttentionConfig(Specific):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentHeads:
     """Multi-head latent attention (DeepSeek, 2024, arXiv 2405.04434): keys and values of all heads
-    are made of one latent vector a token, which is what a cache stores, and of rotated features of
-    a key that all heads share. Sizes in features.
+    are projected from one latent vector a token, and keys have rotated features that all heads
+    share; a cache stores these two. Sizes in features.
 
     Attributes:
-        kv_lora_rank: of the latent vector.
-        qk_rope_head_dim: of a head that are rotated.
-        qk_nope_head_dim: of a head's queries and keys that are not.
-        v_head_dim: of a head's values.
-        q_lora_rank: of the vector that queries are made of; None where they are made of the hidden
-            state.
+        kv_lora_rank: size of the latent vector.
+        qk_rope_head_dim: rotated features of a head's queries and keys.
+        qk_nope_head_dim: their features without rotation.
+        v_head_dim: features of a head's values.
+        q_lora_rank: size of the vector from which queries are projected; None for the hidden state.
     """
 
     kv_lora_rank: int
@@ -311,13 +321,14 @@ class LatentHeads:
 
     @property
     def stored(self) -> int:
-        """What a cache stores of a token: the one head of keys that all heads of queries share."""
+        """Features that a cache stores a token: one head of keys, shared by all heads of
+        queries."""
         return self.qk_rope_head_dim + self.kv_lora_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """What a checkpoint calls the layers (before their number), the embedding table, the last norm
+    """Names in a checkpoint of the layers (before their number), the embedding table, the last norm
     and the head."""
 
     layers: str = "model.layers"
@@ -326,7 +337,7 @@ class TensorNames:
     head: str = "lm_head"
 
 
-#: Of a text model beside one of images, in older checkpoints and in newer ones, and alone in one.
+#: Names of a text model beside an image model, in older and newer checkpoints, and by itself.
 BESIDE_IMAGES = (
     TensorNames(
         layers="language_model.model.layers",
@@ -352,8 +363,8 @@ def beside_images(family: Family, architecture: str, model_type: str, **changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPNames:
-    """What a checkpoint calls the parts of its head for multi-token prediction. ``{layer}`` stands
-    for the layer behind the last one, e.g. model.layers.61."""
+    """Names in a checkpoint of an MTP head's parts. ``{layer}`` is the layer after the last one,
+    e.g. model.layers.61."""
 
     layer: str = "{layer}"
     embedding_norm: str = "{layer}.enorm"
@@ -362,8 +373,7 @@ class MTPNames:
     norm: str = "{layer}.shared_head.norm"
 
     def of(self, layer: str) -> dict[str, str]:
-        """Each part's name behind the layers of this model, of which ``layer`` would be the
-        next."""
+        """Part -> name, where ``layer`` would be the model's next layer."""
         parts = (each.name for each in dataclasses.fields(self))
         return {part: getattr(self, part).format(layer=layer) for part in parts}
 
@@ -376,9 +386,9 @@ def _layer_list(layers: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
-#: Keys of the models beside a text model.
+#: Keys of other models beside a text model.
 _OTHER_MODELS = ("vision_config", "audio_config")
-#: Keys beside the text model's config, which count for it before its own.
+#: Keys beside the text model's config that override its own.
 _SHARED = (
     *("model_type", "dtype", "torch_dtype", "quantization_config"),
     *("tie_word_embeddings", "eos_token_id"),
@@ -390,45 +400,43 @@ class Family:
     """How to read the config.json of one architecture.
 
     Attributes:
-        architecture: ``architectures[0]``; where that has text models of several architectures,
-            behind a colon the ``model_type`` of this one.
-        model_type: its name for the architecture, where it doesn't state ``architectures``.
-        units: the model's units, in the order in which a token passes them.
-        defaults: keys that a config.json may leave out, and what that means; what is left out here
-            means what it means to a Llama.
-        derived: keys whose values follow from those of others, of the values with defaults filled
-            in.
+        architecture: ``architectures[0]``; if that covers several text models, followed by a colon
+            and this one's ``model_type``.
+        model_type: the architecture's name in files without ``architectures``.
+        units: makes the model's units, in the order in which a token passes them.
+        defaults: values of missing keys, where they differ from a Llama's.
+        derived: values that follow from others (with defaults filled in).
         windows: which layers have a sliding window.
-        reads: keys beyond those that every architecture has.
-        refuses: keys that change transformers' logits and that exkv doesn't do -> the value that
-            means nothing, beside null.
+        reads: keys beyond those of every architecture.
+        refuses: keys that change transformers' logits and that exkv doesn't support -> the value
+            without effect, beside null.
         act_key: the key of the activation.
         learned_acts: activations with parameters in the checkpoint, which only its layers have.
         specific: the class of the settings that only this architecture has.
         ignores: settings of that class that it doesn't have.
-        rope_theta: the base of rotary frequencies where none is stated.
-        rope_local_base_freq: the same of sliding layers, where these have their own.
-        rope_parameters: what a config.json says that says nothing of rotary positions.
-        partial_rotary_factor: the part of a head that is rotated, where none is stated; None where
-            it is always all of it.
-        rotary_dim: the key under which the number of rotated features may be stated instead.
-        rope_interleaved: whether pairs of neighbours are rotated, and not the halves of a head.
+        rope_theta: default base of rotary frequencies.
+        rope_local_base_freq: default base of sliding layers, if they have their own.
+        rope_parameters: default for files without any about rotary positions.
+        partial_rotary_factor: default for the rotated part of a head; None if it is always the
+            whole head.
+        rotary_dim: alternative key with the number of rotated features.
+        rope_interleaved: whether adjacent features are rotated as pairs, and not the two halves of
+            a head.
         rotated: which layers have rotary positions.
-        aliases: keys of every architecture -> what this one calls them.
-        query_scaling: how queries are scaled by position, of the values with defaults filled in.
+        aliases: keys of every architecture -> this one's names.
+        query_scaling: how queries are scaled by position, from values with defaults filled in.
         latent: whether attention is :class:`LatentHeads`, whose sizes are keys of config.json.
-        multipliers: fields of :class:`Multipliers` -> keys of a config.json.
-        names: what checkpoints call the parts of the model; the first that is there counts.
-        stacked_experts: whether the experts' matrices lie together, in one tensor of a layer.
-        text_config: the key under which the text model's config lies, in one of several models;
-            where it isn't there, the text model's keys lie among the others.
+        multipliers: fields of :class:`Multipliers` -> keys of config.json.
+        names: names of the model's parts in checkpoints; the first present one counts.
+        stacked_experts: whether a layer has all experts' matrices in one tensor.
+        text_config: key of the text model's config in a model of several; if it is missing, the
+            text model's keys are among the others.
         rope_aliases: older names of a rope_type.
-        rope_keys: its names of keys of rope_parameters -> everybody's.
-        original_max_position_embeddings: the trained length for longrope where none is stated.
-        gguf: how GGUF files have it; None where they have it under another's name, or not at all.
-        states: what those layers keep a row that have no keys and values.
-        mtp: what its checkpoints call the head for multi-token prediction; None where exkv reads
-            none.
+        rope_keys: its names of keys of rope_parameters -> the usual ones.
+        original_max_position_embeddings: default trained length for longrope.
+        gguf: its form in GGUF files; None if they have it under another's name, or not at all.
+        states: state tensors of a row in layers without keys and values.
+        mtp: names of the MTP head's parts in checkpoints; None if exkv reads none.
     """
 
     architecture: str
@@ -468,8 +476,8 @@ class Family:
         object.__setattr__(self, "defaults", LLAMA | self.defaults)
 
     def translated(self, values: Mapping[str, Any]) -> Fields:
-        """The values with those under this architecture's own keys under everybody's, too; and of
-        several models' those of the text model."""
+        """The values with this architecture's own keys repeated under the usual ones; for a model
+        of several, those of the text model."""
         text = values.get(self.text_config) if self.text_config is not None else None
         if text is not None:
             if not isinstance(text, dict):
@@ -481,7 +489,7 @@ class Family:
         return Fields({**values, **ours}, {*of_others, *self.aliases.values()})
 
     def read_multipliers(self, values: Mapping[str, Any]) -> Multipliers:
-        """What the model multiplies by."""
+        """The model's factors."""
         found = {ours: values.get(key) for ours, key in self.multipliers.items()}
         return Multipliers(**{key: value for key, value in found.items() if value is not None})
 
@@ -494,7 +502,7 @@ class Family:
         stated = values.get("qk_head_dim")
         if stated not in (None, latent.qk_head_dim):
             raise ValueError(
-                f"qk_head_dim {stated!r} is not qk_nope_head_dim {latent.qk_nope_head_dim} and "
+                f"qk_head_dim {stated!r} is not qk_nope_head_dim {latent.qk_nope_head_dim} plus "
                 f"qk_rope_head_dim {latent.qk_rope_head_dim}"
             )
         return latent
@@ -507,6 +515,5 @@ class Family:
         return self.specific(**{name: values[name] for name in names if name in values})
 
 
-#: ``architectures[0]`` -> how to read the rest of config.json, and what the layers are. Filled
-#: by ``exkv.models``, which ``import exkv`` imports.
+#: ``architectures[0]`` -> family. Filled by ``exkv.models``, which ``import exkv`` imports.
 FAMILIES: dict[str, Family] = {}

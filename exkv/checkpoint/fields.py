@@ -1,4 +1,4 @@
-"""The keys of a config.json: which of them were read, and which of the others change no logits."""
+"""The keys of a config.json: which ones were read, and which others change no logits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-#: Keys that change no logits: of training, of generation, of other classes' heads, of layers that
-#: emit several tokens, of how sums are rounded, and what programs note down for themselves.
+#: Keys that change no logits: settings of training, generation, other classes' heads, MTP layers
+#: and rounding, and notes of programs.
 HARMLESS = frozenset(
     (
         *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),
@@ -43,7 +43,7 @@ HARMLESS = frozenset(
 
 
 class Fields(Mapping[str, Any]):
-    """A config.json's keys and values, with a note of the keys that were asked for."""
+    """A config.json's keys and values, which records the keys that were read."""
 
     def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
         self._values = values
@@ -60,24 +60,24 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def over(self, defaults: Mapping[str, Any]) -> Fields:
-        """The same with defaults for keys that are left out; both note what is read of either."""
+        """The same with defaults for missing keys; both share the record of keys read."""
         return Fields({**defaults, **self._values}, self._read)
 
     def under(self, derived: Mapping[str, Any]) -> Fields:
-        """The same with other values of some keys."""
+        """The same with some values replaced."""
         return Fields({**self._values, **derived}, self._read)
 
     def unread(self) -> dict[str, Any]:
-        """The keys that nothing asked for, and that may change logits."""
+        """The keys that nothing read, and that may change logits."""
         rest = self._values.keys() - self._read - HARMLESS
         return {key: value for key, value in self._values.items() if key in rest}
 
 
 def refuse_unsupported(fields: Fields, refused: Mapping[str, Any], model_type: str) -> None:
-    """ValueError for a key that changes logits in transformers' models and not in exkv's.
+    """ValueError for a key that changes logits in transformers' models but not in exkv's.
 
     Args:
-        refused: those keys -> the value that means nothing, beside null.
+        refused: those keys -> the value without effect, beside null.
     """
     for key, neutral in refused.items():
         value = fields.get(key)
@@ -89,8 +89,8 @@ def refuse_unsupported(fields: Fields, refused: Mapping[str, Any], model_type: s
 
 
 def warn_of_unread(fields: Fields, where: str, architecture: str) -> None:
-    """Name keys that neither exkv nor transformers' class of the architecture knows. Those that are
-    null, false, zero or empty mean nothing."""
+    """Warn about keys that neither exkv nor transformers' class of the architecture has, unless
+    their value is null, false, zero or empty."""
     unread = [f"{key} {value!r:.80}" for key, value in fields.unread().items() if value]
     if unread:
         logger.warning(

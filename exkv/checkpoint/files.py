@@ -1,4 +1,4 @@
-"""Small files of a model's folder: read whole, and only where that can be done."""
+"""Read small files of a model's folder whole, within limits."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import json
 from pathlib import Path
 from typing import Any
 
-#: Bytes of the largest file that is read whole: a vocabulary in JSON takes some ten million.
+#: Largest file that is read whole, in bytes: a JSON vocabulary has some ten million.
 MAX_BYTES = 1 << 28
-#: Characters of a message about a file, and of a value in one.
+#: Characters of a message about a file, and of a value quoted in one.
 _MESSAGE, _VALUE = 400, 80
 
 
 def read_file(file: Path, error: type[ValueError] = ValueError) -> bytes:
     """All bytes of a file.
 
-    Raises FileNotFoundError where there is none, and ``error`` where there is something else of
-    that name, or more than :data:`MAX_BYTES`.
+    Raises FileNotFoundError if there is none, and ``error`` if it isn't a regular file, or has more
+    than :data:`MAX_BYTES`.
     """
     if not file.is_file():
         if file.exists():
-            raise error(f"{file} is no regular file")
+            raise error(f"{file} is not a regular file")
         raise FileNotFoundError(f"{file} is missing")
     size = file.stat().st_size
     if size > MAX_BYTES:
-        raise error(f"{file} has {size} bytes, and no file of its kind more than {MAX_BYTES}")
+        raise error(f"{file} has {size} bytes, and files of its kind have at most {MAX_BYTES}")
     return file.read_bytes()
 
 
 def parse_json_object(
     data: bytes, what: object, error: type[ValueError] = ValueError, *, repeats: bool = False
 ) -> dict[str, Any]:
-    """`data` as one JSON object whose texts are all Unicode; `what` names it in the errors raised.
+    """Parse `data` as one JSON object with valid Unicode strings; `what` names it in errors.
 
     Args:
-        repeats: whether a key may be there twice, and the last one counts.
+        repeats: whether keys may be repeated, so that the last one counts.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def parse_json_object(
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    raise ValueError(f"the key {quoted(key)} is there twice")
+                    raise ValueError(f"the key {quoted(key)} occurs twice")
                 seen.add(key)
         return found
 
@@ -55,7 +55,7 @@ def parse_json_object(
         raise error(f"{what} is not UTF-8 text at byte {bad.start}; download it again") from None
     except UnicodeEncodeError:
         raise error(
-            f"{what} holds a lone surrogate (\\ud800 to \\udfff), which is no text"
+            f"{what} holds a lone surrogate (\\ud800 to \\udfff), which is not valid Unicode"
         ) from None
     except RecursionError:
         raise error(f"{what} is not usable: its JSON is nested too deeply") from None
@@ -72,13 +72,13 @@ def read_json_object(file: Path, error: type[ValueError] = ValueError) -> dict[s
 
 
 def quoted(value: Any) -> str:
-    """A value from a file for a message: hostile ones may be long."""
+    """A value from a file, shortened for a message: hostile ones may be long."""
     text = repr(value)
     return text if len(text) <= _VALUE else f"{text[: _VALUE - 3]}..."
 
 
 def shortened(message: str) -> str:
-    """A message that may quote what a file holds, cut in its middle to a few lines."""
+    """A message that may quote a file's contents, cut in the middle to a few lines."""
     if len(message) <= _MESSAGE:
         return message
     return f"{message[: _MESSAGE - 150]} ... {message[-140:]}"

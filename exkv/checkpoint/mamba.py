@@ -1,4 +1,4 @@
-"""Settings of Mamba's layers, which have a state in place of keys and values."""
+"""Settings of Mamba layers, which have a state in place of keys and values."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from .families import WIDEST_STATE, Specific, StateTensor
-from .value_checks import check_at_most, check_size, is_number
+from .families import Specific, StateTensor, check_state_sizes
+from .value_checks import check_convolution, check_size, is_number
 
-#: How JSON that has no infinity writes it (transformers 5).
+#: Infinity in JSON, as transformers 5 writes it.
 _INFINITY = {"__float__": "Infinity"}
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: classes inherit it beside ExpertsConfig
 class Mamba2Config(Specific):
-    """Layers of Mamba 2: ``mamba_n_heads`` heads with ``mamba_d_head`` features, in
-    ``mamba_n_groups`` groups, and a state of ``mamba_d_state`` for each feature, behind a
-    convolution over ``mamba_d_conv`` tokens. Steps are between the two numbers of
-    ``time_step_limit``."""
+    """Layers of Mamba 2: ``mamba_n_heads`` heads of ``mamba_d_head`` features, in
+    ``mamba_n_groups`` groups, with ``mamba_d_state`` state values a feature, after a convolution
+    over ``mamba_d_conv`` tokens. Steps are clamped to ``time_step_limit``."""
 
     mamba_n_heads: int = 128
     mamba_d_head: int = 64
@@ -37,11 +36,8 @@ class Mamba2Config(Specific):
     def __post_init__(self) -> None:
         Specific.__post_init__(self)
         object.__setattr__(self, "time_step_limit", _limits(self.time_step_limit))
-        for key in self.SIZES:
-            check_size(key, getattr(self, key))
-            check_at_most(key, getattr(self, key), WIDEST_STATE)
-        if self.mamba_d_conv < 2:
-            raise ValueError("mamba_d_conv 1: a convolution is over at least 2 tokens")
+        check_state_sizes(self, self.SIZES)
+        check_convolution("mamba_d_conv", self.mamba_d_conv)
         if self.mamba_n_heads % self.mamba_n_groups:
             raise ValueError(
                 f"mamba_n_heads {self.mamba_n_heads} is not a multiple of mamba_n_groups "
@@ -50,7 +46,7 @@ class Mamba2Config(Specific):
 
     @property
     def step_limits(self) -> tuple[float, float]:
-        """The sizes that steps have at least, and at most."""
+        """Least and greatest size of a step."""
         return self.time_step_limit
 
     @property
@@ -60,12 +56,12 @@ class Mamba2Config(Specific):
 
     @property
     def shared(self) -> int:
-        """Values that a token writes to the states, or reads from them, of all groups."""
+        """Features, over all groups, by which a token writes to the states or reads from them."""
         return self.mamba_n_groups * self.mamba_d_state
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """The last inputs of the convolution, and the state of each head."""
+        """The convolution's last inputs, and the state of each head."""
         inputs = self.inner + 2 * self.shared
         heads = self.mamba_n_heads, self.mamba_d_state, self.mamba_d_head
         return (
@@ -76,7 +72,7 @@ class Mamba2Config(Specific):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandedMamba2Config(Mamba2Config):
-    """Whose heads have together ``mamba_expand`` times the ``hidden_size`` of the model, from which
+    """Mamba 2 whose heads have ``mamba_expand`` times ``hidden_size`` features in all, from which
     ``mamba_d_head`` follows if it is None or "auto"."""
 
     hidden_size: int
@@ -93,20 +89,19 @@ class ExpandedMamba2Config(Mamba2Config):
         Mamba2Config.__post_init__(self)
         if self.inner != size:
             raise ValueError(
-                f"mamba_n_heads {heads} of mamba_d_head {self.mamba_d_head} features must be "
-                f"{name} {size}"
+                f"mamba_n_heads {heads} times mamba_d_head {self.mamba_d_head} is not {name} {size}"
             )
 
     def wanted(self) -> tuple[str, int]:
-        """Features of all heads, and where that number is from."""
+        """Name and value of the number of features that all heads must have."""
         return "mamba_expand * hidden_size", self.mamba_expand * self.hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig(Specific):
-    """Layers of Mamba, of ``mamba_expand`` times the ``hidden_size`` of the model in channels with
-    a state of ``mamba_d_state`` each, behind a convolution over ``mamba_d_conv`` tokens. Steps are
-    made of ``mamba_dt_rank`` features, a sixteenth of the hidden size if that is None or "auto"."""
+    """Layers of Mamba: ``mamba_expand`` times ``hidden_size`` channels with ``mamba_d_state`` state
+    values each, after a convolution over ``mamba_d_conv`` tokens. Steps are projected from
+    ``mamba_dt_rank`` features, a sixteenth of the hidden size for None or "auto"."""
 
     hidden_size: int
     mamba_d_state: int = 16
@@ -122,20 +117,17 @@ class MambaConfig(Specific):
         stated: Any = self.mamba_dt_rank
         if stated in (None, "auto"):
             object.__setattr__(self, "mamba_dt_rank", -(-self.hidden_size // 16))
-        for key in ("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank"):
-            check_size(key, getattr(self, key))
-            check_at_most(key, getattr(self, key), WIDEST_STATE)
-        if self.mamba_d_conv < 2:
-            raise ValueError("mamba_d_conv 1: a convolution is over at least 2 tokens")
+        check_state_sizes(self, ("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank"))
+        check_convolution("mamba_d_conv", self.mamba_d_conv)
 
     @property
     def inner(self) -> int:
-        """Channels."""
+        """Number of channels."""
         return self.mamba_expand * self.hidden_size
 
     @property
     def state(self) -> tuple[StateTensor, ...]:
-        """The last inputs of the convolution, and the state of each channel."""
+        """The convolution's last inputs, and the state of each channel."""
         return (
             StateTensor("conv", (self.mamba_d_conv - 1, self.inner)),
             StateTensor("recurrent", (self.mamba_d_state, self.inner), torch.float32),
@@ -143,7 +135,7 @@ class MambaConfig(Specific):
 
 
 def _limits(limits: Any) -> tuple[float, float]:
-    """Two numbers, the second perhaps infinite, as JSON has them."""
+    """Read two numbers, the second perhaps infinite, from JSON."""
     if isinstance(limits, list | tuple) and len(limits) == 2:
         low, high = (float("inf") if each == _INFINITY else each for each in limits)
         if is_number(low) and (is_number(high) or high == float("inf")) and 0 <= low <= high:

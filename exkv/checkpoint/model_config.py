@@ -1,12 +1,11 @@
 """ModelConfig: a folder's ``config.json`` as a frozen dataclass in Hugging Face's field names.
 
-Everything that is wrong with a configuration is found here, before a tensor is touched, and said
-with the file, the keys, the values and the remedy.  Both spellings in the wild are read, that of
-transformers 4 and that of transformers 5.  What a key means, and what it means that one is left
-out, differs by architecture: each says so as a ``Family`` (``families.py``); rotary positions are
-in ``rope_config.py``.  Keys that nothing reads are named in a warning, or refused (``fields.py``).
-Whether the tensors agree with the configuration is asked of ``safetensors.py``, which is the file
-to read next.
+Every error in a configuration is found here, before a tensor is touched, and reported with the
+file, the keys, the values and the remedy. The spellings of transformers 4 and 5 are both read. The
+meaning of keys, and their defaults, differ by architecture: each defines a ``Family``
+(``families.py``); rotary positions are in ``rope_config.py``. Unread keys are named in a warning,
+or refused (``fields.py``). ``safetensors.py``, the file to read next, checks that the tensors match
+the configuration.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-#: Other names of these activations, or of the same function computed in another way.
+#: Other names of these activations, or of the same function computed differently.
 _SAME_ACTS = {
     "swish": "silu",
     "gelu_python": "gelu",
@@ -84,10 +83,10 @@ _SAME_ACTS = {
     "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_python_tanh": "gelu_pytorch_tanh",
 }
-#: More than any model has: networks in all its layers, features of a head, numbers in a matrix.
+#: Upper bounds on experts in all layers, features of a head, and numbers in a matrix.
 MOST_NETWORKS, WIDEST_HEAD, LARGEST_MATRIX = 1 << 16, 1 << 16, 1 << 40
 
-#: Keys that are refused for every architecture -> the value that means nothing, beside null.
+#: Keys that are refused for every architecture -> the value without effect, beside null.
 _REFUSED = {"use_bidirectional_attention": False}
 _REMEDY = f"correct {CONFIG_NAME}"
 _Settings = TypeVar("_Settings", bound=Specific)
@@ -96,31 +95,27 @@ _Settings = TypeVar("_Settings", bound=Specific)
 @refuses_assignment
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a decoder model is made of; defaults are those of transformers' LlamaConfig.
+    """The structure of a decoder model; defaults are those of transformers' LlamaConfig.
 
-    Sizes are counts of features, heads, layers or tokens.  `path` is the folder that it was read
-    from, or the GGUF file (None when made from a dict).  `num_key_value_heads` and `head_dim` left
-    out (None) are filled in: num_attention_heads, and hidden_size // num_attention_heads.  `dtype`
-    None means "as the tensors are stored in the checkpoint": a file that states none has nothing to
-    guess from.  `eos_token_id` is always a tuple, empty if the model has no end.  `pad_token_id`
+    Sizes are counts of features, heads, layers or tokens. `path` is the folder that it was read
+    from, or the GGUF file (None for a dict). `num_key_value_heads` and `head_dim` default (None) to
+    num_attention_heads, and hidden_size // num_attention_heads. `dtype` None means the checkpoint's
+    own dtype. `eos_token_id` is always a tuple, empty if no token ends a text. `pad_token_id`
     outside of the vocabulary (older conversions write -1) becomes None: nothing is padded here.
-    `layer_types` is empty where every layer attends to everything; else it names each layer's
-    kind, and those that slide see the last `sliding_window` tokens; some have a `state` in place of
-    keys and values.  `local_rope` are rotary
-    positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
-    part of a head that is rotated, pairs of neighbours where `rope_interleaved`; `rotated` tells
-    for each layer whether it has rotary positions at all, and is empty where every layer has.
-    `query_scaling` is how queries are scaled by position, None where they aren't.
-    `latent` are the sizes of multi-head latent attention, None where attention isn't that; where it
-    is, there is one key/value head, of the `head_dim` features that a cache stores of a token.
-    `multipliers` are the model's factors.  `specific` holds what only this architecture has.
-    `mtp` tells whether the checkpoint's head for multi-token prediction is used, which is a layer
-    behind the last one; see ``exkv.models.mtp``.
-    `quantization` is the file's quantization_config as it is, None without one: which of them
-    are known is asked of ``exkv.weights``.
+    `layer_types` is empty if every layer attends to everything; otherwise it has each layer's type:
+    sliding ones see the last `sliding_window` tokens, some have a `state` in place of keys and
+    values. `local_rope` are the rotary positions of sliding layers, if they have their own.
+    `partial_rotary_factor` is the rotated part of a head, in pairs of adjacent features if
+    `rope_interleaved`; `rotated` says for each layer whether it has rotary positions, and is empty
+    if all have. `query_scaling` is how queries are scaled by position, None for no scaling.
+    `latent` are the sizes of multi-head latent attention, None for other attention; with it there
+    is one key/value head, of the `head_dim` features that a cache stores a token. `multipliers` are
+    the model's factors. `specific` has the settings of this architecture alone. `mtp` says whether
+    the checkpoint's MTP head is used, a layer after the last one; see ``exkv.models.mtp``.
+    `quantization` is the file's quantization_config, None without one; ``exkv.weights`` reads it.
 
-    Raises ValueError, naming the file, the keys and their values, for whatever contradicts
-    itself; that holds for `replace` and for the constructor too.
+    Raises ValueError, with the file, the keys and their values, for any contradiction; `replace`
+    and the constructor do, too.
     """
 
     path: Path | None = None
@@ -160,13 +155,13 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> ModelConfig:
-        """The configuration of a model folder: config.json, and generation_config.json's ends; or
-        that of a GGUF file, or of a folder that holds one, by its metadata.
+        """The configuration of a model folder, from config.json and the end tokens of
+        generation_config.json; or of a GGUF file, or a folder with one, from its metadata.
 
-        A config.json alone will do for planning; `path` is None then, since there are no weights.
+        A config.json alone suffices for planning; `path` is None then, since there are no weights.
 
-        Raises FileNotFoundError where there is no config.json, ValueError where a file is not
-        JSON, contradicts itself, or asks for what exkv doesn't do.
+        Raises FileNotFoundError if there is no config.json, ValueError if a file is not JSON,
+        contradicts itself, or asks for something that exkv doesn't support.
         """
         if (gguf := find_gguf(folder)) is not None:
             return cls.from_gguf(gguf)
@@ -204,7 +199,7 @@ class ModelConfig:
     def from_dict(
         cls, values: Mapping[str, Any], path: str | os.PathLike[str] | None = None
     ) -> ModelConfig:
-        """A configuration from the contents of a config.json; `path` is its folder, for messages.
+        """The configuration from the contents of a config.json; `path` is its folder, for messages.
 
         Raises ValueError as `from_pretrained` does.
         """
@@ -226,25 +221,25 @@ class ModelConfig:
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed, checked like a new one.
 
-        Nothing is derived again: who changes hidden_size states head_dim too if it follows.
+        Nothing is derived again: when changing hidden_size, pass head_dim too if it follows.
         """
         return dataclasses.replace(self, **changes)
 
     @property
     def rope(self) -> RopeParameters:
-        """The rotary positions of all layers, or of those that don't go by `local_rope`."""
+        """The rotary positions of all layers, or of those without `local_rope`."""
         return RopeParameters(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
 
     @property
     def rotary_dim(self) -> int:
-        """How many features of a head are rotated, the first ones."""
+        """How many features of a head, from the first on, are rotated."""
         if self.latent is not None:
             return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     def rotary_dim_where(self, *, slides: bool) -> int:
-        """The same of layers that slide, or that don't, which may have heads of other sizes or
-        rotate another part."""
+        """:attr:`rotary_dim` of layers that slide, or that don't, which may have heads of other
+        sizes or rotate another part."""
         if self.latent is not None:
             return self.rotary_dim
         own = self.local_rope.partial_rotary_factor if slides and self.local_rope else None
@@ -261,12 +256,12 @@ class ModelConfig:
 
     def settings(self, kind: type[_Settings]) -> _Settings:
         """`specific`, for an architecture whose settings are of this kind."""
-        assert isinstance(self.specific, kind)  # checked when the config was made
+        assert isinstance(self.specific, kind)  # checked by the constructor
         return self.specific
 
     @property
     def cache_layers(self) -> int:
-        """Layers that a cache has: the decoder layers, and the one of the MTP head."""
+        """Layers of a cache: the decoder layers, and the MTP head's."""
         return self.num_hidden_layers + self.mtp
 
     def _type(self, layer: int) -> str:
@@ -276,12 +271,12 @@ class ModelConfig:
         return self.layer_types[layer]
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer sees a window of tokens only."""
+        """Whether the layer sees only a window of tokens."""
         return self._type(layer) == SLIDING_ATTENTION
 
     def state(self, layer: int) -> tuple[StateTensor, ...] | None:
-        """What the layer keeps of a row in place of keys and values, perhaps nothing; None where it
-        attends."""
+        """State tensors of a row that the layer has in place of keys and values, perhaps none; None
+        for attention."""
         kind = self._type(layer)
         if kind in STATELESS:
             return ()
@@ -290,7 +285,7 @@ class ModelConfig:
         return self._states()
 
     def state_beside(self, layer: int) -> tuple[StateTensor, ...]:
-        """What the layer keeps of a row beside keys and values."""
+        """State tensors of a row that the layer has beside keys and values."""
         return self._states() if self._type(layer) == HYBRID else ()
 
     def _states(self) -> tuple[StateTensor, ...]:
@@ -313,8 +308,8 @@ class ModelConfig:
         return max(i for i in range(first) if self.slides(i) == self.slides(layer))
 
     def reads(self, layer: int) -> int | None:
-        """The layer right before this one among those that attend to the same keys and values; None
-        for the one that makes them."""
+        """The previous layer that attends to the same keys and values; None for the layer that
+        makes them."""
         source = self.kv_source(layer)
         if source is None:
             return None
@@ -323,13 +318,13 @@ class ModelConfig:
 
     @property
     def shared_keys(self) -> tuple[int, ...]:
-        """The layers whose keys and values later layers attend to, too."""
+        """The layers whose keys and values later layers also attend to."""
         found = map(self.kv_source, range(self.num_hidden_layers))
         return tuple(sorted({layer for layer in found if layer is not None}))
 
     @property
     def handed_on(self) -> int:
-        """Values of a token that units hand on: the hidden state, and what is carried beside."""
+        """Values a token that units hand on: the hidden state, and what is carried with it."""
         carried = self.specific.carried(self) if self.specific is not None else 0
         return self.hidden_size + carried
 
@@ -343,11 +338,11 @@ class ModelConfig:
         return not self.rotated or layer >= len(self.rotated) or self.rotated[layer]
 
     def window(self, layer: int) -> int:
-        """Tokens that the layer sees at most, the newest; 0 for all."""
+        """How many of the last tokens the layer sees; 0 for all."""
         return self.sliding_window or 0 if self.slides(layer) else 0
 
     def kind_of_layer(self, layer: int) -> Hashable:
-        """All that is said of this layer by itself: layers of one kind have equal modules."""
+        """Everything that depends on the layer's index: layers of one kind have equal modules."""
         types = self._type(layer)
         own = self.specific.kind_of_layer(layer) if self.specific is not None else None
         shared = self.kv_source(layer) is not None, layer in self.shared_keys
@@ -357,9 +352,9 @@ class ModelConfig:
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
-                f"exkv's ModelConfig has no {name!r}. What is of transformers takes its own, "
-                "AutoConfig.from_pretrained(folder); exkv's caches have the names of transformers' "
-                "and take this one"
+                f"exkv's ModelConfig has no {name!r}. transformers' classes take its own config, "
+                "AutoConfig.from_pretrained(folder); exkv's caches, which have the same names as "
+                "transformers', take this one"
             )
 
     def __post_init__(self) -> None:
@@ -368,7 +363,7 @@ class ModelConfig:
         try:
             self._check_types()
             self._fill_in_heads()
-            self._check_heads()
+            self._check_heads(self.num_key_value_heads, self.head_dim)
             self._check_matrices()
             self._check_rope()
             self._check_windows()
@@ -405,7 +400,7 @@ class ModelConfig:
         set_floats(self, ("rms_norm_eps", "rope_theta", "partial_rotary_factor"))
 
     def _known_acts(self) -> tuple[str, ...]:
-        """Those of every architecture, and one with parameters that only this one's layers have."""
+        """Activations of every architecture, and learned ones that only this one's layers have."""
         family = FAMILIES.get(self.architecture)
         own = family.learned_acts if family is not None else ()
         return (*HIDDEN_ACTS, *own)
@@ -426,11 +421,8 @@ class ModelConfig:
             )
         object.__setattr__(self, "head_dim", self.hidden_size // heads)
 
-    def _check_heads(self) -> None:
-        self._check_these_heads(self.num_key_value_heads, self.head_dim)
-
-    def _check_these_heads(self, count: int, width: int) -> None:
-        """So many heads of keys and values, of so many features."""
+    def _check_heads(self, count: int, width: int) -> None:
+        """Check ``count`` heads of keys and values with ``width`` features."""
         check_at_most("head_dim", width, WIDEST_HEAD)
         if self.num_attention_heads % count:
             raise ValueError(
@@ -444,7 +436,7 @@ class ModelConfig:
             )
 
     def _check_sharing(self) -> None:
-        """Layers that take others' keys and values have some to take."""
+        """Check that layers with shared keys and values have a source for them."""
         shared = getattr(self.specific, "num_kv_shared_layers", 0)
         first = self.num_hidden_layers - shared
         for layer in range(max(first, 0), self.num_hidden_layers):
@@ -452,12 +444,12 @@ class ModelConfig:
                 kind = self.layer_types[layer] if self.layer_types else "attention"
                 raise ValueError(
                     f"num_kv_shared_layers {shared} of num_hidden_layers {self.num_hidden_layers}: "
-                    f"layer {layer} ({kind}) has no layer of its kind before these whose keys it "
-                    "could take"
+                    f"layer {layer} ({kind}) has no earlier layer of its kind to share keys with"
                 )
 
     def _check_heads_of_layers(self) -> None:
-        """Layers of one type have equal heads, which have tables of rotary positions together."""
+        """Check that layers of one type have equal heads, since they share tables of rotary
+        positions."""
         for slides in (False, True):
             layers = [i for i in range(self.num_hidden_layers) if self.slides(i) == slides]
             found = {self.heads(layer) for layer in layers}
@@ -467,7 +459,7 @@ class ModelConfig:
                     + ", or ".join(f"{count} heads of {width}" for count, width in sorted(found))
                 )
             for count, width in found:
-                self._check_these_heads(count, width)
+                self._check_heads(count, width)
                 self._check_matrix(
                     "num_attention_heads * head_dim", self.num_attention_heads * width
                 )
@@ -486,7 +478,7 @@ class ModelConfig:
         if rows * self.hidden_size > LARGEST_MATRIX:
             raise ValueError(
                 f"{name} {rows} by hidden_size {self.hidden_size} are more numbers than the "
-                f"{LARGEST_MATRIX} that exkv takes in a matrix"
+                f"{LARGEST_MATRIX} that exkv supports in a matrix"
             )
 
     def _check_rope(self) -> None:
@@ -541,7 +533,7 @@ class ModelConfig:
         if self.num_hidden_layers * experts > MOST_NETWORKS:
             raise ValueError(
                 f"num_hidden_layers {self.num_hidden_layers} with num_local_experts {experts}: "
-                f"exkv takes at most {MOST_NETWORKS} experts in all"
+                f"exkv supports at most {MOST_NETWORKS} experts in all"
             )
 
     def _check_query_heads(self) -> None:
@@ -595,8 +587,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_NAME
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is not a folder; exkv reads a model from a local folder or a GGUF file, and "
-            "downloads none: `hf download REPO --local-dir FOLDER` does"
+            f"{folder} is not a folder; exkv reads models from a local folder or a GGUF file, and "
+            "doesn't download any: `hf download REPO --local-dir FOLDER` does"
         )
     if not file.exists():
         raise FileNotFoundError(
@@ -609,7 +601,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_config_file(file: Path) -> dict[str, Any]:
     if file.suffix.lower() != ".json":
         raise ValueError(
-            f"{file} is no model: give the folder that holds config.json and the weights, a GGUF "
+            f"{file} is not a model: give the folder with config.json and the weights, a GGUF "
             f"file, or for a plan a {CONFIG_NAME} alone"
         )
     return read_json_object(file)
@@ -637,7 +629,7 @@ def _quantization(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
-    """The fields that are in config.json under their own names, defaults filled in."""
+    """The fields that config.json has under their own names, with defaults filled in."""
     filled = values.over({"model_type": family.model_type, **family.defaults})
     fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
     fields["intermediate_size"] = _largest(fields["intermediate_size"])
@@ -654,13 +646,13 @@ def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
 
 
 def _largest(sizes: Any) -> Any:
-    """The largest of a list with one for each layer, which `specific` holds."""
+    """The largest size, of a list with one for each layer (which `specific` has)."""
     listed = isinstance(sizes, list | tuple) and sizes and all(map(is_int, sizes))
     return max(sizes) if listed else sizes
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> Any:
-    """hidden_act; Gemma's files name it hidden_activation, and some of them both."""
+    """hidden_act; Gemma's files call it hidden_activation, and some have both."""
     act = values.get(family.act_key, family.defaults[family.act_key])
     other = values.get("hidden_act")
     if other is not None and other != act:
@@ -669,7 +661,7 @@ def _activation(values: Mapping[str, Any], family: Family) -> Any:
 
 
 def _architecture(values: Mapping[str, Any], where: str) -> str:
-    """The key of FAMILIES; ValueError, in a sentence of its own, where there is none."""
+    """The key of FAMILIES; ValueError if there is none."""
     name = _named_architecture(values, where)
     text = values.get(FAMILIES[name].text_config or "")
     of_text = f"{name}:{text.get('model_type')}" if isinstance(text, dict) else name
@@ -687,7 +679,7 @@ def _named_architecture(values: Mapping[str, Any], where: str) -> str:
         raise ValueError(
             f"{where}: architectures must be a list of strings, not {quoted(names)}; {_REMEDY}"
         )
-    # Of a model without its head, e.g. LlamaModel, transformers makes the one with a head, too.
+    # For a model without its head, e.g. LlamaModel, transformers also builds the one with a head.
     name = re.sub("Model$", "ForCausalLM", names[0])
     # Files from before transformers had the class may have capitals or underscores elsewhere.
     known = [each for each in FAMILIES if _folded(each) == _folded(name)]
@@ -722,13 +714,13 @@ def _dtype(values: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
-    """None, one id, or several of them as a tuple without repetitions."""
+    """None, one id or several, as a tuple without repetitions."""
     if value is None:
         return ()
     ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(is_int(i) for i in ids):
         raise ValueError(f"{key} must be an integer, a list of them or null, not {value!r}")
-    return tuple(dict.fromkeys(i for i in ids if i >= 0))  # -1 is how some files say "none"
+    return tuple(dict.fromkeys(i for i in ids if i >= 0))  # -1 means none in some files
 
 
 def _check_in_vocab(key: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -1,8 +1,8 @@
-"""A file of weights that stays open: what was checked is what is read.
+"""A file of weights that stays open, so that the data read is the data that was checked.
 
-The file is opened once, and its header, its size and all its data come from that opening. What a
-file system knows of it is compared again whenever data is read, so that a file which somebody
-replaces or writes to in the meantime never gives half of one model and half of another.
+The file is opened once; its header, its size and all its data are read from that descriptor. Its
+identity is compared again whenever data is read, so that a file which is replaced or written to in
+the meantime never yields half of one model and half of another.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import sys
 import weakref
 from pathlib import Path
 
-# Python names this flag from 3.13 on; its value is the processor's affair.
+# Python has this flag from 3.13 on; its value depends on the processor.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0) or (
     0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 )
 
-#: madvise(2), Linux 5.14: read pages in now, and say what goes wrong. Python doesn't name it.
+#: madvise(2), Linux 5.14: read pages in now, and report errors. Python doesn't name it.
 _MADV_POPULATE_READ = 22
 
 
 class CheckpointError(ValueError):
-    """A checkpoint's files are damaged, incomplete, or not what they are said to be."""
+    """A checkpoint's files are damaged, incomplete, or contradict each other."""
 
 
 class OpenFile:
-    """A file that is open for reading, until :meth:`close` or the end of its last user.
+    """A file that is open for reading, until :meth:`close` or garbage collection.
 
     Attributes:
         path: where it was opened.
-        size: bytes, as they were then.
-        identity: what the file system tells it by from another, and from itself once written to.
+        size: size in bytes when it was opened.
+        identity: distinguishes the file from others, and from itself once written to.
 
     Raises:
         OSError: it can't be opened.
@@ -51,11 +51,11 @@ class OpenFile:
         self._mapping: mmap.mmap | None = None
 
     def read(self, nbytes: int, offset: int) -> bytes:
-        """So many bytes from the offset on, or fewer where the file ends."""
+        """Read ``nbytes`` bytes from the offset on, or fewer if the file ends before."""
         return os.pread(self._fd, nbytes, offset)
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill memory (bytes) with what lies at the offset. Other threads run meanwhile.
+        """Fill memory (bytes) from the offset on. Other threads run meanwhile.
 
         Raises:
             CheckpointError: the file ends before.
@@ -65,19 +65,19 @@ class OpenFile:
             count = os.preadv(self._fd, [memory[done:]], offset + done)
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path}: the file ends at byte {offset + done}, where {self.size} bytes "
-                    f"were when it was opened: open the checkpoint again"
+                    f"{self.path}: the file ends at byte {offset + done}, but had {self.size} "
+                    f"bytes when it was opened: open the checkpoint again"
                 )
             done += count
 
     def mapped(self) -> mmap.mmap:
-        """The whole file, mapped when it is first asked for."""
+        """The whole file, mapped on first use."""
         if self._mapping is None:
             self._mapping = _map_privately(self._fd, self.size)
         return self._mapping
 
     def fetch(self, offset: int, nbytes: int) -> None:
-        """Have bytes of the mapping in memory, so that a disk which fails is told here and not by a
+        """Read bytes of the mapping into memory, so that a failing disk raises here and not by a
         signal when they are used. Other threads run meanwhile.
 
         Raises:
@@ -97,18 +97,17 @@ class OpenFile:
             )
 
     def unmap(self) -> None:
-        """Let go of the mapping; it ends with its last tensor."""
+        """Release the mapping; it ends with its last tensor."""
         self._mapping = None
 
     def check(self, purpose: str) -> None:
-        """See that it is still what was opened.
+        """Check that it is still the file that was opened.
 
         Args:
-            purpose: what it is needed for, for the message.
+            purpose: what fails otherwise, for the message.
 
         Raises:
-            CheckpointError: it was written to, or another file is in its place. One that was
-                deleted can be read on.
+            CheckpointError: it was written to or replaced. A deleted file can still be read.
         """
         now = os.fstat(self._fd)
         if now.st_size != self.size:
@@ -129,16 +128,25 @@ class OpenFile:
             return False
 
 
+def refuse_lfs_pointer(path: Path, start: bytes) -> None:
+    """CheckpointError if a file that begins with these 8 bytes is a Git LFS pointer."""
+    if start == b"version ":
+        raise CheckpointError(
+            f"{path}: this is a Git LFS pointer and not the weights themselves: fetch them with "
+            "`git lfs pull`"
+        )
+
+
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    """What tells a file from another, and from itself once it was written to."""
+    """What distinguishes a file from others, and from itself once it was written to."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _map_privately(fd: int, size: int) -> mmap.mmap:
-    """The whole file, copied on write: torch wants a buffer that it may write to.
+    """Map the whole file copy-on-write, since torch wants a writable buffer.
 
-    Linux would count a private mapping against the machine's memory, and refuse a file larger
-    than that; MAP_NORESERVE says that nothing will be written.
+    Linux would count a private mapping against the machine's memory, and refuse a file larger than
+    that; MAP_NORESERVE promises that nothing will be written.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)

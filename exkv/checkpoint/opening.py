@@ -1,4 +1,4 @@
-"""Opens a model's weights, whatever kind of file has them."""
+"""Open a model's weights, whichever kind of file has them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pathlib import Path
 
 from .gguf.contents import find_gguf
 from .gguf.tensors import GGUFCheckpoint
+from .open_file import CheckpointError
 from .safetensors import Checkpoint
 
-#: What opens a checkpoint that lies in no folder here, by the path that stands for it.
+#: Path -> opener, for checkpoints that are mounted in place of a folder.
 _MOUNTED: dict[Path, Callable[[], Checkpoint]] = {}
 
 
 def mount(path: Path, opened: Callable[[], Checkpoint]) -> None:
-    """From now on this path stands for what ``opened`` makes, whatever lies there."""
+    """Have :func:`open_checkpoint` return ``opened()`` for this path, whatever is there."""
     _MOUNTED[path] = opened
 
 
 def unmount(path: Path) -> None:
-    """The path stands for itself again."""
+    """Undo :func:`mount`."""
     _MOUNTED.pop(path, None)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The weights of a model folder, or of a GGUF file or a folder that holds one, or what was
+    """Open the weights of a model folder, or of a GGUF file or a folder with one, or what is
     mounted there.
 
     Raises FileNotFoundError and CheckpointError as :class:`Checkpoint` does.
@@ -34,3 +35,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return opened()
     gguf = find_gguf(path)
     return Checkpoint(path) if gguf is None else GGUFCheckpoint(gguf)
+
+
+def open_if_sound(path: Path | None) -> Checkpoint | None:
+    """:func:`open_checkpoint`; None for no path, or if the weights are missing or damaged, which
+    loading them reports."""
+    if path is None:
+        return None
+    try:
+        return open_checkpoint(path)
+    except (OSError, CheckpointError):
+        return None

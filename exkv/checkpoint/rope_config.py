@@ -1,9 +1,9 @@
-"""What config.json says about rotary positions, in the spellings of transformers 4 and 5.
+"""Rotary positions in config.json, in the spellings of transformers 4 and 5.
 
-Version 4 writes ``rope_theta`` and ``rope_scaling`` side by side, and Gemma 3 a
-``rope_local_base_freq`` beside them; version 5 writes ``rope_parameters`` holding all of it, for
-Gemma 3 once for each type of layer. ``exkv.checkpoint.model_config`` is the reader of this; the
-frequencies that a RopeScaling stands for are computed in ``exkv/layers/rope.py``.
+Version 4 writes ``rope_theta`` and ``rope_scaling`` side by side, and for Gemma 3 also
+``rope_local_base_freq``; version 5 writes ``rope_parameters`` with all of it, for Gemma 3 once for
+each type of layer. ``exkv.checkpoint.model_config`` reads them by this module; the frequencies are
+computed in ``exkv/layers/rope.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROPE_TYPES = (
 logger = logging.getLogger(__name__)
 
 _TRAINED = "original_max_position_embeddings"
-#: rope_type -> the fields that it can't do without.
+#: rope_type -> the fields that it requires.
 _NEEDED = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", _TRAINED),
@@ -47,12 +47,12 @@ _NEEDED = {
 }
 #: Fields with a number for each pair of rotated features.
 _LISTS = ("short_factor", "long_factor", "factors")
-#: rope_type -> two fields, the first of which must not be above the second.
+#: rope_type -> two fields in ascending order.
 _ORDERED = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_slow", "beta_fast"),
 }
-#: Those whose fields may be the same: the bands of Kimi K2 and Llama 4 Scout have nothing between.
+#: Types in which the two may be equal: Kimi K2 and Llama 4 Scout have nothing between the bands.
 _MAY_BE_EQUAL = ("yarn", "llama3")
 
 
@@ -60,20 +60,20 @@ _MAY_BE_EQUAL = ("yarn", "llama3")
 class RopeScaling:
     """How rotary positions are stretched beyond the trained length; lengths are in tokens.
 
-    rope_type "linear" (positions divided by `factor`) needs `factor` alone; "llama3" (Llama 3.1's
-    frequency bands) also needs the trained length `original_max_position_embeddings` and the two
-    band edges `low_freq_factor` and `high_freq_factor`; "yarn" (arXiv 2309.00071) takes the
-    trained length, `beta_fast`, `beta_slow` (rotations), and the attention temperature, either
-    as `attention_factor` or to be derived from `factor`, `mscale` and `mscale_all_dim`.
-    `truncate` rounds YaRN's band edges to whole dimensions. "longrope" (arXiv 2402.13753) divides
-    each frequency by its own number: `short_factor` for texts within the trained length,
-    `long_factor` for longer ones; its temperature is `attention_factor` or follows from `factor`.
-    "dynamic" raises the base of the frequencies with the length of a text that is longer than
-    `original_max_position_embeddings`, which is the model's max_position_embeddings here.
-    "ntk_alpha" multiplies the base by `alpha` to the power D / (D - 2), of D rotated features.
-    "factors" divides each frequency by its own of `factors`, whatever the text: so GGUF files have
-    Llama 3.1's bands. "proportional" has the frequencies of a whole head, divided by `factor`, for
-    the first `partial_rotary_factor` of its pairs, and rotates the others by nothing (Gemma 4).
+    rope_type "linear" (positions divided by `factor`) needs only `factor`; "llama3" (Llama 3.1's
+    frequency bands) also needs the trained length `original_max_position_embeddings` and the band
+    edges `low_freq_factor` and `high_freq_factor`; "yarn" (arXiv 2309.00071) takes the trained
+    length, `beta_fast`, `beta_slow` (rotations), and the attention temperature, either as
+    `attention_factor` or derived from `factor`, `mscale` and `mscale_all_dim`. `truncate` rounds
+    YaRN's band edges to whole dimensions. "longrope" (arXiv 2402.13753) divides each frequency by
+    its own number: `short_factor` for texts within the trained length, `long_factor` for longer
+    ones; its temperature is `attention_factor` or follows from `factor`. "dynamic" raises the base
+    of the frequencies with the length of texts longer than `original_max_position_embeddings`,
+    which is the model's max_position_embeddings here. "ntk_alpha" multiplies the base by `alpha`
+    to the power D / (D - 2), for D rotated features. "factors" divides each frequency by its own of
+    `factors`, for any text, as GGUF files store Llama 3.1's bands. "proportional" uses the
+    frequencies of a whole head, divided by `factor`, for the first `partial_rotary_factor` of its
+    pairs, and doesn't rotate the others (Gemma 4).
 
     Raises ValueError for a number that is missing, of a wrong type, or out of range.
     """
@@ -118,7 +118,7 @@ class RopeScaling:
             _check_part("partial_rotary_factor", self.partial_rotary_factor)
 
     def _check_needed(self) -> None:
-        """The keys that only one rope_type needs, and their order."""
+        """Check the keys that this rope_type requires, and their order."""
         missing = [key for key in _NEEDED[self.rope_type] if getattr(self, key) is None]
         if missing:
             raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(missing)}")
@@ -131,7 +131,7 @@ class RopeScaling:
 
     @property
     def trained_length(self) -> int:
-        """`original_max_position_embeddings` of a rope_type that needs it."""
+        """`original_max_position_embeddings`, for a rope_type that requires it."""
         assert self.original_max_position_embeddings is not None
         return self.original_max_position_embeddings
 
@@ -142,7 +142,7 @@ class RopeScaling:
         return self.low_freq_factor, self.high_freq_factor
 
     def temperature(self, weight: float = 1.0) -> float:
-        """YaRN's attention temperature (equation 22) of a weighted logarithm of the factor."""
+        """YaRN's attention temperature (equation 22), from a weighted logarithm of the factor."""
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     def check_width(self, rotary_dim: int) -> None:
@@ -158,8 +158,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """One kind of rotary positions: the base of its frequencies, how they are stretched, and the
-    part of a head that is rotated, None for the model's."""
+    """One kind of rotary positions: the base of its frequencies, their scaling, and the rotated
+    part of a head, None for the model's."""
 
     rope_theta: float
     rope_scaling: RopeScaling | None = None
@@ -177,7 +177,7 @@ class RopeParameters:
 def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """ModelConfig's fields about rotary positions, from the contents of a config.json.
 
-    Raises ValueError for a contradiction between two places, and for what exkv doesn't do.
+    Raises ValueError for a contradiction between two places, and for unsupported values.
     """
     blocks = {
         key: values[key]
@@ -194,7 +194,7 @@ def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         blocks, local = _split_by_layer(blocks, values, family)
     elif by_layer := [k for k, b in blocks.items() if any(isinstance(v, dict) for v in b.values())]:
         raise ValueError(
-            f"{by_layer[0]} differs from layer to layer, which a {family.model_type} does not do"
+            f"{by_layer[0]} differs from layer to layer, which {family.model_type} does not support"
         )
     found = _read_blocks(blocks, values, family)
     fields: dict[str, Any] = {"local_rope": local, "rope_scaling": found.rope_scaling}
@@ -206,9 +206,9 @@ def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _split_by_layer(
     blocks: dict[str, Any], values: Mapping[str, Any], family: Family
 ) -> tuple[dict[str, Any], RopeParameters]:
-    """Gemma 3: the blocks that full layers go by, and what sliding layers go by.
+    """Gemma 3: the blocks of full layers, and the parameters of sliding layers.
 
-    ``rope_scaling`` is the old spelling, and meant the full layers alone.
+    ``rope_scaling`` is the old spelling, and applies to full layers only.
     """
     stated = blocks.pop("rope_parameters", {})
     nested = {key: stated[key] for key in (FULL_ATTENTION, SLIDING_ATTENTION) if key in stated}
@@ -240,7 +240,7 @@ def _read_blocks(
     family: Family,
     theta_key: str = "rope_theta",
 ) -> RopeParameters:
-    """What the blocks and the keys beside them say, if they agree."""
+    """The parameters stated by the blocks and the keys beside them, which must agree."""
     theta = stated_once({theta_key: values.get(theta_key)} | _each("rope_theta", blocks))
     trained = stated_once({_TRAINED: values.get(_TRAINED)} | _each(_TRAINED, blocks))
     longest = values.get("max_position_embeddings", family.defaults["max_position_embeddings"])
@@ -264,7 +264,7 @@ def _partial_rotary_factor(
 ) -> float:
     """The part of a head that is rotated."""
     key = "partial_rotary_factor"
-    # A proportional one is read with the scaling: of a head that is rotated as a whole.
+    # That of "proportional" belongs to the scaling: the whole head counts as rotated.
     proportional = {name for name, block in blocks.items() if _is_proportional(block)}
     blocks = {name: block for name, block in blocks.items() if name not in proportional}
     factor = stated_once({key: values.get(key)} | _each(key, blocks))
@@ -291,7 +291,7 @@ def _check_part(key: str, value: Any) -> None:
 
 
 def _part_of_head(values: Mapping[str, Any], key: str, family: Family) -> float | None:
-    """The part that so many features are of a head."""
+    """The rotated part of a head, from the number of features under ``key``."""
     stated, head = values.get(key), values.get("head_dim", family.defaults.get("head_dim"))
     if stated is None or head is None:
         return None
@@ -316,7 +316,7 @@ def _rope_type(key: str, block: Mapping[str, Any], family: Family) -> str:
 def _read_scaling(
     key: str, block: Mapping[str, Any], trained: Any, longest: Any, family: Family
 ) -> RopeScaling | None:
-    """One rope_scaling or rope_parameters object; None for unscaled ones.
+    """Read one rope_scaling or rope_parameters object; None if unscaled.
 
     `trained` is its original_max_position_embeddings, `longest` the max_position_embeddings.
     """
@@ -330,7 +330,7 @@ def _read_scaling(
         return None
     known = {field.name for field in dataclasses.fields(RopeScaling)}
     numbers = {name: block[name] for name in block if name in known and name != "rope_type"}
-    # Zero stands for "not given" in these, and a derived value then takes its place.
+    # Zero means "not given" for these, and a derived value takes its place.
     for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
         if is_number(numbers.get(name)) and numbers[name] == 0:
             del numbers[name]

@@ -1,16 +1,16 @@
 """Checkpoint: a folder of safetensors files, from tensor names to bytes to tensors.
 
 The header of every file is read and checked in the constructor, before a byte of data is used: a
-damaged, truncated or hostile file ends in a CheckpointError that names it, and never in a wrong
-tensor or a crash.  The format is https://huggingface.co/docs/safetensors, of which this reader
-takes the strict side: no holes, no overlaps, no trailing bytes, no repeated keys.
+damaged, truncated or hostile file raises a CheckpointError that names it, and never yields a wrong
+tensor or a crash. The format is https://huggingface.co/docs/safetensors, read strictly: no holes,
+no overlaps, no trailing bytes, no repeated keys.
 
-Tensors are views over a private mapping of the file, made by `mmap` and `torch.frombuffer` and
-not by the safetensors library: the header is parsed here in any case, so that the ledger can
-count bytes and messages can name them, and a second parser could only disagree with it.
+Tensors are views over a private mapping of the file, made by `mmap` and `torch.frombuffer` and not
+by the safetensors library: the header is parsed here in any case, for the ledger and for messages,
+and a second parser could only disagree with it.
 
-`loader.py` is the reader of this: it asks `expect` whether the tensors are those that the
-configuration promises, and copies `tensor(name)` to the device that the plan names.
+A load calls `expect` to check the tensors against the configuration, and copies `tensor(name)` to
+the device that the plan names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 
 from .files import parse_json_object, quoted, read_json_object
-from .open_file import CheckpointError, OpenFile
+from .open_file import CheckpointError, OpenFile, refuse_lfs_pointer
 from .unread import unread
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's operators take no more
-_LONGEST_NAME = 255  # bytes that a file system takes
+_LONGEST_NAME = 255  # bytes; the limit of file systems
 _SHOWN = 5  # tensors named in one message
-_SAMPLE = 64  # bytes at a time that a fingerprint looks at
+_SAMPLE = 64  # bytes at a place that a fingerprint reads
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -67,7 +67,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """Where a stored tensor lies: `nbytes` bytes from `offset` bytes after the file's start."""
+    """Place of a stored tensor: `nbytes` bytes, `offset` bytes after the file's start."""
 
     name: str
     dtype: torch.dtype
@@ -77,19 +77,19 @@ class TensorInfo:
     offset: int
 
 
-#: What weights that are not quantized may be stored in.
+#: Dtypes of unquantized weights.
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTensor:
-    """What a stored tensor must be.
+    """The required shape and dtype of a stored tensor.
 
     Attributes:
-        shape: of the tensor.
-        dtypes: it has one of these; the first needs no cast.
-        block: bytes of a packed block, for a tensor of bytes that has floats in them.
-        halves: the first bytes of a block's float16s, which must be finite.
+        shape: shape of the tensor.
+        dtypes: allowed dtypes; the first needs no cast.
+        block: bytes of a packed block, for a tensor of bytes with floats in its blocks.
+        halves: byte offsets of a block's float16s, which must be finite.
     """
 
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class ExpectedTensor:
 
     @classmethod
     def of_floats(cls, shape: tuple[int, ...], dtype: torch.dtype) -> ExpectedTensor:
-        """For floats that will be used in ``dtype``."""
+        """A tensor of floats that will be used in ``dtype``."""
         others = (other for other in _FLOATS if other != dtype)
         return cls(shape=shape, dtypes=(dtype, *others))
 
@@ -108,19 +108,19 @@ class Checkpoint:
     """The tensors of a model folder: model.safetensors, or an index with shards, or else the only
     ``*.safetensors`` in it, in this order.
 
-    Beside an index, the index is the truth: tensors that lie in a shard and are not in it are
-    left alone, and listed in `unindexed`.  Files may be symbolic links.
+    An index decides: tensors in a shard that it doesn't list are ignored, and listed in
+    `unindexed`. Files may be symbolic links.
 
     Raises FileNotFoundError for a missing folder, file or shard, CheckpointError for a bad one.
     """
 
     #: Whether there is nothing to read: tensors are zeros.
     hollow: ClassVar[bool] = False
-    #: What says which tensors there must be, for messages.
+    #: What describes the tensors, for messages.
     described_by = CONFIG_NAME
-    #: Whether all tensors must be the model's own.
+    #: Whether all tensors must belong to the model.
     complete = False
-    #: Whether matrices that transformers saves in one tensor lie in tensors of their own.
+    #: Whether matrices that transformers saves in one tensor are separate tensors.
     apart = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -132,12 +132,12 @@ class Checkpoint:
         self._infos = self._open()
 
     def _open(self) -> dict[str, TensorInfo]:
-        """Open the files; the tensors by their names."""
+        """Open the files; returns the tensors by name."""
         single, index = _find_files(self.folder)
         return _with_prefix(self._read_shards(index) if index else self._read_file(single))
 
     def names(self) -> list[str]:
-        """The names of all tensors, in the order in which they lie on disk."""
+        """The names of all tensors, in their order on disk."""
         return list(self._infos)
 
     def __contains__(self, name: object) -> bool:
@@ -147,12 +147,12 @@ class Checkpoint:
         return len(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """A tensor's dtype, shape, size and place; CheckpointError if there is none such."""
+        """A tensor's dtype, shape, size and place; CheckpointError if there is none."""
         try:
             return self._infos[name]
         except KeyError:
             near = difflib.get_close_matches(name, self._infos, n=3)
-            hint = f"; near to it: {', '.join(near)}" if near else ""
+            hint = f"; similar names: {', '.join(near)}" if near else ""
             raise CheckpointError(
                 f"{self.folder}: no tensor {name!r} among {len(self._infos)}{hint}"
             ) from None
@@ -160,16 +160,16 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, of the stored dtype and shape: a view over the mapped file.
 
-        Nothing is read until it is used.  Treat it as read-only: a write would reach no file, but
-        every other view over the same bytes.  (A tensor whose bytes don't start at a multiple
-        of its element size, which the format allows, is a copy.)  It stays valid after `close`.
-        Raises CheckpointError if the file was changed or replaced since it was opened; whoever
-        truncates it later, while a view is in use, still gets the process killed (SIGBUS).
+        Nothing is read until it is used. Treat it as read-only: a write would not reach the file,
+        but every other view over the same bytes. (A tensor that doesn't start at a multiple of its
+        element size, which the format allows, is a copy.) It stays valid after `close`. Raises
+        CheckpointError if the file was changed or replaced since it was opened; truncating the file
+        later, while a view is in use, still kills the process (SIGBUS).
         """
         return self.view(self.info(name))
 
     def view(self, info: TensorInfo) -> torch.Tensor:
-        """The same of what lies at a place of one of its files."""
+        """:meth:`tensor` for a place in one of its files."""
         file = self._file(info)
         file.check(f"tensor {info.name!r} can't be read")
         mapped = file.mapped()
@@ -183,22 +183,22 @@ class Checkpoint:
         return flat.reshape(info.shape)
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
-        """Fill uint8 (n,) on the host with the tensor's bytes from the first on.
+        """Fill uint8 (n,) on the host with the tensor's bytes from ``first`` on.
 
-        Other threads run meanwhile. Ask `check` once all is read: see there for the errors.
+        Other threads run meanwhile. Call `check` once everything is read.
         """
         info = self.info(name)
         memory = (ctypes.c_char * len(target)).from_address(target.data_ptr())
         self._file(info).read_into(memoryview(memory).cast("B"), info.offset + first)
 
     def mapping(self, name: str) -> object | None:
-        """The mapped file of which `tensor` is a view: it lives as long as any of them. None where
-        that is a copy."""
+        """The mapped file of which `tensor` is a view, which lives as long as any view; None if
+        `tensor` is a copy."""
         info = self.info(name)
         return None if info.offset % info.dtype.itemsize else self._file(info).mapped()
 
     def fetch(self, name: str, first: int, nbytes: int) -> None:
-        """Have bytes of a mapped tensor in memory. Other threads run meanwhile.
+        """Read bytes of a mapped tensor into memory. Other threads run meanwhile.
 
         Raises CheckpointError if they can't be read.
         """
@@ -206,21 +206,21 @@ class Checkpoint:
         self._file(info).fetch(info.offset + first, nbytes)
 
     def check(self, names: Iterable[str]) -> None:
-        """CheckpointError if a file of these tensors is no longer the one that was opened."""
+        """CheckpointError if a file of these tensors was changed or replaced after opening."""
         found = {info.file: info for info in map(self.info, names)}
         for info in found.values():
             self._file(info).check(f"tensor {info.name!r} can't be read")
 
     def expect(self, tensors: Mapping[str, ExpectedTensor], unused: Sequence[str] = ()) -> None:
-        """Check that all these tensors are there, as they must be.
+        """Check that all these tensors are present as required.
 
-        Tensors of other models, of which nothing is read, are named in a warning.
+        Unread tensors of other models are named in a warning.
 
         Args:
-            unused: names of modules that may be there, too, and that the model doesn't use.
+            unused: names of modules that may be present although the model doesn't use them.
 
-        Raises CheckpointError that lists the first few that are missing or of another shape, or
-        names one of another dtype, or those that a layer has and exkv doesn't read.
+        Raises CheckpointError with the first few tensors that are missing or of another shape, or
+        one of another dtype, or those of the model's layers that exkv doesn't read.
         """
         wrong = list(filter(None, (self._other_shape(*item) for item in tensors.items())))
         if wrong:
@@ -241,11 +241,11 @@ class Checkpoint:
         self._check_unread(tensors, tuple(f"{name}." for name in unused))
 
     def _check_unread(self, tensors: Iterable[str], unused: tuple[str, ...]) -> None:
-        """Refuse tensors that would change what the model answers, and name others."""
+        """Refuse unread tensors that would change the model's results, and warn about others."""
         found = [
             (name, runs)
             for name, runs in unread(self._infos, tensors)
-            if not name.startswith(unused) and not self._says_nothing(name)
+            if not name.startswith(unused) and not self._has_no_effect(name)
         ]
         if inside := [name for name, runs in found if runs or self.complete]:
             raise CheckpointError(
@@ -260,15 +260,15 @@ class Checkpoint:
                 found[0][0],
             )
 
-    def _says_nothing(self, name: str) -> bool:
-        """Some packers write a bias, or an offset of quantized numbers, where there is none, and
-        compressed-tensors the Hadamard matrices that its settings name."""
+    def _has_no_effect(self, name: str) -> bool:
+        """Whether a tensor is a bias or zero point of zeros, which some packers write, or a
+        Hadamard matrix that compressed-tensors' settings name."""
         if name.endswith("_input.weight"):
             return _is_hadamard(self.tensor(name))
         return name.endswith((".bias", "_zero_point")) and not self.tensor(name).any()
 
     def _other_shape(self, name: str, expected: ExpectedTensor) -> str | None:
-        """What is wrong with a tensor's shape; None for nothing."""
+        """What is wrong with a tensor's shape; None if it is right."""
         info, shape = self._infos.get(name), list(expected.shape)
         if info is None:
             return f"{name} is missing, expected {shape}"
@@ -278,9 +278,9 @@ class Checkpoint:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What tells these weights from others: a hash over the name, dtype and shape of every
-        tensor and some of its bytes, the first, middle and last few. It is the same however the
-        tensors are spread over files. Those are read again, also once this is closed."""
+        """Hash that identifies the weights: over the name, dtype and shape of every tensor and its
+        first, middle and last few bytes. It doesn't depend on how tensors are spread over files.
+        Reads the files again, even once this is closed."""
         found = hashlib.blake2b(digest_size=16)
         for name, sample in sorted(self.samples().items()):
             info = self._infos[name]
@@ -288,7 +288,7 @@ class Checkpoint:
         return found.hexdigest()
 
     def samples(self) -> dict[str, bytes]:
-        """Some bytes of every tensor as it is stored, by name; files are read again, as for
+        """Some stored bytes of every tensor, by name; reads the files again, like
         :attr:`fingerprint`."""
         files = {path: self._again(path) for path in self._identities}
         return {
@@ -297,27 +297,27 @@ class Checkpoint:
         }
 
     def _again(self, path: Path) -> OpenFile:
-        """The file, opened anew.
+        """Reopen the file.
 
         Raises:
-            CheckpointError: another one is in its place.
+            CheckpointError: it was changed or replaced.
         """
         file = OpenFile(path)
         if file.identity != self._identities[path]:
             raise CheckpointError(
                 f"{path}: the file was replaced or written to since the model was read, so that "
-                "nothing can tell its weights from others: load the model again"
+                "its weights can't be identified: load the model again"
             )
         return file
 
     def unmap(self) -> None:
-        """Let go of the mapped files, so that their pages no longer count as this process's. The
-        next `tensor` maps again; views that are in use stay valid."""
+        """Release the mapped files, so that their pages no longer count as this process's. The next
+        `tensor` maps again; existing views stay valid."""
         for file in self._files.values():
             file.unmap()
 
     def close(self) -> None:
-        """Let go of the files; each is unmapped when its last tensor is gone."""
+        """Release the files; each is unmapped when its last tensor is gone."""
         self._closed, self._files = True, {}
 
     def __enter__(self) -> Checkpoint:
@@ -332,7 +332,7 @@ class Checkpoint:
         return read_header(file)
 
     def _read_shards(self, index: Path) -> dict[str, TensorInfo]:
-        """The tensors of an index, each checked to be in its shard and in no other."""
+        """Tensors of an index, each checked to be in its shard and in no other."""
         shard_of = _read_index(index)
         counts: dict[str, int] = {}
         for shard in shard_of.values():
@@ -373,18 +373,18 @@ def sample_of(read: Callable[[int, int], bytes], info: TensorInfo, offset: int =
     """The first, middle and last few bytes of a tensor.
 
     Args:
-        read: gives so many bytes from a place on.
-        offset: the place of the tensor's first byte.
+        read: reads a number of bytes from an offset on.
+        offset: offset of the tensor's first byte.
     """
     starts = (0, info.nbytes // 2, max(info.nbytes - _SAMPLE, 0))
     return b"".join(read(min(_SAMPLE, info.nbytes - start), offset + start) for start in starts)
 
 
 def read_header(opened: OpenFile) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file in the order of their data.
+    """The tensors of one safetensors file in the order of their data; reads only the header.
 
-    Reads the header alone.  Raises CheckpointError for whatever the format forbids, so that every
-    tensor returned lies inside of the file, and overlaps with no other.
+    Raises CheckpointError for whatever the format forbids, so that every tensor returned is inside
+    of the file, and overlaps with no other.
     """
     file, size = opened.path, opened.size
     prefix = opened.read(8, 0)
@@ -393,11 +393,7 @@ def read_header(opened: OpenFile) -> dict[str, TensorInfo]:
             f"{file}: {size} bytes are too few for a safetensors file, whose first 8 give the "
             f"header's length: download it again"
         )
-    if prefix == b"version ":
-        raise CheckpointError(
-            f"{file}: this is a Git LFS pointer and not the weights themselves: fetch them "
-            f"with `git lfs pull`"
-        )
+    refuse_lfs_pointer(file, prefix)
     length = int.from_bytes(prefix, "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointError(
@@ -418,7 +414,7 @@ def read_header(opened: OpenFile) -> dict[str, TensorInfo]:
 
 
 def _with_prefix(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """A checkpoint of a model without its head lacks the prefix that all names have else."""
+    """Add the prefix that names lack in a checkpoint of a model without its head."""
     if "embed_tokens.weight" not in infos:
         return infos
     heads = ("lm_head.", "model.")
@@ -444,9 +440,9 @@ def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise bad(f"dtype {quoted(dtype)} is unknown, exkv reads {', '.join(DTYPES)}")
     if not _are_counts(shape) or len(shape) > _MAX_DIMS:
-        raise bad(f"shape {quoted(shape)} is no list of up to {_MAX_DIMS} sizes")
+        raise bad(f"shape {quoted(shape)} is not a list of up to {_MAX_DIMS} sizes")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"data_offsets {quoted(offsets)} are no [begin, end]")
+        raise bad(f"data_offsets {quoted(offsets)} are not [begin, end]")
     itemsize = DTYPES[dtype].itemsize
     # Strides are products of the other dimensions, so that an empty tensor can overflow too.
     if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
@@ -468,7 +464,8 @@ def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
 
 
 def _check_layout(file: Path, infos: Iterable[TensorInfo], start: int, size: int) -> None:
-    """The tensors, in the order of their data, cover all bytes from `start` to `size`, once."""
+    """Check that tensors, in the order of their data, cover the bytes from `start` to `size`
+    once."""
     end = start
     for info in infos:
         if info.offset != end:
@@ -491,7 +488,7 @@ def _check_layout(file: Path, infos: Iterable[TensorInfo], start: int, size: int
 
 
 def _find_files(folder: Path) -> tuple[Path, Path | None]:
-    """The single file to read, or the index beside it."""
+    """The single file to read, and the index if there is one instead."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; exkv reads a model from a local folder")
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
@@ -505,15 +502,16 @@ def _find_files(folder: Path) -> tuple[Path, Path | None]:
     if others:
         raise FileNotFoundError(
             f"{index} is missing; the folder has {len(others)} safetensors files "
-            f"({', '.join(p.name for p in others[:_SHOWN])}, ...) and nothing says which tensor is "
-            f"in which: download the index too"
+            f"({', '.join(p.name for p in others[:_SHOWN])}, ...) and only the index says which "
+            f"tensor is in which: download it too"
         )
     pickles = sorted(p for end in ("bin", "pt", "pth") for p in folder.glob(f"*.{end}"))
     if pickles:
         raise CheckpointError(
-            f"{pickles[0]} is a pickle, which can run code when it is read; exkv reads safetensors "
-            f"only. Convert it with transformers: AutoModelForCausalLM.from_pretrained(folder)"
-            f".save_pretrained(new_folder), or take a version of the model with {SINGLE_NAME}"
+            f"{pickles[0]} is a pickle, which can run code when it is read; exkv reads only "
+            f"safetensors. Convert it with transformers: AutoModelForCausalLM."
+            f"from_pretrained(folder).save_pretrained(new_folder), or take a version of the model "
+            f"with {SINGLE_NAME}"
         )
     raise FileNotFoundError(
         f"{single} is missing, and so are {INDEX_NAME} and any other safetensors file: download "
@@ -522,7 +520,7 @@ def _find_files(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """The index's weight_map: the name of each tensor, and that of its file beside the index."""
+    """The index's weight_map: tensor -> name of its file beside the index."""
     shard_of = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(f"{index}: weight_map must map tensors to files: download it again")
@@ -531,7 +529,7 @@ def _read_index(index: Path) -> dict[str, str]:
         plain = plain and len(shard.encode()) <= _LONGEST_NAME
         if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {quoted(shard)}, which is no plain "
+                f"{index}: tensor {name!r} is said to be in {quoted(shard)}, which is not a plain "
                 f"name of a safetensors file in this folder: don't load it, download it again"
             )
     return shard_of
@@ -544,7 +542,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _is_hadamard(matrix: torch.Tensor) -> bool:
-    """Whether it is Sylvester's: each quarter is that of half the size, the last one negated."""
+    """Whether it is Sylvester's matrix: each quarter is that of half the size, the last negated."""
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         return False
     while len(matrix) % 2 == 0:

@@ -1,4 +1,5 @@
-"""Checks of single values from a config.json: each says the key, the value, and what it must be."""
+"""Checks of single values from a config.json: each error has the key, the value, and what it must
+be."""
 
 from __future__ import annotations
 
@@ -15,9 +16,8 @@ T = TypeVar("T", bound=type)
 
 
 def refuses_assignment(cls: T) -> T:
-    """For a frozen dataclass with slots: an assignment raises FrozenInstanceError with a remedy.
-    (What dataclasses make of one to an unknown name, up to Python 3.13, is a TypeError from super.)
-    """
+    """Decorate a frozen dataclass with slots, so that assignments raise FrozenInstanceError with a
+    remedy. (For unknown names, dataclasses up to Python 3.13 raise a TypeError from super.)"""
 
     def refuse(self: Any, name: str, value: Any = None) -> NoReturn:
         kind = type(self).__name__
@@ -37,26 +37,38 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number, and no integer too large for a float."""
+    """A finite number, but not an integer too large for a float."""
     if isinstance(value, float):
         return math.isfinite(value)
     return is_int(value) and abs(value) < 2**63
 
 
 def check_size(key: str, value: Any) -> None:
-    """ValueError unless the value is a count of something."""
+    """ValueError unless the value is a positive size."""
     if not is_int(value) or not 0 < value < 2**31:
         raise ValueError(f"{key} must be a positive integer below 2**31, not {value!r}")
 
 
+def check_count(key: str, value: Any) -> None:
+    """ValueError unless the value is an integer of at least 0."""
+    if not is_int(value) or value < 0:
+        raise ValueError(f"{key} must be an integer of at least 0, not {value!r}")
+
+
+def check_convolution(key: str, tokens: int) -> None:
+    """ValueError unless a convolution is over at least 2 tokens."""
+    if tokens < 2:
+        raise ValueError(f"{key} {tokens}: a convolution is over at least 2 tokens")
+
+
 def check_layers(value: Any) -> None:
-    """ValueError unless the value is a number of layers that can be."""
+    """ValueError unless the value is a supported number of layers."""
     check_size("num_hidden_layers", value)
     check_at_most("num_hidden_layers", value, MOST_LAYERS)
 
 
 def check_at_most(key: str, value: int, most: int) -> None:
-    """ValueError unless the size is of a kind that a model may have."""
+    """ValueError if the size exceeds what exkv supports."""
     if value > most:
         raise ValueError(f"{key} {value} is more than the {most} that exkv takes")
 
@@ -68,7 +80,7 @@ def check_bool(key: str, value: Any) -> None:
 
 
 def set_floats(obj: Any, keys: Iterable[str], *, null: bool = False) -> None:
-    """Positive finite numbers, made float in place: JSON writes 500000 for 500000.0."""
+    """Check positive finite numbers, and convert them to float: JSON writes 500000 for 500000.0."""
     for key in keys:
         value = getattr(obj, key)
         if null and value is None:
@@ -79,13 +91,13 @@ def set_floats(obj: Any, keys: Iterable[str], *, null: bool = False) -> None:
 
 
 def stated_once(found: Mapping[str, Any]) -> Any:
-    """The value of a setting that may have several names, which must agree.
+    """The value of a setting that may be stated under several names, which must agree.
 
     Args:
-        found: how each place is called in a message -> its value, None where it says nothing.
+        found: name for messages -> value, None if not stated.
 
     Returns:
-        The value, or None where no place says anything.
+        The value, or None if none is stated.
     """
     stated = {name: value for name, value in found.items() if value is not None}
     distinct: list[Any] = []

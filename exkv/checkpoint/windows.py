@@ -1,8 +1,8 @@
-"""Which layers have a sliding window, or a state in place of attention, as architectures say it in
-config.json.
+"""Rules by which config.json says which layers have a sliding window, or a state in place of
+attention.
 
-A rule takes a config.json's values with defaults filled in. A rule of one architecture alone
-stands in its file, ``exkv/models/<name>.py``.
+A rule takes a config.json's values with defaults filled in. Rules of a single architecture are in
+its file, ``exkv/models/<name>.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .value_checks import check_bool, check_layers, check_size, is_int
+from .value_checks import check_bool, check_count, check_layers, check_size, is_int
 
 logger = logging.getLogger(__name__)
 
@@ -20,27 +20,27 @@ FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 STATES = ("linear_attention", "conv")
 #: Layers with a state beside keys and values.
 HYBRID = "hybrid"
-#: Layers that keep nothing of a token: one MLP, or one mixture of experts.
+#: Layers that store nothing a token: an MLP or a mixture of experts.
 STATELESS = ("mlp", "moe")
 #: Older names of these types, in files of transformers 4.
 _OLDER = {"attention": FULL_ATTENTION, "mamba": STATES[0]}
 
-#: The window in tokens, and the type of every layer; None and () where all attend to everything.
+#: The window in tokens, and the type of every layer; None and () if all attend to everything.
 WindowOfLayers = tuple[int | None, tuple[str, ...]]
 
 
 def check_layer_types(
     types: Any, layers: int, window: int | None, states: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The types of the layers as a tuple; ValueError unless each has one, and sliding ones a
-    window. ``states`` are those that the architecture has beside attention."""
+    """The layers' types as a tuple; ValueError unless each layer has one, and there is a window for
+    sliding ones. ``states`` are the architecture's types beside attention."""
     known = (FULL_ATTENTION, SLIDING_ATTENTION, *states)
     if not isinstance(types, list | tuple):
         raise ValueError(f"layer_types must be a list, not {types!r}")
     for index, kind in enumerate(types):
         if kind not in known:
             raise ValueError(
-                f"layer_types[{index}] is {kind!r}; exkv knows {', '.join(known)} there"
+                f"layer_types[{index}] is {kind!r}; exkv knows {', '.join(known)} here"
             )
     if len(types) != layers:
         raise ValueError(
@@ -55,7 +55,7 @@ def check_layer_types(
 
 
 def sliding_window(values: Mapping[str, Any], in_use: bool = True) -> int | None:
-    """The window, of all layers that have one; None where it isn't in use."""
+    """The window of all layers that have one; None if it isn't in use."""
     window = values.get("sliding_window")
     if window is None or not in_use:
         return None
@@ -64,7 +64,7 @@ def sliding_window(values: Mapping[str, Any], in_use: bool = True) -> int | None
 
 
 def window_in_use(values: Mapping[str, Any]) -> int | None:
-    """The same where ``use_sliding_window`` switches it on."""
+    """The window, if ``use_sliding_window`` switches it on."""
     check_bool("use_sliding_window", values["use_sliding_window"])
     return sliding_window(values, values["use_sliding_window"])
 
@@ -72,7 +72,7 @@ def window_in_use(values: Mapping[str, Any]) -> int | None:
 def by_layer(
     values: Mapping[str, Any], window: int | None, slides: Callable[[int], bool]
 ) -> WindowOfLayers:
-    """The stated ``layer_types``, else those that older files mean: ``slides`` of a layer's
+    """The stated ``layer_types``, else those that older files imply, by ``slides`` of a layer's
     index."""
     check_layers(values["num_hidden_layers"])
     layers = range(values["num_hidden_layers"])
@@ -84,8 +84,8 @@ def by_layer(
 
 
 def with_states(values: Mapping[str, Any]) -> WindowOfLayers:
-    """Qwen3-Next: linear attention, but in every ``full_attention_interval``-th layer, unless
-    ``layer_types`` say otherwise."""
+    """Qwen3-Next: linear attention except in every ``full_attention_interval``-th layer, unless
+    ``layer_types`` says otherwise."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     period = values["full_attention_interval"]
@@ -97,14 +97,14 @@ def with_states(values: Mapping[str, Any]) -> WindowOfLayers:
 
 
 def renamed(types: Any) -> Any:
-    """Types of layers by today's names, where it is a list of them."""
+    """Replace older names in a list of layer types."""
     if not isinstance(types, list | tuple):
         return types
     return [_OLDER.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
 
 
 def linear_unless_stated(values: Mapping[str, Any]) -> WindowOfLayers:
-    """The stated ``layer_types``; all layers have a state without."""
+    """The stated ``layer_types``; without them all layers have a state."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     types = STATES[:1] * layers if types is None else renamed(types)
@@ -112,21 +112,19 @@ def linear_unless_stated(values: Mapping[str, Any]) -> WindowOfLayers:
 
 
 def first_layers(values: Mapping[str, Any]) -> int:
-    """``max_window_layers``, which Qwen's architectures count by."""
-    count = values["max_window_layers"]
-    if not is_int(count) or count < 0:
-        raise ValueError(f"max_window_layers must be an integer of at least 0, not {count!r}")
-    return count
+    """``max_window_layers`` of Qwen's architectures."""
+    check_count("max_window_layers", values["max_window_layers"])
+    return int(values["max_window_layers"])
 
 
 def late_layers(values: Mapping[str, Any], window: int | None) -> WindowOfLayers:
-    """The layers from ``max_window_layers`` on, where there is a window."""
+    """A window in the layers from ``max_window_layers`` on, if there is one."""
     first = first_layers(values)
     return by_layer(values, window, lambda layer: window is not None and layer >= first)
 
 
 def nowhere(values: Mapping[str, Any]) -> WindowOfLayers:
-    """Llama: no window; some files carry the keys all the same, switched off."""
+    """Llama: no window; some files have the keys nevertheless, switched off."""
     if values.get("use_sliding_window") and values.get("sliding_window") is not None:
         raise ValueError(
             f"use_sliding_window with sliding_window {values['sliding_window']!r}: this "
@@ -136,8 +134,8 @@ def nowhere(values: Mapping[str, Any]) -> WindowOfLayers:
 
 
 def every_layer(values: Mapping[str, Any], window: int | None) -> WindowOfLayers:
-    """This window in every layer. A file may say something else by ``layer_types``; as in
-    transformers, where attention doesn't ask for them, that is ignored."""
+    """This window in every layer. A different ``layer_types`` is ignored, as in transformers, where
+    attention doesn't read it."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     if window is None:
@@ -152,7 +150,7 @@ def every_layer(values: Mapping[str, Any], window: int | None) -> WindowOfLayers
 
 
 def everywhere(values: Mapping[str, Any]) -> WindowOfLayers:
-    """Mixtral, Phi-3: a window is every layer's."""
+    """Mixtral, Phi-3: a window in every layer."""
     return every_layer(values, sliding_window(values))
 
 
@@ -162,7 +160,7 @@ def every_other(values: Mapping[str, Any]) -> WindowOfLayers:
 
 
 def three_of_four(values: Mapping[str, Any]) -> WindowOfLayers:
-    """Every fourth layer attends to everything, unless ``layer_types`` say otherwise; all do where
+    """Every fourth layer attends to everything, unless ``layer_types`` says otherwise; all do if
     there is no window."""
     window, stated = sliding_window(values), values.get("sliding_window_pattern")
     period: int = 4 if not is_int(stated) or not stated else stated  # "LLLG" in some files
@@ -170,6 +168,6 @@ def three_of_four(values: Mapping[str, Any]) -> WindowOfLayers:
 
 
 def sliding_ones(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
-    """Rotary positions for layers with a window, and none for those that see everything; without
-    windows in the model all have them."""
+    """Rotary positions for layers with a window, and none for those that see everything; for all
+    layers in a model without windows."""
     return tuple(kind == SLIDING_ATTENTION for kind in types)

@@ -191,12 +191,12 @@ class Completion:
     def _released(self, banned: BannedStrings) -> list[Piece]:
         """Release the held tokens in which no banned text can begin any more. Tokens behind them
         may be taken back, so that the released text alone must not begin one, either."""
-        safe = banned.threatened(self._held_text)
+        safe = banned.may_begin(self._held_text)
         ends = [0, *(held.end for held in self._held)]
         count = next(
             n
             for n in range(len(self._held), -1, -1)
-            if ends[n] <= safe and banned.threatened(self._held_text[: ends[n]]) == ends[n]
+            if ends[n] <= safe and banned.may_begin(self._held_text[: ends[n]]) == ends[n]
         )
         released, self._held = self._held[:count], self._held[count:]
         self._held_text = self._held_text[ends[count] :]

@@ -98,7 +98,7 @@ class Hooks:
         for name in arguments:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             if near:
-                raise TypeError(f"generate() knows no argument {name!r}: did you mean {near[0]}?")
+                raise TypeError(f"generate() has no argument {name!r}: did you mean {near[0]}?")
         return hooks
 
     @property

@@ -1,6 +1,5 @@
-"""The settings of ``generate`` in transformers' words: config, checks, and names beyond exkv's own.
-
-``exkv.decode`` runs by them; what they do to scores is written in ``exkv.sampling``.
+"""The settings of ``generate`` under transformers' names: config, checks, and names that exkv's
+config doesn't have. ``exkv.decode`` follows them; their effect on scores is in ``exkv.sampling``.
 """
 
 from .config import GenerationConfig

@@ -1,7 +1,7 @@
-"""The names that transformers' ``generate``, its configs and its ``forward`` have beyond exkv's.
+"""Arguments of transformers' ``generate``, its configs and its ``forward`` that exkv doesn't have.
 
-Some have no meaning here and are passed over; the others ask for something that isn't done, and
-are refused with what to do instead, unless their value asks for nothing.
+Some have no meaning here and are ignored; the others ask for something that exkv doesn't do, and
+are refused with an alternative, unless their value asks for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-#: Bookkeeping, and what only other ways to run a model look at.
+#: Bookkeeping, and arguments that only other backends read.
 _WITHOUT_MEANING = {
     "assistant_early_exit",
     "assistant_lookbehind",
@@ -37,16 +37,16 @@ _SPECULATION = (
     "leave it out, the tokens are the same: assistant_model is a model of the same vocabulary"
 )
 _LOSSLESS = "leave it out: an assistant_model never changes what is drawn here"
-_LOGITS = "write it as a logits_processor, which gets the ids so far and the scores"
+_LOGITS = "write it as a logits_processor, which takes the ids so far and the scores"
 _FORWARD = "run model.forward in a loop of your own (examples/own_loop.py)"
-#: name -> (values that ask for nothing beside None and False, what to do instead).
+#: name -> (values that ask for nothing, besides None and False; what to do instead).
 _NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "assistant_tokenizer": ((), _SPECULATION),
     "assistant_ensemble_weight": ((), _LOSSLESS),
     "top_h": ((), _LOGITS),
     "watermarking_config": ((), _LOGITS),
-    "dola_layers": ((), "transformers 5 has it no longer either: " + _FORWARD),
-    "penalty_alpha": ((0.0,), "transformers 5 has it no longer either: use do_sample and top_p"),
+    "dola_layers": ((), "transformers 5 no longer has it either: " + _FORWARD),
+    "penalty_alpha": ((0.0,), "transformers 5 no longer has it either: use do_sample and top_p"),
     "constraints": ((), "use prefix_allowed_tokens_fn, which says what may follow"),
     "force_words_ids": ((), "use prefix_allowed_tokens_fn, or sequence_bias"),
     "token_healing": ((), "leave the last token of the prompt out, and use "
@@ -66,10 +66,10 @@ _NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def taken(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """What is left of these arguments for the fields that are known, with unknown names.
+    """Drop arguments without a meaning here; known and unknown names stay.
 
     Raises:
-        ValueError: one asks for what isn't done here; says what to do instead.
+        ValueError: an argument asks for something that exkv doesn't do; says what to do instead.
     """
     left = {}
     for name, value in given.items():
@@ -79,18 +79,18 @@ def taken(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
             neutral, remedy = _NOT_DONE[name]
             if not (value is None or value is False or value in neutral):
                 raise ValueError(
-                    f"{name} = {_short(value)} is not done by exkv's generate(): {remedy}"
+                    f"{name} = {_short(value)} is not supported by exkv's generate(): {remedy}"
                 )
     return left
 
 
 def of_config(config: Any) -> dict[str, Any]:
-    """What a dict, or an object such as transformers' GenerationConfig, states: all but None.
+    """The values, except None, of a dict or an object such as transformers' GenerationConfig.
 
     Raises:
         TypeError: it is neither.
     """
-    for name in ("to_diff_dict", "to_dict"):  # the first leaves out what nobody has set
+    for name in ("to_diff_dict", "to_dict"):  # the first leaves out defaults
         if callable(method := getattr(config, name, None)):
             config = method()
     if not isinstance(config, Mapping):
@@ -103,23 +103,23 @@ def of_config(config: Any) -> dict[str, Any]:
 
 
 def one_of(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
-    """An argument that has two names; ValueError where it is given by both."""
+    """The value of an argument with two names; ValueError if both are given."""
     if value is not None and other_value is not None:
         raise ValueError(f"{name} and {other} are both given, and are the same: leave out one")
     return other_value if value is None else value
 
 
 def check_step(past: Sequence[int], new: int, **given: Tensor | None) -> None:
-    """What a loop of one's own passes to transformers' ``forward`` says nothing new here: rows
-    have ``past`` tokens in the cache and bring ``new``, none of them hidden, at the positions that
-    follow.
+    """Check arguments that a loop written for transformers passes to ``forward``: they may say
+    only what follows from the cache. Rows have ``past`` tokens there and bring ``new`` more, none
+    masked, at the positions that follow.
 
     Args:
         given: ``attention_mask`` (B, past + new) or (B, new), ``position_ids`` (B, new),
-            ``cache_position`` (new,); None where there is none.
+            ``cache_position`` (new,); None if not given.
 
     Raises:
-        ValueError: one says something else.
+        ValueError: an argument says something else.
     """
     mask = given.pop("attention_mask", None)
     if mask is not None:
@@ -144,8 +144,8 @@ def check_step(past: Sequence[int], new: int, **given: Tensor | None) -> None:
             or not bool((places.cpu() == expected).all())
         ):
             raise ValueError(
-                f"{name} is not where the tokens are, which is behind the {list(past)[:8]} that "
-                "rows have in the cache: leave it out, or crop the cache before"
+                f"{name} doesn't match the tokens' positions, which follow the {list(past)[:8]} "
+                "that rows have in the cache: leave it out, or crop the cache first"
             )
 
 

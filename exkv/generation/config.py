@@ -1,6 +1,6 @@
-"""GenerationConfig: how to decode, in the names of transformers' class, checked as it is made.
+"""GenerationConfig: how to decode, with the names of transformers' class, checked when built.
 
-``arguments`` knows the names that transformers has beyond the fields here.
+``arguments`` has transformers' names beyond the fields here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from exkv.sampling.step import filled
 from . import arguments, validation
 
 FILE_NAME = "generation_config.json"
-# What a file does not decide: how a call draws, where it stores, and what it gives back.
+# Not read from files: how a call draws, where it stores, and what it returns.
 _OF_THE_CALL = {
     "seed",
     "return_dict_in_generate",
@@ -31,61 +31,60 @@ _OF_THE_CALL = {
     "cache_config",
     "use_cache",
 }
-# How many new tokens there are where neither the call nor the checkpoint says it.
+# New tokens if neither the call nor the checkpoint says how many.
 _NEW_TOKENS = 20
 
 
 @refuses_assignment
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """How to decode. Names, meanings and defaults are those of transformers 5's class, beside
+    """How to decode. Names, meanings and defaults are those of transformers 5's class, plus
     ``seed``; group beams are those of transformers 4.48, which later versions no longer have.
 
     Attributes:
-        max_new_tokens: tokens to generate for each sequence, at most; None for ``max_length``.
-        max_length: the same with the longest prompt's tokens and its padding counted; None for 20
-            new ones. Without effect beside ``max_new_tokens``.
-        min_length: no sequence ends before it has this many tokens, counted like ``max_length``;
-            without effect beside ``min_new_tokens``.
-        do_sample: draw the next token; else take the likeliest.
+        max_new_tokens: upper bound on new tokens of each sequence; None for ``max_length``.
+        max_length: the same bound including the longest prompt with its padding; None for 20 new
+            tokens. No effect beside ``max_new_tokens``.
+        min_length: fewest tokens of a sequence, counted like ``max_length``; no effect beside
+            ``min_new_tokens``.
+        do_sample: draw the next token instead of taking the likeliest.
         {fields}
         stop_strings: texts; a sequence ends with the token that completes one.
-        max_time: seconds after which a call ends, with the token that it is at.
-        num_beams: sequences that are searched at once; rows that the cache needs for a prompt.
+        max_time: seconds after which a call ends, with the current token.
+        num_beams: width of the beam search; rows of the cache that each prompt needs.
         num_beam_groups, diversity_penalty: split the beams into groups, each of which loses this
             much log-probability on a token for every beam of an earlier group that has just
             taken it (Vijayakumar et al. 2018).
-        num_return_sequences: for each prompt; with beams, at most ``num_beams``.
-        early_stopping: when a beam search that has ``num_beams`` finished sequences ends: True at
-            once, False when the best beam is no better by now, "never" when it cannot become so.
-        length_penalty: finished sequences are ranked by their log-probability divided by their new
-            tokens to this power.
+        num_return_sequences: sequences for each prompt; with beams, at most ``num_beams``.
+        early_stopping: when a beam search with ``num_beams`` finished sequences ends: True at once,
+            False when the best running beam is no better now, "never" when none can become better.
+        length_penalty: exponent of the number of new tokens by which the log-probability of a
+            finished sequence is divided to rank it.
         eos_token_id: one id or several that end a sequence; () for none, None for the model's (as
             an argument of a call, for none).
-        pad_token_id: fills the sequences that are shorter, and need not be in the vocabulary; None
-            for the model's, else its first end-of-sequence token, else 0.
-        seed: draw with a generator of this seed; None draws with torch's global one, which
+        pad_token_id: fills shorter sequences, and need not be in the vocabulary; None for the
+            model's, else its first end-of-sequence token, else 0.
+        seed: seed of the generator to draw with; None for torch's global generator, which
             ``torch.manual_seed`` seeds. With either, the tokens are those of transformers.
-        return_dict_in_generate: return a ``GenerateOutput``, not its ``sequences`` alone.
-        output_scores, output_logits: with each step's scores, or the logits that they come from;
-            needs ``return_dict_in_generate``, and one group of beams at most.
-        cache_implementation: the kind of cache that is made for the call, by a name that
+        return_dict_in_generate: return a ``GenerateOutput`` instead of its ``sequences`` alone.
+        output_scores, output_logits: also return each step's scores, or the logits before them;
+            needs ``return_dict_in_generate``, and at most one group of beams.
+        cache_implementation: the kind of cache for the call, by a name that
             :func:`exkv.make_cache` knows; None for "static".
-        cache_config: what that kind takes, e.g. ``{"nbits": 4}``; its size follows from the call.
-        use_cache: accepted for transformers' users; there always is one, which changes no token.
-        guidance_scale: how far to go away from what follows a negative prompt; 1 is not at all. It
-            takes a second cache for the call, of the same kind and with as many rows.
-        prompt_lookup_num_tokens: propose up to this many tokens that followed the last ones where
-            these came up before, in the prompt or since; the model checks them in one call. It
-            changes no token (see ``exkv.decode.speculation``).
-        max_matching_ngram_size: of these last ones, which are looked for, at most; None for 2.
-        use_mtp: have the checkpoint's head for multi-token prediction propose tokens, of a model
-            that was built with ``mtp=True``.
-        num_assistant_tokens: that the call's ``assistant_model``, or this head, proposes at a time,
-            at most.
-        assistant_confidence_threshold: it stops behind a token that it finds less likely.
+        cache_config: options of that kind, e.g. ``{"nbits": 4}``; its size follows from the call.
+        use_cache: accepted for compatibility, without effect: a cache is always used.
+        guidance_scale: how far to move away from what follows a negative prompt; 1 is not at all.
+            Takes a second cache for the call, of the same kind and with as many rows.
+        prompt_lookup_num_tokens: draft up to this many tokens from those that followed an earlier
+            occurrence of the last ones; the model verifies them in one call. Changes no token (see
+            ``exkv.decode.speculation``).
+        max_matching_ngram_size: longest match of these last tokens; None for 2.
+        use_mtp: draft with the checkpoint's MTP head, in a model that was built with ``mtp=True``.
+        num_assistant_tokens: upper bound on tokens that the call's ``assistant_model``, or the MTP
+            head, drafts at a time.
+        assistant_confidence_threshold: probability of a token below which drafting stops.
 
-    None switches a field off (and is False for a switch), where nothing else is said above.
+    Elsewhere, None switches a field off (and is False for a switch).
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is allowed.
@@ -148,12 +147,11 @@ class GenerationConfig:
     def from_pretrained(
         cls, folder: str | Path, config_file_name: str = FILE_NAME
     ) -> GenerationConfig:
-        """What the checkpoint's generation_config.json recommends; the defaults without one.
-
-        What changes no token is left aside.
+        """The settings of the checkpoint's generation_config.json; defaults without one. Settings
+        that change no token are ignored.
 
         Raises:
-            ValueError: the file is broken, or asks for something that isn't done here.
+            ValueError: the file is broken, or asks for something that exkv doesn't do.
         """
         file = Path(folder) / config_file_name
         if not file.exists():
@@ -171,7 +169,7 @@ class GenerationConfig:
     def save_pretrained(
         self, save_directory: str | Path, config_file_name: str = FILE_NAME
     ) -> None:
-        """Write what differs from the defaults, for :meth:`from_pretrained`.
+        """Write the values that differ from the defaults, for :meth:`from_pretrained`.
 
         Raises:
             OSError: it can't be written.
@@ -192,25 +190,25 @@ class GenerationConfig:
         """A copy with other values of some fields.
 
         Raises:
-            TypeError: there is no such field; names those that are spelt like it.
-            ValueError: transformers has it, and it isn't here.
+            TypeError: there is no such field; suggests similar names.
+            ValueError: transformers has it, and exkv doesn't.
         """
         known = [field.name for field in fields(self)]
         changes = arguments.taken(changes, known)
         for name in changes:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=3)
-                hint = f": did you mean {' or '.join(near)}?" if near else f"; it knows {known}"
-                raise TypeError(f"generate() knows no argument {name!r}{hint}")
+                hint = f": did you mean {' or '.join(near)}?" if near else f"; it takes {known}"
+                raise TypeError(f"generate() has no argument {name!r}{hint}")
         return GenerationConfig(**{**self._values(), **changes})
 
     def for_prompts(self, width: int, vocab_size: int) -> ResolvedConfig:
-        """All that was left open, for prompts of ``width`` tokens with their padding, as
-        transformers counts them.
+        """Fill in everything left open, for prompts of ``width`` tokens including padding, as
+        transformers does.
 
         Raises:
-            ValueError: ``max_length`` leaves no room after the prompts, or an id that must be
-                there is outside of the vocabulary.
+            ValueError: ``max_length`` leaves no room after the prompts, or an id that must be in
+                the vocabulary isn't.
         """
         validation.check_vocabulary(self, vocab_size)
         most, least = self.max_new_tokens, self.min_new_tokens
@@ -238,8 +236,8 @@ class GenerationConfig:
 
     @property
     def least(self) -> int:
-        """How many tokens must stay that may be drawn: with beams there must be something left to
-        go on with when a sequence ends."""
+        """How many tokens truncation must leave: with beams, enough to go on when a sequence
+        ends."""
         return 1 + max(1, len(self.ends)) if self.num_beams > 1 else 1
 
     def _values(self) -> dict[str, Any]:
@@ -251,7 +249,7 @@ GenerationConfig.__doc__ = filled(GenerationConfig.__doc__, huggingface.HUGGING_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(GenerationConfig):
-    """A GenerationConfig that leaves nothing open: what the loops go by."""
+    """A GenerationConfig that leaves nothing open, for the decode loop."""
 
     max_new_tokens: int = _NEW_TOKENS
     min_new_tokens: int = 0

@@ -1,5 +1,5 @@
-"""What a GenerationConfig checks as it is made: the fields that are no step's, and those that don't
-go together."""
+"""Checks of a GenerationConfig when it is built: the fields that are not a sampler step's, and
+combinations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Beams, and sequences of a prompt; each is a row of the cache.
 _MOST_ROWS = 4096
-#: Tokens that are proposed at a time, or compared to find them.
+#: Upper bound on drafted tokens, and on tokens compared to find them.
 _MOST_PROPOSED = 1024
 
 
@@ -51,7 +51,7 @@ def _early_stopping(name: str, value: Any) -> bool | str:
 
 _SEVERAL = count(1, _MOST_ROWS)
 _PROPOSED = count(1, _MOST_PROPOSED)
-#: Of each field that has any.
+#: Bounds of each field that has any.
 BOUNDS = huggingface.BOUNDS | {
     "max_new_tokens": count(1, MOST_TOKENS, note="None for max_length"),
     "max_length": count(1, MOST_TOKENS, note="None for 20 new tokens"),
@@ -82,9 +82,8 @@ BOUNDS = huggingface.BOUNDS | {
 
 
 def without_unused(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's recommendations without those that transformers never looks at: what belongs
-    to sampling where nothing is drawn and it makes no sense, to groups of beams where there is one
-    group, and ids of -1, which stand for none."""
+    """Drop a checkpoint's settings that transformers never reads: invalid settings of sampling if
+    nothing is drawn, those of beam groups if there is one group, and ids of -1, which mean none."""
     left = {name: value for name, value in stated.items() if value is not None}
     for name in [name for name in left if name.endswith("token_id") and left[name] == -1]:
         del left[name]
@@ -109,15 +108,15 @@ def _is_possible(name: str, value: Any) -> bool:
 
 
 def check_together(config: GenerationConfig) -> None:
-    """What each field allows the others."""
+    """Check combinations of fields."""
     _check_beams(config)
     _check_outputs(config)
     _check_forced(config)
     _check_cache(config)
     if config.num_beams > 1 and config.guidance_scale != 1:
         raise ValueError(
-            f"guidance_scale is {config.guidance_scale} with num_beams = {config.num_beams}: beams "
-            "that change places would leave their negative rows behind; leave out one of them"
+            f"guidance_scale is {config.guidance_scale} with num_beams = {config.num_beams}: "
+            "negative rows can't follow beams that are reordered; leave out one of them"
         )
     if config.num_beams > 1 and config.prompt_lookup_num_tokens:
         raise ValueError(
@@ -127,7 +126,7 @@ def check_together(config: GenerationConfig) -> None:
 
 
 def check_vocabulary(config: GenerationConfig, vocab_size: int) -> None:
-    """ValueError where an id that is forced or forbidden isn't in the vocabulary."""
+    """ValueError if a forced or forbidden id isn't in the vocabulary."""
     first = () if config.forced_bos_token_id is None else (config.forced_bos_token_id,)
     checked: Any = config  # whose ids are tuples by now
     named: dict[str, Iterable[int]] = {
@@ -151,15 +150,15 @@ def _check_beams(config: GenerationConfig) -> None:
         raise ValueError(f"num_return_sequences is {wanted}, more than the {beams} of num_beams")
     if beams == 1 and wanted > 1 and not config.do_sample:
         raise ValueError(
-            f"num_return_sequences is {wanted}, but greedy decoding has one sequence only: set "
+            f"num_return_sequences is {wanted}, but greedy decoding has only one sequence: set "
             "do_sample=True or num_beams"
         )
     if beams % groups:
         raise ValueError(f"num_beams is {beams}, not a multiple of num_beam_groups = {groups}")
     if groups == 1 and config.diversity_penalty:
         raise ValueError(
-            f"diversity_penalty is {config.diversity_penalty}, but there is one group of beams "
-            "only: set num_beam_groups"
+            f"diversity_penalty is {config.diversity_penalty}, but there is only one group of "
+            "beams: set num_beam_groups"
         )
     if groups > 1 and not config.diversity_penalty:
         raise ValueError(
@@ -172,11 +171,11 @@ def _check_beams(config: GenerationConfig) -> None:
 def _check_outputs(config: GenerationConfig) -> None:
     for name in ("output_scores", "output_logits"):
         if getattr(config, name) and not config.return_dict_in_generate:
-            raise ValueError(f"{name} is True: set return_dict_in_generate=True, to get them")
+            raise ValueError(f"{name} is True: set return_dict_in_generate=True to get them")
         if getattr(config, name) and config.num_beam_groups > 1:
             raise ValueError(
                 f"{name} is True with num_beam_groups = {config.num_beam_groups}: groups of beams "
-                "keep none; set num_beam_groups=1"
+                "don't store them; set num_beam_groups=1"
             )
 
 
@@ -189,7 +188,7 @@ def _check_cache(config: GenerationConfig) -> None:
     if not isinstance(options, Mapping):
         raise TypeError(f"cache_config is {options!r}; it must be a dict, e.g. {{'nbits': 4}}")
     if name is None:
-        raise ValueError(f"cache_config is {options!r}: set cache_implementation, whose it is")
+        raise ValueError(f"cache_config is {options!r} without a cache_implementation: set both")
     sizes = [size for size in ("max_seq_len", "batch_size") if size in options]
     if sizes:
         raise ValueError(
@@ -208,6 +207,6 @@ def _check_forced(config: GenerationConfig) -> None:
     for name, forced in named.items():
         if forced is not None and suppressed.issuperset(forced):
             raise ValueError(
-                f"{name} is {getattr(config, name)}, and suppress_tokens leaves none of it: no "
-                "token could be chosen; take it out of one of them"
+                f"{name} is {getattr(config, name)}, and suppress_tokens forbids all of it: no "
+                "token could be chosen; remove it from one of them"
             )

@@ -42,7 +42,7 @@ class LongcatConfig(RoutedExpertsConfig):
         RoutedExpertsConfig.__post_init__(self)
         if not is_int(self.zero_expert_num) or self.zero_expert_num < 0:
             raise ValueError(
-                f"zero_expert_num must be an integer, 0 or more, not {self.zero_expert_num!r}"
+                f"zero_expert_num must be an integer of at least 0, not {self.zero_expert_num!r}"
             )
 
     def kind_of_layer(self, layer: int) -> Hashable:

@@ -1,6 +1,6 @@
 """The ops of the ``exkv`` namespace: one file a family, each with schema, reference and fake.
 
-Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel where there is one.
+Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel if there is one.
 """
 
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)

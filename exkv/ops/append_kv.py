@@ -41,9 +41,9 @@ def append_kv(
 ) -> None:
     """Write k and v (B, T, H_kv, D) after the ``past_lens`` tokens of their rows.
 
-    Token ``t`` of row ``b`` goes to place ``past_lens[b] + t``, modulo ``ring`` in a ring. On the
+    Token ``t`` of row ``b`` is written at ``past_lens[b] + t``, modulo ``ring`` in a ring. On the
     CPU a place that doesn't exist is refused before anything is written; on a GPU the numbers are
-    not known before the kernel runs, and such a token is not stored.
+    unknown before the kernel runs, and such a token is not stored.
 
     Args:
         cos, sin: (B or 1, T, R), to rotate k by first, as ``rope`` takes them; None for no
@@ -56,8 +56,8 @@ def append_kv(
         new_lens: int32 (B,): later tokens of a row are padding and not written; None for no
             padding.
         block_table: int32 (B, pages), the pages of each row; see ``exkv.ops.pages``.
-        ring: size of the ring that a row is, of whose new tokens only the last ``ring`` are
-            written; 0 for none.
+        ring: size of the ring, to which only the last ``ring`` new tokens of a row are written; 0
+            if rows are not rings.
         hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded.
 
     Raises:

@@ -34,9 +34,9 @@ class AttentionParams:
     """Attention parameters of a model's layer, independent of the cache.
 
     Attributes:
-        scale: of the scores.
+        scale: factor of the scores.
         window: most keys that a query sees, its own included; 0 for all.
-        chunk: tokens of a chunk of positions, of which a query sees its own only (Llama 4); 0 for
+        chunk: tokens of a chunk of positions; a query sees only its own chunk (Llama 4). 0 for
             none.
         softcap: ``softcap * tanh(score / softcap)`` bounds scaled scores (Gemma 2); 0 for none.
         rotary: name of the layer's rotary table.
@@ -52,11 +52,11 @@ class AttentionParams:
     sinks: Tensor | None = field(default=None, compare=False)
 
     def within(self, lengths: Lengths, *, windows: bool = False) -> AttentionParams:
-        """The same for a call, without chunks where these make no difference: none has ended yet,
-        or one token sees as much as a window shows it.
+        """The parameters for one call, without chunks if these make no difference: no chunk has
+        ended yet, or a window shows a single token the same keys.
 
         Args:
-            windows: whether there may be windows of any size.
+            windows: whether windows of any size are possible.
         """
         if not self.chunk or lengths.kv_len <= self.chunk:
             return self if not self.chunk else replace(self, chunk=0)
@@ -86,8 +86,8 @@ def group_heads(q: Tensor, kv_heads: int) -> Tensor:
 
 
 def query_block(heads: int, kv_heads: int) -> int:
-    """Queries that :func:`attention` processes at once: fewer where many heads share a head of keys
-    (latent attention: all 128)."""
+    """Queries that :func:`attention` processes at once: fewer if many heads share a head of keys
+    (all 128 in latent attention)."""
     return min(QUERY_BLOCK, max(MASK_ROWS * kv_heads // heads, 1))
 
 
@@ -136,8 +136,8 @@ def is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float
     return not ragged and kv_len == length and not softcap and not 0 < window < length
 
 
-#: Blocks of 64 queries of a head from which torch's flash kernels on CUDA don't split the keys,
-#: which would take memory for partial results: 0.8 of two for each of 240 multiprocessors.
+#: Blocks of 64 queries of a head above which torch's flash kernels on CUDA don't split the keys,
+#: which would take memory for partial results: 0.8 times two for each of 240 multiprocessors.
 FLASH_BLOCKS = 384
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 

@@ -53,23 +53,22 @@ def attention_part(
     """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
 
     Query ``t`` of row ``b`` is at position ``past_lens[b] + t``, key ``j`` of the part at
-    ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not come after the query, and
-    with a window, the query is less than ``window`` behind it. ``out`` is the softmax over this
-    part alone and ``lse`` the log-sum-exp of its scores; where a query sees nothing, they are 0 and
-    -inf. A native kernel may compute in the precision of q's dtype; the reference computes in
+    ``key_start[b] + j``. The key is visible if ``j < key_count[b]``, if it isn't after the query,
+    and, with a window, if it is less than ``window`` before it. ``out`` is the softmax over this
+    part alone and ``lse`` the log-sum-exp of its scores; for a query that sees nothing they are 0
+    and -inf. A native kernel may compute in the precision of q's dtype; the reference computes in
     float32.
 
     Args:
         k, v: tensors of a store in the order of its format's ``names``, (B or 1, S, H_kv, ...)
-            where the format has an entry a token. A batch of 1 is shared by all rows, and not
-            copied.
+            if the format has an entry a token. A batch of 1 is shared by all rows, and not copied.
         k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS`.
         past_lens, key_start, key_count: int32 (B,).
         kv_len: the largest ``key_count``, or more; later keys are not read.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
         block_table: int32 (B, pages), if k and v are pools of pages (``exkv.ops.pages``), whose
-            entries may be of 32 tokens. On the CPU the entries that are read are checked; on a GPU
-            they are not known before the kernel runs, and an invalid page is read unchecked.
+            entries may cover 32 tokens. On the CPU the entries that are read are checked; on a GPU
+            they are unknown before the kernel runs, and an invalid page is read unchecked.
 
     Raises:
         ValueError: an unknown format, tensors that don't match their format, or (on the CPU) an
@@ -103,7 +102,7 @@ def attention_part_since(
     softcap: float = 0.0,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attention_part` of queries that see nothing before a position of their own.
+    """:func:`attention_part` for queries that see nothing before a given position each.
 
     Args:
         since: int32 (B, T), the first position that each query sees.
@@ -125,8 +124,8 @@ def attention_part_since(
 
 
 def chunk_starts(past_lens: Tensor, tokens: int, chunk: int) -> Tensor:
-    """The first positions of the chunks of positions in which queries are: int32 (B, T), for
-    ``tokens`` queries behind rows of ``past_lens``, int32 (B,)."""
+    """First position of each query's chunk: int32 (B, T), for ``tokens`` queries after
+    ``past_lens``, int32 (B,), tokens of their rows."""
     steps = torch.arange(tokens, device=past_lens.device, dtype=torch.int32)
     positions = past_lens.unsqueeze(-1) + steps
     return positions - positions % chunk
@@ -167,7 +166,7 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> T
         ValueError: there are no parts.
     """
     if not parts:
-        raise ValueError("merge_parts needs one part at least, and got none")
+        raise ValueError("merge_parts needs at least one part, and got none")
     if len(parts) == 1:
         return parts[0][0].to(dtype)
     # Finite, so that a query that sees nothing in any part gets weights of exp(-inf).
@@ -326,7 +325,7 @@ def _check(
 def _check_store(
     name: str, kind: str, tensors: Sequence[Tensor], q: Tensor, kv_len: int, paged: bool
 ) -> tuple[int, int, int]:
-    """Check a store, and return its rows, needed tokens of a row, and heads; or those of pages."""
+    """Check a store, and return its rows (or pages), needed tokens of each, and heads."""
     if kind not in FORMATS:
         raise ValueError(
             f"attention_part: {name}_format is {kind!r}; it must be one of {', '.join(FORMATS)}"

@@ -1,8 +1,8 @@
 """Native ops of a bound run (``exkv.models.native_run``); only CPU kernels implement them.
 
-``new_run`` returns a handle, int64 (2,): the run's number, and the most tokens that one call may
-bring. The run references the tensors added to it until ``release_run``. They are checked when
-added, and a call's tensors when it is made. These ops have no references: the bound modules are the
+``new_run`` returns a handle, int64 (2,): the run's number, and the upper bound on tokens of one
+call. The run references the tensors added to it until ``release_run``. They are checked when added,
+and a call's tensors when it is made. These ops have no references: the bound modules are the
 reference.
 """
 
@@ -18,17 +18,17 @@ define_native("new_run(Tensor like, int hidden) -> Tensor")
 #: ``exkv.ops.weight_groups.Groups``, zeros for a single tensor of floats, or, with a negative first
 #: number, packed rows as defined in ``exkv.weights.tiles``; sections have more numbers.
 FLOAT_LAYOUT = (0, 0, 0, 0)
-#: Before a layout of groups: this, and the inputs of a block of the Hadamard transform that x goes
-#: through before it meets the matrix, rounded as the op ``hadamard`` does.
+#: Precedes a layout of groups, with the block size of the Hadamard transform to apply to x before
+#: the product, rounded as by the op ``hadamard``.
 TRANSFORMED = -8
 define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
 #: Norms: before and after attention, before and after the MLP, of queries and of keys; their kinds
 #: are sums of :data:`OFFSET` and :data:`CENTERED`. Weights, layouts and biases: of query, key,
-#: value, output, gate, up and down; without the first four, or the last three, the layer asks.
-#: ``act``: an activation that is ``native``. ``interleaved``, ``residual`` and ``parallel``: see
-#: ``exkv.layers.descriptions``. ``rotary``: index of the pair of a call's factors. Stores are as in
-#: ``append_kv``; ``paged``: they are pools of pages. ``gated``: each head's queries are followed by
-#: gates.
+#: value, output, gate, up and down; without the first four, or the last three, the call returns to
+#: ask for that part. ``act``: an activation that is ``native``. ``interleaved``, ``residual`` and
+#: ``parallel``: see ``exkv.layers.descriptions``. ``rotary``: index of the pair of a call's
+#: factors. Stores are as in ``append_kv``; ``paged`` if they are pools of pages. ``gated``: each
+#: head's queries are followed by gates.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] kinds, Tensor?[] norm_biases, "
     "Tensor[] weights, int[] layouts, Tensor?[] biases, int head_dim, str act, int interleaved, "
@@ -46,9 +46,9 @@ define_native(
     "Tensor?[] biases, int heads, int rotated, int interleaved, int rotary, float scale, "
     "int window, Tensor[] stored, str format, int ring, bool hadamard, bool paged) -> ()"
 )
-#: The experts of the layer that was added last, without an MLP. Weights, layouts and biases: of the
-#: router; of the gate, up and down of each of ``experts``, and of the one that all tokens take if
-#: ``shared``; and of its gate, if it has one. ``top_k`` and what follows: see ``route_experts``.
+#: Experts of the last added layer, which has no MLP. Weights, layouts and biases: of the router; of
+#: the gate, up and down of each of ``experts``, and of the shared expert if ``shared``; and of that
+#: one's own gate, if it has one. ``top_k`` and what follows: see ``route_experts``.
 define_native(
     "add_experts(Tensor run, Tensor[] weights, int[] layouts, Tensor?[] biases, "
     "Tensor? correction, str act, int experts, bool shared, int top_k, bool sigmoid, "
@@ -75,25 +75,24 @@ define_native(
     "int[] layout, Tensor? bias) -> ()"
 )
 #: An adapter's change b (a x) to a projection of the last added layer, by its index in
-#: ``add_layer`` (:data:`GATE` is that of the gate; that of queries' low ranks is :data:`VALUE`), or
-#: of the head (:data:`HEAD`), for the rows
-#: [first, last) of a call; for all if last is -1. Changes of one projection are added in the order
-#: of their rows.
+#: ``add_layer`` (:data:`GATE` for the gate, :data:`VALUE` for queries' low ranks), or to the head
+#: (:data:`HEAD`), for the rows [first, last) of a call; for all if last is -1. Changes of one
+#: projection are added in the order of their rows.
 HEAD = -1
 QUERY, KEY, VALUE, OUTPUT, GATE = range(5)
 define_native(
     "add_low_rank(Tensor run, int projection, Tensor a, Tensor b, int first, int last) -> ()"
 )
-#: x: ids int64 (B, T) where there is an embedding, else (B, T, hidden). ``new_lens`` is None where
-#: no row is padded. Logits 0 for none, 1 for each row's last token, 2 for all; where there are none
-#: the result is the hidden state. A layer that was added without stores asks for attention, as a
-#: whole where it has no projections either, and one without gate, up and down or experts asks for
-#: its MLP: then the call ends with its space, and queries, keys and values, (B, T, heads * D), or
-#: the normed hidden state; it goes on with the same arguments, the space, the answer, and ``at``,
-#: the number of questions that were answered. ``block_table`` is int32 (B, pages), where a layer's
-#: stores are pools of pages; see ``exkv.ops.pages``. Rows of one call may be tokens that follow
-#: each other in one sequence: all are stored before any attends. Then ``store_rows``, int32 (B,),
-#: says which row of the stores each is of, but for pools of pages.
+#: x: ids int64 (B, T) if there is an embedding, else (B, T, hidden). ``new_lens`` is None without
+#: padding. Logits: 0 for none, 1 for each row's last token, 2 for all; without logits the result is
+#: the hidden state. A layer without stores asks for attention (for all of it, if it has no
+#: projections either), and one without gate, up and down or experts asks for its MLP: the call then
+#: returns its space, and queries, keys and values, (B, T, heads * D), or the normed hidden state.
+#: It is resumed with the same arguments, the space, the answer, and ``at``, the number of questions
+#: answered. ``block_table`` is int32 (B, pages), if a layer's stores are pools of pages; see
+#: ``exkv.ops.pages``. Rows of one call may be consecutive tokens of one sequence: all are stored
+#: before any attends. ``store_rows``, int32 (B,), then has the row of the stores of each, except
+#: for pools of pages.
 define_native(
     "bound_run(Tensor run, Tensor x, Tensor past_lens, Tensor? new_lens, int kv_len, "
     "Tensor[] factors, int logits, Tensor? space=None, Tensor? answer=None, int at=0, "

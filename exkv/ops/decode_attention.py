@@ -48,7 +48,7 @@ def decode_attention(
         past_lens: int32 (B,), tokens of each row before this one.
         kv_len: keys of the longest row, this token's included; later ones are not read.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
-        ring: size of the ring that a row is, all of which is visible once it is full; 0 for none.
+        ring: size of the ring, all of which is visible once it is full; 0 if rows are not rings.
         hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded;
             queries are then transformed too, and the output is transformed back.
 

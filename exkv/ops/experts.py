@@ -22,8 +22,8 @@ class Routing:
     Attributes:
         chosen: int64 (N, K), distinct experts of each token.
         weights: float32 (N, K), weights of their outputs.
-        counts: how many tokens chose each expert, if the host knows: nobody waits for the device
-            then to ask.
+        counts: how many tokens chose each expert, if the host knows, so that it needn't wait for
+            the device.
     """
 
     chosen: Tensor
@@ -64,7 +64,7 @@ def read_tally(tally: Tensor, tokens: int, taken: int) -> list[int]:
     kernels_fall_back=True,
 )
 def expert_products(x: Tensor, chosen: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """x (N, in), or (N, K, in), one for each choice -> (N, K, out), x by its chosen experts.
+    """x (N, in), or (N, K, in) with one for each choice -> (N, K, out), x times its chosen experts.
 
     Kernels read the choices on the device, without synchronization; this reference reads them on
     the host.
@@ -106,16 +106,16 @@ def are_chosen_on_device(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def takes_whole_calls(x: Tensor) -> bool:
-    """Whether the experts of x (N, hidden) are one call of kernels, which ask for nothing on the
-    host; else expert after expert runs, and the host must know how many tokens each has."""
+    """Whether the experts of x (N, hidden) are one call of kernels, without synchronization;
+    otherwise experts run one after another, and the host must know how many tokens each has."""
     return len(x) <= MOST_CHOOSING or has_kernel("chosen_experts", computes_on(x))
 
 
 def by_choices(
     x: Tensor, routing: Routing, matrices: Sequence[Sequence[Tensor]], act: str
 ) -> Tensor:
-    """:func:`experts` for few tokens; ``matrices`` are all gates, ups and downs. Sums run over
-    experts in ascending order, too."""
+    """:func:`experts` for few tokens; ``matrices`` are all gates, ups and downs. Sums also run over
+    experts in ascending order."""
     products = torch.ops.exkv.expert_products
     chosen, order = routing.chosen.sort(-1)
     gate, up, down = matrices
@@ -186,7 +186,7 @@ def sum_of_experts(
     """The sum that :func:`experts` describes, over ``experts`` experts.
 
     Args:
-        run: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
+        run: an expert's index and its inputs (n, hidden) -> its outputs, of the same shape.
     """
     order, counts = by_expert(x, routing, experts)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -202,7 +202,7 @@ def sum_of_experts(
 
 def by_expert(x: Tensor, routing: Routing, experts: int) -> tuple[Tensor, list[int]]:
     """The (token, choice) pairs, numbered row by row, in the order of their experts, int64 (N * K);
-    and the number of each expert's."""
+    and how many each expert has."""
     _check_routing(x, routing)
     chosen, (tokens, taken) = routing.chosen, routing.chosen.shape
     if routing.counts is not None:
@@ -229,11 +229,11 @@ def _check_routing(x: Tensor, routing: Routing) -> None:
 def add_output(
     out: Tensor, weights: Tensor, pairs: Tensor, run: Callable[[Tensor], Tensor]
 ) -> None:
-    """Add one expert's weighted outputs to the sums of its (token, choice) pairs; a function of its
-    own, so that one expert's temporaries are freed before the next runs.
+    """Add one expert's weighted outputs to the sums of its (token, choice) pairs. A separate
+    function, so that one expert's temporaries are freed before the next runs.
 
     Args:
-        run: from the tokens' rows, int64 (n), to the outputs (n, hidden).
+        run: the tokens' rows, int64 (n) -> the outputs (n, hidden).
     """
     rows = pairs.div(weights.shape[1], rounding_mode="floor")
     share = weights.flatten()[pairs].unsqueeze(-1)

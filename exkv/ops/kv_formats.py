@@ -30,7 +30,7 @@ _FLOAT16_MAX = torch.finfo(torch.float16).max
 #: The tensors of one store by name; the values' name is "".
 Stored: TypeAlias = Mapping[str, Tensor]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
-#: Of keys or values: (B, S, H_kv, D).
+#: Shape of keys or values: (B, S, H_kv, D).
 Shape: TypeAlias = tuple[int, int, int, int]
 
 
@@ -212,7 +212,7 @@ class FloatFormat:
     """Unquantized keys and values.
 
     Attributes:
-        dtype: of the store; None for the dtype given to :meth:`layout` and :meth:`encode`.
+        dtype: dtype of the store; None for that given to :meth:`layout` and :meth:`encode`.
     """
 
     name: ClassVar[str] = "float"
@@ -310,7 +310,7 @@ class ChannelFormat:
     def encode(self, x: Tensor) -> dict[str, Tensor]:
         if x.shape[1] % GROUP:
             raise ValueError(
-                f"{self.name} stores {GROUP} tokens at a time, and there are {x.shape[1]}: keep "
+                f"{self.name} stores {GROUP} tokens at a time, and there are {x.shape[1]}: store "
                 "the last ones in another format until their group is full"
             )
         grouped = x.float().unflatten(1, (x.shape[1] // GROUP, GROUP))

@@ -1,4 +1,4 @@
-"""Linear layers: weights as checkpoints store them, read once a call."""
+"""Linear layers with float weights in the checkpoint's layout, read once a call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., in), weight (out, in), bias (out,) or None -> x weight^T + bias (..., out).
 
     The CPU kernels are for decoding: with few rows, reading the weights dominates, and they read at
-    memory bandwidth. They sum in float32, and a row's result doesn't depend on the rows beside it.
-    Calls of more rows go to torch, above a limit that depends on the instruction set.
+    memory bandwidth. They sum in float32, and a row's result doesn't depend on other rows. Calls
+    with more rows than a limit, which depends on the instruction set, go to torch.
     """
     return F.linear(x, weight, bias)
 
@@ -46,8 +46,8 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> l
     kernels_fall_back=True,
 )
 def linear_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """x (H, N, in), weight (H, out, in) -> (H, N, out): each head's rows by a matrix of its own.
+    """x (H, N, in), weight (H, out, in) -> (H, N, out): each head's rows times its own matrix.
 
-    The CPU kernels do for each head what :func:`linear` does, to the bit, in one parallel region.
+    The CPU kernels run all heads in one parallel region, bit-identical to :func:`linear` for each.
     """
     return torch.bmm(x, weight.transpose(1, 2))

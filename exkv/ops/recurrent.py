@@ -1,11 +1,11 @@
-"""What layers with a state compute: short causal convolutions, and the gated delta rule.
+"""Ops of layers with a state: short causal convolutions, and the gated delta rule.
 
-Both change their state in place, to what it is behind each row's last real token.
+Both update their state in place, to that after each row's last real token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ _EPS = 1e-6
 @define_op(
     "causal_conv(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor? new_lens) "
     "-> Tensor",
-    fake=lambda x, weight, bias, state, new_lens: x.new_empty(x.shape),
     kernels_fall_back=True,
 )
 def causal_conv(
@@ -33,7 +32,7 @@ def causal_conv(
         x: (B, T, C).
         weight: (C, 1, K), the newest input's factor last.
         bias: (C,), or None.
-        state: (B, K - 1, C), the inputs before; becomes the last ones.
+        state: (B, K - 1, C), the previous inputs; updated to the last ones.
         new_lens: int32 (B,), real tokens of each row; None if all T are.
 
     Returns:
@@ -85,41 +84,59 @@ def gated_delta(
     new_lens: Tensor | None,
 ) -> Tensor:
     """The gated delta rule (Yang, Kautz and Hatamizadeh, 2025, arXiv 2412.06464): for each token
-    ``state <- exp(decay) * state``, then ``state <- state + k (beta * (v - k state))``, and the
-    output is ``q state``; all in float32. Queries and keys are divided by their norms, queries also
-    by the root of their size. With a decay for each channel of the keys it is Kimi's delta
-    attention (Kimi Team, 2025, arXiv 2510.26692).
+    ``state <- exp(decay) * state``, then ``state <- state + k (beta * (v - k state))``; the output
+    is ``q state``; all in float32. Queries and keys are divided by their norms, queries also by the
+    root of their size. With a decay for each channel of the keys it is Kimi's delta attention (Kimi
+    Team, 2025, arXiv 2510.26692).
 
-    Several tokens are computed in blocks, each of which is one triangular system (the first
-    paper's section 3.3).
+    Several tokens are computed in blocks, each by one triangular system (the first paper's section
+    3.3).
 
     Args:
         q, k: (B, T, H_k, D_k).
-        v: (B, T, H_v, D_v); H_v is a multiple of H_k, whose heads serve neighbours.
+        v: (B, T, H_v, D_v); H_v is a multiple of H_k, and a head of keys serves adjacent ones.
         decay: float32 (B, T, H_v, 1 or D_k), at most 0.
         beta: float32 (B, T, H_v).
-        state: float32 (B, H_v, D_k, D_v); becomes that behind the last token.
+        state: float32 (B, H_v, D_k, D_v); updated to that after the last token.
         new_lens: int32 (B,), real tokens of each row; None if all T are.
 
     Returns:
         (B, T, H_v, D_v) in v's dtype; undefined at padding.
 
     Raises:
-        ValueError: heads of values that are no multiple of those of keys.
+        ValueError: the number of value heads is not a multiple of that of key heads.
     """
     if {q.dim(), k.dim(), v.dim()} != {4} or not k.shape[2] or v.shape[2] % k.shape[2]:
         raise ValueError(
             "gated_delta: q and k must be (B, T, H_k, D_k), v (B, T, H_v, D_v), and H_v a multiple "
             f"of H_k; they are {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    beta = beta.unsqueeze(-1)
-    decay, beta = (zero_at_padding(x, new_lens) for x in (decay, beta))  # which change no state
-    blocks = zip(*(x.split(_BLOCK, dim=1) for x in (q, k, v, decay, beta)), strict=True)
-    return torch.cat([_block(state, *block) for block in blocks], dim=1)
+    decay = zero_at_padding(decay, new_lens)  # as in `in_blocks`
+    return in_blocks(_BLOCK, _block, (state,), (q, k, v, decay), beta.unsqueeze(-1), new_lens)
+
+
+def in_blocks(
+    size: int,
+    block: Callable[..., Tensor],
+    fixed: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    steps: Tensor,
+    new_lens: Tensor | None,
+) -> Tensor:
+    """Run ``block(*fixed, *inputs, steps)`` over ``size`` tokens at a time -> (B, T, ...).
+
+    Args:
+        inputs: (B, T, ...) each.
+        steps: (B, T, ...), step sizes, zeroed at padding so that it leaves the state unchanged.
+        new_lens: int32 (B,), real tokens of each row; None if all T are.
+    """
+    given = (*inputs, zero_at_padding(steps, new_lens))
+    blocks = zip(*(x.split(size, dim=1) for x in given), strict=True)
+    return torch.cat([block(*fixed, *each) for each in blocks], dim=1)
 
 
 def zero_at_padding(x: Tensor, new_lens: Tensor | None) -> Tensor:
-    """x (B, T, ...) with zeros behind each row's real tokens."""
+    """x (B, T, ...) with zeros after each row's real tokens."""
     if new_lens is None:
         return x
     real = torch.arange(x.shape[1], device=x.device) < new_lens.unsqueeze(-1)
@@ -127,15 +144,15 @@ def zero_at_padding(x: Tensor, new_lens: Tensor | None) -> Tensor:
 
 
 def _block(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """:func:`gated_delta` of a few tokens T; below, heads come before tokens."""
+    """:func:`gated_delta` for a few tokens T; below, heads come before tokens."""
     groups = v.shape[2] // k.shape[2]
     keys = _normed(k, groups)
     queries = _normed(q, groups).mul_(q.shape[-1] ** -0.5)
-    since = decay.transpose(1, 2).cumsum(2)  # (B, H, T, 1 or D_k), of the start
+    since = decay.transpose(1, 2).cumsum(2)  # (B, H, T, 1 or D_k), since the block's start
     beta = beta.transpose(1, 2)
     products = _products if decay.shape[-1] == 1 else _products_of_channels
     among_keys, with_queries = products((keys, queries), keys, since)
-    # What each token adds, given what those before it in the block add.
+    # What each token adds, given what earlier ones in the block add.
     wanted = v.float().transpose(1, 2).sub((keys * since.exp()) @ state).mul_(beta)
     system = among_keys.mul_(beta)
     added = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -147,12 +164,12 @@ def _block(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: 
 
 
 def _products(rows: Sequence[Tensor], keys: Tensor, since: Tensor) -> list[Tensor]:
-    """Each token's product with each key up to its own, faded by what lies between the two.
+    """Product of each token with each key up to its own, decayed by the tokens between them.
 
     Args:
-        rows: what keys are multiplied by, each (B, H, T, D).
+        rows: the keys' other factors, each (B, H, T, D).
         keys: (B, H, T, D).
-        since: (B, H, T, 1), the decay up to each token.
+        since: (B, H, T, 1), the total decay up to each token.
 
     Returns:
         For each of ``rows`` (B, H, T, T), zeros above the diagonal.
@@ -162,9 +179,9 @@ def _products(rows: Sequence[Tensor], keys: Tensor, since: Tensor) -> list[Tenso
 
 
 def _products_of_channels(rows: Sequence[Tensor], keys: Tensor, since: Tensor) -> list[Tensor]:
-    """The same with ``since`` (B, H, T, D). No factor is above 1: tokens are taken in parts (the
-    FLA project's chunks of chunks), keys before a part fade up to its first token, and its rows
-    from there; within a part each pair of tokens has its own factors."""
+    """:func:`_products` with ``since`` (B, H, T, D). No factor is above 1: tokens are split into
+    parts (the FLA project's secondary chunks), keys before a part decay up to its first token, and
+    its rows from there on; within a part each pair of tokens has its own factors."""
     tokens = keys.shape[2]
     part = min(_PART, tokens)
     rest = (0, 0, 0, -tokens % part)

@@ -25,20 +25,20 @@ REFERENCES: dict[str, Callable[..., Any]] = {}
 
 
 class Named(Protocol):
-    """What a str argument of an op names."""
+    """An object that a str argument of an op names."""
 
     @property
     def has_kernels(self) -> bool:
         """Whether native kernels support it; otherwise the op's reference runs."""
 
 
-#: Op name -> what its str arguments name. An entry may be added at any time.
+#: Op name -> objects that its str arguments name. Entries may be added at any time.
 NAMED: dict[str, Mapping[str, Named]] = {}
 
 #: Device types that compute on the host's processor.
 HOST = ("cpu", "sim")
 
-#: Ops that have native kernels only; simulated devices don't have them.
+#: Ops with native kernels only; simulated devices don't have them.
 NATIVE: set[str] = set()
 
 
@@ -66,8 +66,8 @@ def define_op(
     Args:
         fake: computes shapes only; None for an op that returns nothing, or a tensor like its first
             argument.
-        names: what a str argument may name; entries say whether kernels support them.
-        reference_names: likewise, if kernels never look at the name: other arguments tell them all.
+        names: objects that a str argument may name; they say whether kernels support them.
+        reference_names: the same, if kernels ignore the name since other arguments suffice.
     """
     name = schema.split("(", 1)[0]
     if fake is None:
@@ -102,7 +102,7 @@ def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
 
 def _of_meta_only(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Guard the fake, which the dispatcher runs as soon as one tensor is on ``meta``: with tensors
-    on other devices, its result would be on theirs, and never computed.
+    on other devices, the result would be on those, and never computed.
 
     Raises:
         ValueError: tensors on ``meta`` beside others.
@@ -166,8 +166,8 @@ def has_kernel(name: str, device_type: str) -> bool:
 
 
 def computes_on(x: Tensor) -> str:
-    """Device type that ops on this tensor compute on. A tensor without memory names the type that
-    it stands for, if that is not available here."""
+    """Device type on which ops on this tensor compute. A tensor without memory may stand for a type
+    that is not available here."""
     return getattr(x, "stands_for", None) or x.device.type
 
 

@@ -35,7 +35,7 @@ def route_experts(
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token -> int64 and float32 (N, top_k), the best first.
 
-    Of equal scores, kernels take those that ``torch.topk`` takes.
+    Kernels break ties as ``torch.topk`` does.
 
     Args:
         logits: (N, experts).
@@ -44,7 +44,7 @@ def route_experts(
             ``exkv.layers.routing.Router``.
 
     Raises:
-        ValueError: numbers that don't fit together.
+        ValueError: contradictory numbers.
     """
     experts = logits.shape[-1]
     if logits.dim() != 2 or not 0 < top_k <= experts:

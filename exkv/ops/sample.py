@@ -33,9 +33,9 @@ def sample(
     """Sample one token for each row: logits (B, V), uniforms (B,) -> int64 (B,).
 
     Uniforms are float64 in [0, 1), drawn by the caller: the op has no other source of randomness.
-    They may be None for greedy decoding: temperature 0 or top_k 1 take the first largest logit. The
-    other arguments are those of ``SamplingParams``. Arithmetic is float32, sums of probabilities
-    float64, for any float type of the logits.
+    They may be None for greedy decoding: temperature 0 or top_k 1 take the first of the largest
+    logits. The other arguments are those of ``SamplingParams``. Arithmetic is float32, sums of
+    probabilities float64, for any float dtype of the logits.
 
     A row with NaN or +inf, or with -inf only, yields the token -1.
 

@@ -1,22 +1,19 @@
-"""The selective scan, what Mamba's first layers compute over their state (Gu and Dao, 2023, arXiv
-2312.00752)."""
+"""The selective scan of Mamba layers (Gu and Dao, 2023, arXiv 2312.00752)."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .recurrent import zero_at_padding
+from .recurrent import in_blocks
 from .registry import define_op
 
-#: Tokens of a block: with all their states, which take this times the memory of one.
+#: Tokens of a block, whose states take this times the memory of one.
 _BLOCK = 16
 
 
 @define_op(
     "selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor d, "
     "Tensor(a!) state, Tensor? new_lens) -> Tensor",
-    fake=lambda x, dt, a, b, c, d, state, new_lens: x.new_empty(x.shape),
     kernels_fall_back=True,
 )
 def selective_scan(
@@ -29,31 +26,29 @@ def selective_scan(
     state: Tensor,
     new_lens: Tensor | None,
 ) -> Tensor:
-    """For each token and channel ``state <- exp(dt * a) * state + b * dt * x``, and the output is
-    the sum of ``c * state``, and ``d * x``; all in float32.
+    """For each token and channel, ``state <- exp(dt * a) * state + b * dt * x``; the output is the
+    sum of ``c * state``, plus ``d * x``; all in float32.
 
     Args:
         x: (B, T, C).
-        dt: float32 (B, T, C), the sizes of the steps.
+        dt: float32 (B, T, C), step sizes.
         a: float32 (N, C), negative.
         b, c: (B, T, N).
         d: float32 (C,).
-        state: float32 (B, N, C); becomes that behind the last token.
+        state: float32 (B, N, C); updated to that after the last token.
         new_lens: int32 (B,), real tokens of each row; None if all T are.
 
     Returns:
         (B, T, C) in x's dtype; undefined at padding.
     """
-    dt = zero_at_padding(dt, new_lens)  # steps of no size leave the state as it is
-    blocks = zip(*(each.split(_BLOCK, dim=1) for each in (x, dt, b, c)), strict=True)
-    return torch.cat([_block(state, a, d, *block) for block in blocks], dim=1)
+    return in_blocks(_BLOCK, _block, (state, a, d), (x, b, c), dt, new_lens)
 
 
 def _block(
-    state: Tensor, a: Tensor, d: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor
+    state: Tensor, a: Tensor, d: Tensor, x: Tensor, b: Tensor, c: Tensor, dt: Tensor
 ) -> Tensor:
-    """:func:`selective_scan` of a few tokens T, whose states (B, T, N, C) are made of those of 1,
-    2, 4, ... tokens before (Hillis and Steele, 1986)."""
+    """:func:`selective_scan` for a few tokens T: the states (B, T, N, C) by a parallel prefix sum
+    over 1, 2, 4, ... tokens (Hillis and Steele, 1986)."""
     wide, inputs = x.float(), b.float().unsqueeze(-1)
     kept = (dt.unsqueeze(2) * a).exp_()
     states = (dt * wide).unsqueeze(2) * inputs

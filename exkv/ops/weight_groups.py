@@ -9,8 +9,8 @@ A matrix (out, in) is a list of tensors:
   bits, low halves first, where codes have 4 bits or fewer; or neither;
 - ``order``, int32 (in,), if inputs were sorted: column i is for input ``order[i]``.
 
-A weight is ``scale * code + offset``, or ``scale * (code - zero)``, where zero is ``2^(bits - 1)``
-if neither is there.
+A weight is ``scale * code + offset``, or ``scale * (code - zero)``, with a zero of ``2^(bits - 1)``
+if there is neither.
 
 Codes are packed as the kernels read them: a chunk holds 32 inputs of 8 outputs. Words of 16 bits
 hold one output's inputs of equal parity, in steps of two; 16 words, even and odd inputs of each
@@ -39,13 +39,13 @@ BLOCK, CHUNK = 8, 32
 #: Bits of a code -> bits of its planes, the lower ones first.
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 
-#: Values of :attr:`Groups.shift`: what there is besides the scale.
+#: Values of :attr:`Groups.shift`: the tensor besides the scale.
 SYMMETRIC, OFFSET, ZERO = range(3)
 
 #: Most rows of x for which kernels multiply by the codes directly.
 MOST_ROWS = 16
-#: The same for 16-bit floats on AVX2: 2.6 to 3 times as fast as tiles of floats
-#: at 32 rows, 1.0 to 1.2 at 256, 0.9 to 1.0 at 512 (two threads).
+#: The same for 16-bit floats on AVX2: 2.6 to 3 times as fast as tiles of floats at 32 rows, 1.0 to
+#: 1.2 times at 256, 0.9 to 1.0 times at 512 (two threads).
 MOST_BY_CODES = 256
 
 #: CPU instruction sets without products of 16-bit floats; None: not detected.
@@ -63,7 +63,7 @@ class Groups(NamedTuple):
     """Layout of a grouped matrix; the ops take its fields as a list.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         group: inputs that share a scale, a multiple of 32; 0 for all.
         shift: SYMMETRIC, OFFSET or ZERO.
         ordered: 1 if there is an ``order``.
@@ -132,13 +132,13 @@ def _pack_plane(codes: Tensor, bits: int) -> Tensor:
     for place in range(1, each):
         made = made | fields[..., place, :] << bits * place
     words = made.contiguous().flatten(3).view(torch.int32)  # (n, 8, chunks, vectors)
-    # The two bytes in the middle change places: parity first, bytes of a word behind it.
+    # Swap the two bytes in the middle: parity first, then the bytes of a word.
     words = words & ~0xFFFF00 | words >> 8 & 0xFF00 | (words & 0xFF00) << 8
     return words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """What :func:`pack_codes` packed, of whole blocks: uint8 (8 * blocks, in)."""
+    """Inverse of :func:`pack_codes`, for whole blocks: uint8 (8 * blocks, in)."""
     (_, _, lowest), *others = _planes(packed, bits)
     codes = _unpack_plane(lowest, PLANES[bits][0])
     for plane, below, part in others:
@@ -147,7 +147,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 
 def _planes(packed: Tensor, bits: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Bits of each plane, those below it, and its bytes."""
+    """Yield bits of each plane, bits below it, and its bytes."""
     below = 0
     parts = packed.split([CHUNK * plane for plane in PLANES[bits]], -1)
     for plane, part in zip(PLANES[bits], parts, strict=True):
@@ -357,8 +357,8 @@ def linear_groups(
     :func:`is_by_codes` allows.
 
     The kernels read packed codes, and multiply integers: a chunk of x is rounded to 16 bits
-    (float32 to twice as many) of its largest magnitude, which is finer than what bfloat16 and
-    float16 hold. A row's result doesn't depend on the rows beside it.
+    (float32 to twice as many) of its largest magnitude, which is finer than bfloat16 and float16.
+    A row's result doesn't depend on other rows.
 
     Args:
         tensors: see the module's docstring.
@@ -425,11 +425,11 @@ def is_decode_sized(x: Tensor) -> bool:
 
 def is_by_codes(x: Tensor, most: int = MOST_BY_CODES) -> bool:
     """Whether kernels multiply x (..., in) by the codes directly. On processors whose only 16-bit
-    products are of integers, short prompts too are faster that way, 16 rows at a time, than on
-    floats.
+    products are of integers, this is also faster for short prompts, 16 rows at a time, than
+    products of floats.
 
     Args:
-        most: most rows for which they are.
+        most: upper bound on rows of such prompts.
     """
     short = tile_dtype(x) != x.dtype and cpu_isa() == "avx2"
     return is_decode_sized(x) or (short and x.shape[:-1].numel() <= most)

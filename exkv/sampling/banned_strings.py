@@ -1,8 +1,8 @@
 """Texts that must not occur in a completion, however they are tokenized.
 
-Tokens whose text may begin a banned one are held back. Once a banned text is complete, the
-completion rolls back to before the token in which it begins, and that token is forbidden there.
-(ExLlamaV2's ``banned_strings``, which ignore case, too.)
+Tokens that may begin a banned text are held back. Once a banned text is complete, the completion
+rolls back to before the token in which it begins, and that token is forbidden there. As in
+ExLlamaV2's ``banned_strings``, case is ignored.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ class BannedStrings:
         self._longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> int | None:
-        """The start of the banned text that is complete first in a folded text."""
+        """Start of the banned text that ends first in a folded text; None if there is none."""
         for end in range(1, len(text) + 1):
             for length in reversed(self._lengths):
                 if length <= end and text[end - length : end] in self._texts:
                     return end - length
         return None
 
-    def threatened(self, text: str) -> int:
-        """The start of the suffix of a folded text that may begin a banned one."""
+    def may_begin(self, text: str) -> int:
+        """Start of the suffix of a folded text that may begin a banned text; its length if none
+        does."""
         start = max(0, len(text) - self._longest + 1)
         return next(
             (at for at in range(start, len(text)) if text[at:] in self._beginnings), len(text)

@@ -13,7 +13,7 @@ from torch import Tensor
 def forbid_ngrams(
     scores: Tensor, history: Sequence[Tensor], among: Sequence[Tensor], n: int
 ) -> Tensor:
-    """Drop each token that would complete an n-gram of its row's ``among``."""
+    """Drop each token that would complete an n-gram which its row of ``among`` contains."""
     out = scores.clone()
     for row, ids, known in zip(out, history, among, strict=True):
         if len(ids) >= n - 1 and len(known) >= n:
@@ -50,7 +50,7 @@ def forbid(scores: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def force(scores: Tensor, ids: Sequence[int]) -> Tensor:
-    """Leave only these tokens, all of them certain."""
+    """Leave only these tokens, all with the score 0."""
     forced = torch.full_like(scores, -math.inf)
     forced[:, list(ids)] = 0.0
     return forced

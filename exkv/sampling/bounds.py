@@ -1,5 +1,5 @@
-"""Bounds of settings. A :class:`Bounds` checks a value, describes the allowed ones, and knows which
-switch the setting's step off."""
+"""Bounds of settings. A :class:`Bounds` checks a value, describes the allowed values, and knows
+which of them switch the setting's step off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from exkv.checkpoint.value_checks import is_int, is_number
 
-#: Scores divided by it stay finite in float32: a model's largest logits are around 10**4.
+#: A model's largest logits are around 10**4; divided by this they stay finite in float32.
 SMALLEST = 1e-30
 LARGEST = 1e30
 #: The largest number below 1.
@@ -57,12 +57,12 @@ def number(
     zero: str = "",
     note: str = "",
 ) -> Bounds:
-    """A number from low to high, which switches its step if it has ``off``.
+    """Bounds of a number from low to high; with ``off``, it switches its step.
 
     Args:
         above: exclude ``low``.
-        zero: meaning of 0, which is allowed beside the range.
-        note: to say in place of what switches off.
+        zero: meaning of 0, if it is allowed beside the range.
+        note: remark for the description, in place of the values that switch off.
     """
     words = f"{'an int from' if kind is int else 'from'} {_plain(low)} to {_plain(high)}"
     if low == 0 and high in (1, BELOW_1):
@@ -106,7 +106,8 @@ def check_fields(
     allowed if it is the default.
 
     Args:
-        none_is_off: otherwise None stands for a number that switches off, or for the default.
+        none_is_off: whether None, where it isn't the default, stands for the number that switches
+            off, or else for the default.
 
     Raises:
         TypeError, ValueError: naming the prefixed field, its value and what is allowed.
@@ -130,7 +131,7 @@ def check_count(name: str, value: Any, low: int, high: int, words: str) -> None:
 
 
 def plain_number(value: Any) -> Any:
-    """Python's number for a tensor's or numpy's single one; other values pass through."""
+    """Python's number for a tensor or numpy value with a single element; others pass through."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value
     return value.item() if isinstance(value, np.generic) else value

@@ -88,7 +88,7 @@ def distribution(
     logits: Tensor, params: SamplingParams, history: History | None = None
 ) -> tuple[Tensor, Tensor]:
     """The distribution that :func:`sample` draws from: probabilities (B, K), 0 for dropped tokens,
-    and ids (B, K). A greedy choice has all of the mass."""
+    and ids (B, K). A greedy choice has probability 1."""
     raw = _as_rows(logits)
     known = _known(history, params, raw)
     check_bias(params.token_bias, raw.shape[1])
@@ -103,8 +103,8 @@ def distribution(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The first largest of each row, -1 for a row that :func:`sample` refuses: (B, V) -> int64 (B,)
-    on the logits' device."""
+    """Argmax of each row (the first of equals), -1 for a row that :func:`sample` refuses: (B, V) ->
+    int64 (B,) on the logits' device."""
     return torch.ops.exkv.sample(_as_rows(logits), None, 0.0, 0, 1.0, 0.0, 0.0, False)
 
 
@@ -126,8 +126,8 @@ def _choose(
 def _scored(
     logits: Tensor, params: SamplingParams, history: Sequence[Tensor], *, explain: bool = False
 ) -> Tensor:
-    """Run the steps on scores in columns; with ``explain`` ValueError behind the first that leaves
-    a row without a token."""
+    """Run the steps on scores in columns; with ``explain``, raise ValueError after the first step
+    that leaves a row without a token."""
     if not params.chain.columns:
         return logits
     at = _SoFar([ids.to(logits.device) for ids in history])

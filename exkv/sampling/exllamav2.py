@@ -1,8 +1,8 @@
 """ExLlamaV2's vocabulary: the names and the order of its sampler's steps, and
-:class:`SamplingParams`, which has its settings' names and defaults.
+:class:`SamplingParams` with the names and defaults of its settings.
 
-``chain`` runs the steps. A step that has a form for candidates gets the tokens sorted, from top-k
-on. ExLlamaV2's mirostat is not here: it changes its own settings with each token.
+``chain`` runs the steps; those from top-k on work on sorted candidates. ExLlamaV2's mirostat is not
+here: it changes its own settings with each token.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Chain:
     """The steps that some parameters ask for, in order.
 
     Attributes:
-        columns: steps on all scores; ``candidates``: on sorted ones.
+        columns: steps on all scores.
+        candidates: steps on sorted candidates.
         fused: arguments of the op that does all of ``candidates``; None if it can't.
         needs_history: whether a step reads the tokens so far.
     """
@@ -95,7 +96,7 @@ class Chain:
 
 
 class _Memo:
-    """Memo of the chain, which is looked up for every token."""
+    """Memo for the chain, which is needed for every token."""
 
     __slots__ = ("_chain",)
     _chain: Chain
@@ -152,9 +153,9 @@ class SamplingParams(_Memo):
 
     @classmethod
     def recommended(cls, folder: str | os.PathLike[str]) -> SamplingParams:
-        """The settings of a checkpoint's generation_config.json: greedy if it says
-        ``"do_sample": false``. Settings that it leaves out are transformers'; without a file, or
-        without any, it is ``SamplingParams()``.
+        """The settings of a checkpoint's generation_config.json: greedy for ``"do_sample": false``.
+        Settings that it leaves out have transformers' defaults; without a file, or without any
+        setting, the result is ``SamplingParams()``.
 
         Raises:
             ValueError: the file is broken, or has a value out of range.
@@ -202,9 +203,9 @@ class SamplingParams(_Memo):
         return chain
 
     def _steps(self) -> list[Entry]:
-        """The steps in order. ``temperature_last`` takes the place of the dynamic temperature, and
-        is left out if that is on. The draw relies on a temperature, whose largest score is 0, and
-        on top-k, which sorts: both are always there."""
+        """The steps in order. ``temperature_last`` moves the temperature to the place of the
+        dynamic temperature, and drops it if that is on. Temperature, which makes the largest score
+        0, and top-k, which sorts, always run: the draw relies on both."""
         on = [row for row in EXLLAMAV2 if row in (TEMPERATURE, TOP_K) or row.switched_on(self)]
         if self.is_greedy:
             return [row for row in on if not row.step.is_drawn]
@@ -225,7 +226,7 @@ class SamplingParams(_Memo):
     disallowing = disallow_tokens
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> SamplingParams:
-        """These parameters with the sets of tokens that they need and that were not given."""
+        """A copy with the sets of tokens that these parameters need and that were not given."""
         sets: dict[str, Any] = {}
         if self.dry_multiplier and self.dry_sequence_breakers is None:
             sets["dry_sequence_breakers"] = tokenizer.ids_with(_BREAKERS)

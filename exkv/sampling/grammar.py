@@ -22,14 +22,14 @@ from torch import Tensor
 from exkv.text import Tokenizer
 
 _LINES = 3  # of llguidance's errors
-_ANCHORS = ("", "\x02", "\n", "|", "a", "0")  # a text that may merge with one won't with another
+_ANCHORS = ("", "\x02", "\n", "|", "a", "0")  # no text merges with all of them
 #: llguidance's work for one mask, a quarter of its default: all jobs wait for it.
 _STEP_FUEL = 50_000
-_SPACE = r"( |\n {0,32})?"  # between JSON's parts: compact or indented, and never endless
+_SPACE = r"( |\n {0,32})?"  # between JSON's parts: compact or indented, but bounded
 
 
 class ConstraintState(Protocol):
-    """Where one completion stands in a :class:`Constraint`; methods as of :class:`Follower`."""
+    """Position of one completion in a :class:`Constraint`; methods as of :class:`Follower`."""
 
     @property
     def is_over(self) -> bool: ...
@@ -45,7 +45,7 @@ class ConstraintState(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Says token by token how a completion may go on: a :class:`Grammar`, or code of yours."""
+    """Constrains a completion token by token: a :class:`Grammar`, or the user's own code."""
 
     def follow(self, tokenizer: Tokenizer) -> ConstraintState:
         """Begin a completion in this tokenizer's tokens."""
@@ -68,7 +68,7 @@ class Grammar:
         """JSON that is valid under a schema (a dict, or JSON text); None for any object.
 
         Raises:
-            ValueError: the schema is no JSON object.
+            ValueError: the schema is not a JSON object.
         """
         if schema is None:
             schema = {"type": "object"}
@@ -76,14 +76,14 @@ class Grammar:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             found = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"a JSON schema is no JSON: {str(error)[:200]}") from None
+            raise ValueError(f"the JSON schema is not valid JSON: {str(error)[:200]}") from None
         if not isinstance(found, dict):
-            raise ValueError(f"a JSON schema is {text[:60]}; it must be an object")
+            raise ValueError(f"the JSON schema is {text[:60]}; it must be an object")
         return cls("json_schema", text)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """A text that the whole pattern matches (the syntax of Rust's regex)."""
+        """A text that matches the whole pattern (in the syntax of Rust's regex)."""
         return cls("regex", _checked_text("a regex", pattern))
 
     @classmethod
@@ -117,7 +117,7 @@ class Follower:
     """A walk through a grammar.
 
     Attributes:
-        is_over: only the end can follow.
+        is_over: whether only the end of the text can follow.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -155,7 +155,7 @@ class Follower:
         return list(tokens[: self._matcher.validate_tokens(list(tokens))])
 
     def undo(self, tokens: int) -> None:
-        """Take back the last tokens."""
+        """Roll back the last ``tokens`` tokens."""
         if tokens:
             self._mask.result()
             self._matcher.rollback(tokens)
@@ -196,8 +196,8 @@ def _tokens_of(tokenizer: Tokenizer) -> Any:
     if tokenizer not in _KNOWN:
         if not tokenizer.eos_ids:
             raise ValueError(
-                f"the tokenizer of {tokenizer.file} names no token that ends a text, and a grammar "
-                "needs one: set eos_token in tokenizer_config.json"
+                f"the tokenizer of {tokenizer.file} has no end-of-text token, which a grammar "
+                "needs: set eos_token in tokenizer_config.json"
             )
         library = _llguidance()
         _KNOWN[tokenizer] = library.LLTokenizer(
@@ -219,8 +219,8 @@ class _Vocabulary:
         self._anchors = {anchor: self._encode(anchor) for anchor in _ANCHORS}
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text inside another: encoded behind an anchor, since sentencepiece puts a space
-        before a text."""
+        """Ids of a text inside another: encoded after an anchor, since sentencepiece inserts a
+        space before a text."""
         data = text.encode()
         for anchor, before in self._anchors.items():
             ids = self._encode(anchor + text)
@@ -230,7 +230,7 @@ class _Vocabulary:
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
-        """The longest token at each place, for texts that the encoder changes."""
+        """Tokenize greedily by the longest match, for texts that the encoder changes."""
         if not self._by_bytes:
             pairs = ((data, token) for token, data in enumerate(self.tokens) if data)
             special = set(self.special_token_ids)

@@ -16,10 +16,10 @@ from .step import Entry, bounds_of, entry
 #: Scores (N, V) and the tokens so far -> scores (N, V).
 Processor: TypeAlias = Callable[..., Tensor]
 
-#: ``guidance_scale``, whose processor the caller brings.
+#: Bounds of ``guidance_scale``, whose processor the caller passes.
 GUIDANCE = number(-1000.0, 1000.0, off=(1.0,))
 
-#: Steps, and names of processors that a call may bring.
+#: Steps, and names of processors that the caller may pass.
 ORDER: tuple[Entry | str, ...] = (
     "guidance",
     entry(steps.SEQUENCE_BIAS, "sequence_bias"),
@@ -53,8 +53,8 @@ DRAWN = tuple(name for row in HUGGING_FACE if row.step.is_drawn for name in row.
 
 
 def processors(config: Any, given: Mapping[str, Processor]) -> Iterator[Processor]:
-    """The processors that a ``GenerationConfig`` asks for, in order; ``given`` are those of names
-    in :data:`ORDER`."""
+    """Yield the processors that a ``GenerationConfig`` asks for, in order; ``given`` has those that
+    :data:`ORDER` only names."""
     for row in ORDER:
         if isinstance(row, str):
             if row in given:

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens, as OpenAI's and vLLM's servers give them: by the softmax of the
-model's logits (guided, if a job is guided), before biases, penalties, temperature, truncation and
-grammars."""
+"""Log-probabilities of tokens, as OpenAI's and vLLM's servers return them: from the softmax of the
+model's logits (after guidance, if a job has it), before biases, penalties, temperature, truncation
+and grammars."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 from .scores import where_there_is_room
 
-#: Upper bound on alternatives to ask for.
+#: Upper bound on alternatives a token.
 MOST = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one place.
+    """Log-probabilities at one position.
 
     Attributes:
-        token: the chosen one.
-        logprob: its own.
-        top: the likeliest tokens with theirs, in descending order, the chosen one included if it is
-            among them.
-        logits: (vocabulary,) float32 on the host, where they were asked for.
+        token: the chosen token.
+        logprob: its log-probability.
+        top: the likeliest tokens with theirs, in descending order, possibly including the chosen
+            one.
+        logits: (vocabulary,) float32 on the host, if asked for.
     """
 
     token: int
@@ -35,7 +35,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:
-    """For each row of logits (B, V), of its token and of the ``most`` likeliest ones."""
+    """Log-probabilities of each row's token and of the ``most`` likeliest ones, from logits
+    (B, V)."""
     chosen = torch.tensor(tokens)[:, None]
 
     def read(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,7 @@ def bias_sequences(
 def penalize_repetition(
     logits: Tensor, history: Sequence[Tensor], penalty: float, window: int = -1, decay: int = 0
 ) -> Tensor:
-    """Make tokens of the history less likely, once each, however often they occur. (B, V) -> same.
+    """Make tokens of the history less likely, however often they occur. (B, V) -> same.
 
     A positive logit is divided by the penalty and a negative one multiplied (Keskar et al. 2019).
     The last `window` tokens (-1: all) count in full; going further back, the penalty falls to 1
@@ -81,7 +81,7 @@ def penalize_counts(
 
 
 def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
-    """The part of a history that is penalized, and how strongly: both (n,), the weight in (0, 1]"""
+    """The penalized part of a history and its weights in (0, 1]: both (n,)."""
     if window < 0:
         return ids, torch.ones(len(ids), device=ids.device)
     ids = ids[max(0, len(ids) - window - decay) :]
@@ -90,7 +90,7 @@ def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
 
 
 def _strongest(ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    """For each place of a history its token's largest weight. (n,) -> (n,)."""
+    """Largest weight of each token of a history. (n,) -> (n,)."""
     return weight.new_zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
 
 
@@ -103,7 +103,7 @@ def penalize(
     window: int = -1,
     decay: int = 0,
 ) -> Tensor:
-    """Both penalties, if they are on. (B, V) -> (B, V)."""
+    """Apply both penalties, where they are on. (B, V) -> (B, V)."""
     if repetition != 1:
         scores = penalize_repetition(scores, at.histories, repetition, window, decay)
     if frequency or presence:
@@ -123,9 +123,9 @@ def penalize_continuing(
 ) -> Tensor:
     """Penalize tokens that would continue a repetition. (B, V) -> same.
 
-    A token that followed the last n tokens (at most ``longest``) earlier in the history loses
-    ``multiplier * base ** (n - allowed_length)`` if n >= ``allowed_length``; n is a token's
-    largest. No repetition crosses one of ``breakers``.
+    If the last n tokens (at most ``longest``) occur earlier in the history, the token that followed
+    them there loses ``multiplier * base ** (n - allowed_length)``, for its largest n, if n >=
+    ``allowed_length``. No repetition crosses one of ``breakers``.
 
     Args:
         history: for each row the token ids so far, (n,), on the scores' device.
@@ -147,7 +147,7 @@ def penalize_continuing(
 
 
 def _repeated(tokens: Tensor, breaks: Tensor, longest: int) -> Tensor:
-    """For each token but the first, how many before it equal the history's last ones: (n - 1,)."""
+    """For each token but the first, how many tokens before it equal the last ones: (n - 1,)."""
     stops = breaks[tokens]
     before, count = tokens[:-1], len(tokens) - 1
     alive = torch.ones(count, dtype=torch.bool, device=tokens.device)

@@ -27,8 +27,8 @@ def check_largest(
     """ValueError if a row of scores holds NaN, +inf, or nothing but -inf.
 
     Args:
-        largest: of each row (N,), on the host: NaN if the row has one.
-        what: the scores, in words.
+        largest: maximum of each row (N,), on the host: NaN if the row has one.
+        what: description of the scores.
         going: bool (N,), the rows to check; None for all.
         infinite: allow +inf.
     """

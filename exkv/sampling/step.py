@@ -1,6 +1,6 @@
 """Steps of the sampler: values with a source, settings, and functions on scores.
 
-``steps`` has them all. An :class:`Entry` is a step in one of the two vocabularies, ``huggingface``
+``steps`` lists them. An :class:`Entry` is a step in one of the two vocabularies, ``huggingface``
 and ``exllamav2``, with the names of its settings there.
 """
 
@@ -23,7 +23,7 @@ class Candidates:
     Attributes:
         scores: float32 (B, K), descending until a step reorders them, -inf for dropped tokens.
         ids: int64 (B, K).
-        others: scores to draw from instead, with the probability ``share``.
+        others: alternative scores, drawn from with the probability ``share``.
     """
 
     scores: Tensor
@@ -47,13 +47,13 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value of a step.
+    """One setting of a step.
 
     Attributes:
         does: a phrase for documentation, the server's schema and ``exkv chat``'s flags.
-        also_called: names in requests of TabbyAPI's clients.
+        also_called: other names, in requests of TabbyAPI's clients.
         served: its name in requests to the server, if that is neither transformers' nor
-            ExLlamaV2's; None if requests may not have it.
+            ExLlamaV2's; None if requests can't set it.
         short: its flag in ExLlamaV2's chat.
     """
 
@@ -70,16 +70,16 @@ class Step:
 
     Attributes:
         source: the paper or project that it comes from.
-        settings: arguments of its functions, in order. A vocabulary may name only the first.
+        settings: arguments of its functions, in order. A vocabulary may name only the first few.
         columns: (scores (N, V), tokens so far, *values) -> scores (N, V): each score stays in its
-            token's column. If transformers has the step, the result is its own to the bit. The
-            tokens so far are a ``SoFar`` of ``exkv.decode.processors``, or in ExLlamaV2's
-            vocabulary its ``histories`` alone.
+            token's column. If transformers has the step, the result equals its own bit by bit. The
+            tokens so far are a ``SoFar`` of ``exkv.decode.processors``, or just its ``histories``
+            in ExLlamaV2's vocabulary.
         candidates: (Candidates, *values) -> Candidates, which ExLlamaV2's vocabulary prefers to
             ``columns``.
         is_drawn: whether it has no effect on greedy choices.
         needs_history: whether it reads the tokens so far.
-        is_on: (*values) -> whether it does anything, if no single setting decides that.
+        is_on: (*values) -> whether it has an effect, if no single setting decides that.
     """
 
     source: str
@@ -92,7 +92,7 @@ class Step:
 
 
 def step(source: str, *settings: Setting, is_drawn: bool = False, **functions: Any) -> Step:
-    """A step; one for candidates has no effect on greedy choices."""
+    """Make a step; steps on candidates have no effect on greedy choices."""
     is_drawn |= "candidates" in functions
     return Step(source=source, settings=settings, is_drawn=is_drawn, **functions)
 
@@ -112,8 +112,8 @@ class Entry:
     """A step in a vocabulary.
 
     Attributes:
-        bounds: of the vocabulary's fields, which are the step's first settings.
-        reads: other attributes of a configuration that the step's functions take behind them.
+        bounds: bounds of the vocabulary's fields, which are the step's first settings.
+        reads: other attributes of a configuration that the step's functions take after them.
     """
 
     step: Step

@@ -1,7 +1,6 @@
 """The sampler's steps: each with its source, its settings and its functions on scores.
 
-``exllamav2`` and ``huggingface`` say how a configuration calls the settings, and in which order the
-steps run.
+``exllamav2`` and ``huggingface`` name the settings, and say in which order the steps run.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ PENALTIES = step(
         ("rep_pen", "repeat_penalty"),
         short="-repp",
     ),
-    Setting("subtracted from a logit once for each time that its token occurs", _SUBTRACTED),
-    Setting("subtracted from a logit once if its token occurs", _SUBTRACTED),
+    Setting("subtracted from a logit for each occurrence of its token", _SUBTRACTED),
+    Setting("subtracted once from a logit if its token occurs", _SUBTRACTED),
     Setting(
         "how many of the last tokens the penalties count in full",
         count(-1, MOST_TOKENS, note="-1 is the whole history"),
@@ -71,7 +70,7 @@ PENALTIES = step(
         served="penalty_range",
     ),
     Setting(
-        "over how many tokens before those the penalties fade to nothing",
+        "over how many earlier tokens the penalties fade to nothing",
         count(0, MOST_TOKENS, note="0 ends them at the range"),
     ),
     columns=penalties.penalize,
@@ -79,23 +78,23 @@ PENALTIES = step(
 )
 ENCODER_REPETITION = step(
     "transformers",
-    Setting("above 1 makes what the prompt holds likelier, below 1 less likely", _PENALTY),
+    Setting("above 1 makes the prompt's tokens likelier, below 1 less likely", _PENALTY),
     columns=lambda x, at, reward: penalties.penalize_repetition(x, at.prompt_histories, 1 / reward),
 )
 DRY = step(
     "p-e-w, oobabooga/text-generation-webui#5677 (don't repeat yourself)",
-    Setting("what repeating n tokens costs, times dry_base^(n - dry_allowed_length)", _FACTOR),
-    Setting("by what that grows with n", number(0.0, 100.0)),
+    Setting("the penalty for repeating n tokens, times dry_base^(n - dry_allowed_length)", _FACTOR),
+    Setting("the base by which that penalty grows with n", number(0.0, 100.0)),
     Setting("the smallest n that is penalized, 1 or more", count(0, MOST_TOKENS)),
     Setting("the largest n", count(1, 1000), served=None),
     Setting(
-        "how many of the last tokens are looked at",
-        count(0, MOST_TOKENS, note="0 looks at the whole history"),
+        "how many of the last tokens are searched",
+        count(0, MOST_TOKENS, note="0 searches the whole history"),
         ("dry_penalty_last_n",),
     ),
     Setting(
-        "ids that no repetition goes across; None for those of punctuation, brackets, line breaks "
-        "and control tokens in a Generator, none elsewhere",
+        "ids that end a repetition; None for those of punctuation, brackets, line breaks and "
+        "control tokens in a Generator, and for none elsewhere",
         _SET,
     ),
     columns=lambda x, at, *values: penalties.penalize_continuing(x, at.histories, *values),
@@ -104,8 +103,8 @@ DRY = step(
 LENGTH_DECAY = step(
     "transformers",
     Setting(
-        "(start, factor): that many new tokens after the start, the scores that end a sequence "
-        "grow by the factor to that power (of their size)",
+        "(start, factor): n tokens after that many new ones, the scores of end-of-sequence tokens "
+        "grow by their magnitude times factor^n - 1",
         Bounds("two numbers, or None", length_decay),
     ),
     columns=lambda x, at, decay, ends: penalties.favour_ends(x, ends, decay[1], at.new - decay[0]),
@@ -115,31 +114,31 @@ LENGTH_DECAY = step(
 
 NGRAMS = step(
     "Paulus et al. 2018, arXiv 1705.04304",
-    Setting("no n tokens of this many in a row occur twice", _COUNT),
+    Setting("no sequence of this many tokens occurs twice", _COUNT),
     columns=lambda x, at, n: bans.forbid_ngrams(x, at.histories, at.histories, n),
 )
 ENCODER_NGRAMS = step(
     "transformers",
-    Setting("no n tokens in a row that the prompt holds occur again", _COUNT),
+    Setting("no sequence of this many tokens of the prompt occurs again", _COUNT),
     columns=lambda x, at, n: bans.forbid_ngrams(x, at.histories, at.prompt_histories, n),
 )
 BAD_WORDS = step(
     "transformers",
     Setting(
-        "words that never come up as a whole; one that is an end-of-sequence token is left out",
+        "words that never occur as a whole; end-of-sequence tokens among them are ignored",
         Bounds("a list of lists of ids, or None", token_sequences),
     ),
     columns=bans.forbid_bad_words,
 )
 MIN_LENGTH = step(
     "transformers",
-    Setting("no sequence ends before it has this many new tokens; None for min_length", _COUNT),
+    Setting("fewest new tokens before a sequence may end; None for min_length", _COUNT),
     columns=lambda x, at, least, ends: bans.forbid(x, ends) if at.new < least else x,
 )
 FORCED_FIRST = step(
     "transformers",
     Setting(
-        "the first new token where the longest prompt has one token",
+        "the first new token if the longest prompt has one token",
         replace(count(0, LARGEST_ID, note="a token id, or None"), switches=True),
     ),
     columns=lambda x, at, token: bans.force(x, [token]) if at.new == 0 and at.width == 1 else x,
@@ -147,15 +146,15 @@ FORCED_FIRST = step(
 FORCED_LAST = step(
     "transformers",
     Setting(
-        "what a sequence ends with at its greatest length; of several the first, or any where "
-        "tokens are drawn",
+        "the last token of a sequence that reaches its greatest length; of several ids the first, "
+        "or a random one if tokens are drawn",
         _IDS,
     ),
     columns=lambda x, at, ids, most: bans.force(x, ids) if at.new == most - 1 else x,
 )
 SUPPRESSED = step(
     "Radford et al. 2022, arXiv 2212.04356 (Whisper)",
-    Setting("never chosen; those outside of the vocabulary have no effect", _IDS),
+    Setting("never chosen; ids outside of the vocabulary have no effect", _IDS),
     columns=alone(bans.forbid),
 )
 SUPPRESSED_FIRST = step(
@@ -165,12 +164,12 @@ SUPPRESSED_FIRST = step(
 )
 INVALID = step(
     "transformers",
-    Setting("NaN and infinities become 0 and the largest numbers, and are no error", switch()),
+    Setting("replace NaN by 0, and infinities by the largest numbers, without error", switch()),
     columns=lambda x, *_: bans.remove_invalid(x),
 )
 LOG_PROBABILITIES = step(
     "transformers",
-    Setting("make the scores log-probabilities again after all that changes them", switch()),
+    Setting("turn the scores into log-probabilities again after all other steps", switch()),
     columns=lambda x, *_: x.log_softmax(-1),
 )
 
@@ -183,7 +182,7 @@ TEMPERATURE = step(
         number(SMALLEST, LARGEST, off=(1.0,), note="do_sample=False is greedy"),
         short="-temp",
     ),
-    Setting("apply it after the steps that drop tokens, not before", switch(switches=False)),
+    Setting("apply it after the steps that drop tokens instead of before", switch(switches=False)),
     columns=alone(torch.div),
     candidates=lambda those, degree, _: those.each(op.apply_temperature, degree),
 )
@@ -191,27 +190,29 @@ DYNAMIC_TEMPERATURE = step(
     "kalomaze, ExLlamaV2",
     Setting("the lowest dynamic temperature", number(0.0, LARGEST), ("dynatemp_low",)),
     Setting(
-        "above min_temp, the scores left are divided by a temperature between the two: where, says "
-        "the share that their entropy has of the largest possible one, to temp_exponent's power",
+        "above min_temp, the remaining scores are divided by a temperature between the two, by "
+        "their entropy as a share of the largest possible one, to the power of temp_exponent",
         _FACTOR,
         ("dynatemp_high",),
     ),
     Setting(
-        "the power of the entropy's share", number(0.0, LARGEST, above=True), ("dynatemp_exponent",)
+        "the exponent of the entropy's share",
+        number(0.0, LARGEST, above=True),
+        ("dynatemp_exponent",),
     ),
     candidates=each(temperature.dynamic_temperature),
     is_on=lambda low, high, _: high > low,
 )
 SMOOTHING = step(
     "kalomaze, ExLlamaV2 (quadratic sampling)",
-    Setting("a logit's distance from the largest becomes this times its square", _FACTOR),
+    Setting("replaces each logit's distance from the largest by this times its square", _FACTOR),
     columns=alone(temperature.smooth),
     is_drawn=True,
 )
 SKEW = step(
     "ExLlamaV2",
     Setting(
-        "above 0 shifts choices to the less likely tokens, below 0 to the likelier ones",
+        "above 0 shifts choices towards less likely tokens, below 0 towards likelier ones",
         number(-50.0, 50.0, off=(0.0,)),
     ),
     candidates=temperature.skewed,
@@ -233,7 +234,7 @@ TOP_P = step(
 )
 TOP_A = step(
     "BlinkDL/RWKV-LM",
-    Setting("drop what is less likely than this times the square of the likeliest", _SHARE),
+    Setting("drop tokens less likely than this times the square of the largest", _SHARE),
     candidates=each(truncation.keep_top_a),
 )
 TOP_N_SIGMA = step(
@@ -244,14 +245,14 @@ TOP_N_SIGMA = step(
 )
 MIN_P = step(
     "Nguyen et al. 2024, arXiv 2407.01082",
-    Setting("drop what is less than this times as likely as the likeliest", _SHARE, short="-minp"),
+    Setting("drop tokens less likely than this times the largest", _SHARE, short="-minp"),
     columns=alone(truncation.mask_min_p),
     candidates=each(op.keep_min_p),
 )
 TAIL_FREE = step(
     "Phénix and Egan 2019, Tail Free Sampling",
     Setting(
-        "drop the sorted probabilities' tail, from where their curvature has used up this share",
+        "drop the tail of the sorted probabilities, once this share of their curvature is used up",
         number(0.0, 1.0, off=(0.0, 1.0)),
         ("tfs_z",),
     ),
@@ -270,23 +271,23 @@ TYPICAL = step(
 )
 EPSILON = step(
     "Hewitt et al. 2022, arXiv 2210.15191",
-    Setting("drop what has a probability below it", _CUTOFF),
+    Setting("drop tokens with a probability below it", _CUTOFF),
     columns=alone(truncation.mask_epsilon),
     is_drawn=True,
 )
 ETA = step(
     "Hewitt et al. 2022, arXiv 2210.15191",
-    Setting("the same with a lower bound where many tokens are likely", _CUTOFF),
+    Setting("as epsilon_cutoff, with a lower cutoff where many tokens are likely", _CUTOFF),
     columns=alone(truncation.mask_eta),
     is_drawn=True,
 )
 XTC = step(
     "p-e-w, oobabooga/text-generation-webui#6335 (exclude top choices)",
-    Setting("how often all tokens of xtc_threshold but the least likely are dropped", _SHARE),
+    Setting("how often all tokens above xtc_threshold except the least likely are dropped", _SHARE),
     Setting("the probability of a top choice", number(0.0, 1.0, note="above 0.5 it does nothing")),
     Setting(
-        "ids that are never excluded; None for those of a line break and control tokens in a "
-        "Generator, none elsewhere",
+        "ids that are never excluded; None for those of line breaks and control tokens in a "
+        "Generator, and for none elsewhere",
         _SET,
         served=None,
     ),

@@ -1,9 +1,9 @@
 """Steps that drop tokens that are too unlikely, or too likely.
 
-Each drops by -inf, and the next sees the rest renormalized. ``mask_`` functions leave scores in
-their columns and compute as transformers does, in float32, so that ``torch.multinomial`` sees the
-same numbers; ``least`` is how many tokens must stay. ``keep_`` functions are for sorted candidates;
-those of the fused op are in ``exkv.ops.sample``.
+Dropped tokens get -inf, and the next step sees the rest renormalized. ``mask_`` functions leave
+scores in their columns and compute as transformers does, in float32, so that ``torch.multinomial``
+sees the same numbers; ``least`` is how many tokens must stay. ``keep_`` functions are for sorted
+candidates; those of the fused op are in ``exkv.ops.sample``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VECTOR = 64  # a multiple of torch's vector width on any processor
 
 
 def mask_top_k(scores: Tensor, k: int, least: int) -> Tensor:
-    """Drop scores below the k-th largest of their row; its equals stay."""
+    """Drop scores below the k-th largest of their row; ties stay."""
     last = scores.topk(min(max(k, least), scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < last, -math.inf)
 
@@ -51,7 +51,7 @@ def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
         lowest = rising.gather(-1, dropped.sum(-1, keepdim=True))  # to stay
         if not bool((dropped & (rising == lowest)).any()):
             return scores.masked_fill(scores < lowest, -math.inf)
-    # Between equals sort's order decides, as in transformers.
+    # Ties are broken by sort's order, as in transformers.
     rising, order = scores.sort(descending=False)
     dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(
         1, order, _unlikely(rising, p, least)
@@ -60,7 +60,7 @@ def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
 
 
 def _unlikely(rising: Tensor, p: float, least: int) -> Tensor:
-    """Which scores, rising in each row, top-p drops: bool."""
+    """Mask of the scores, ascending in each row, that top-p drops: bool."""
     dropped = rising.softmax(-1).cumsum(-1) <= 1 - p
     dropped[:, -least:] = False
     return dropped
@@ -69,8 +69,8 @@ def _unlikely(rising: Tensor, p: float, least: int) -> Tensor:
 def possible(scores: Tensor) -> int:
     """How many of the likeliest tokens include all with a probability above 0 in any row.
 
-    Left out are whole vectors of a softmax over all, in sorted order, so that probabilities are the
-    same to the bit: vectors have at most 64 numbers, and those left out add 0.
+    Only whole vectors of the softmax over all tokens are left out, in sorted order, so that
+    probabilities are bit-identical: vectors have at most 64 numbers, and these add 0.
     """
     vocab_size = scores.shape[-1]
     count = max(_VECTOR, int((scores > -math.inf).sum(-1).max()))
@@ -110,7 +110,7 @@ def keep_tail_free(scores: Tensor, share: float) -> Tensor:
 
 
 def mask_typical(scores: Tensor, mass: float, least: int) -> Tensor:
-    """Keep the tokens nearest to the expected surprise up to this mass, and equals of the last."""
+    """Keep the tokens nearest to the expected surprise up to this mass, and ties of the last."""
     log_p = scores.log_softmax(-1)
     entropy = -(log_p * log_p.exp()).nansum(-1, keepdim=True)  # 0 * -inf is 0 here
     distance, order = (-log_p - entropy).abs().sort()
@@ -137,7 +137,7 @@ def mask_eta(scores: Tensor, epsilon: float, least: int) -> Tensor:
 
 
 def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) -> Tensor:
-    """Drop the tokens with at least this probability but the least likely of them.
+    """Drop the tokens with at least this probability, except the least likely of them.
 
     Args:
         scores: (B, K).
@@ -152,7 +152,7 @@ def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) ->
 def xtc(
     those: Candidates, probability: float, threshold: float, ignored: Set[int] | None
 ) -> Candidates:
-    """A mixture of two distributions instead of a coin, so that a seed gives the same tokens
+    """Mix two distributions instead of flipping a coin, so that a seed gives the same tokens
     however a model is split."""
     ids = torch.tensor(sorted(ignored or ()), dtype=those.ids.dtype, device=those.ids.device)
     excludable = torch.isin(those.ids, ids, invert=True)

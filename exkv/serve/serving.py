@@ -338,7 +338,7 @@ def _host(engine: Engine) -> dict[str, int]:
     layers, (jobs, away) = engine.cache.layers, engine.away
     room = sum(layer.tier_bytes() for layer in layers)
     used = sum(engine.pool.in_tiers)
-    pages = engine.pool.in_tiers_at_most
+    pages = engine.pool.tier_capacity
     return {
         "pages": room * used // pages if pages else 0,
         "pages_room": room,

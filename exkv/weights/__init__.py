@@ -1,8 +1,8 @@
-"""Formats of weights: how the matrix of a linear layer lies on disk and on a device.
+"""Weight formats: how the matrix of a linear layer is stored on disk and on a device.
 
-``format`` says what a format is, ``floats`` has the plain ones, and ``methods`` finds the formats
-of a checkpoint. A new format is a file here and an entry of ``methods.METHODS``; its tests follow
-from the registry (tests/weights).
+``format`` defines what a format is, ``floats`` has the plain ones, and ``methods`` finds the
+formats of a checkpoint's layers. A new format is a file here and an entry of ``methods.METHODS``;
+its tests follow from the registry (tests/weights).
 """
 
 from .experts import experts_of_formats

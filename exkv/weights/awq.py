@@ -1,8 +1,8 @@
 """AWQ (Lin et al., 2023) as AutoAWQ writes it in its version ``gemm``.
 
 w = scale[g] * (q - zero[g]). ``qweight`` int32 (in, out / 8): the i-th 4 bits of a word, from the
-lowest on, belong to the output that is ORDER[i] of the word's eight. ``qzeros`` int32 (groups, out
-/ 8) alike, ``scales`` (groups, out).
+lowest on, belong to output ORDER[i] of the word's eight. ``qzeros`` int32 (groups, out / 8) is
+packed likewise, ``scales`` (groups, out).
 
 Source: AutoAWQ's ``awq/utils/packing_utils.py``.
 """
@@ -24,9 +24,9 @@ from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
 from .methods import FormatOf, register
-from .settings import Quantized, Settings, headers_of
+from .settings import Settings, headers_of
 
-#: Of a word's eight outputs, the one that its i-th four bits are for.
+#: Output, among the eight of a word, of its i-th four bits.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _OF_OTHERS = (
     *("quant_method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
@@ -66,15 +66,14 @@ def _packed_fake(words: torch.Tensor) -> torch.Tensor:
 
 @define_op("pack_awq(Tensor words) -> Tensor", fake=_packed_fake)
 def pack_awq(words: torch.Tensor) -> torch.Tensor:
-    """Codes as AWQ has them, int32 (in, out / 8) -> codes as kernels read them,
-    ``weight_groups.pack_codes``.
+    """AWQ's codes, int32 (in, out / 8) -> the kernels' (``weight_groups.pack_codes``).
 
     Raises:
-        ValueError: there are none such.
+        ValueError: another dtype or shape.
     """
     if words.dtype != torch.int32 or words.dim() != 2 or len(words) % CHUNK:
         raise ValueError(
-            f"pack_awq: words must be int32 (in, out / 8), inputs in a multiple of {CHUNK}; they "
+            f"pack_awq: words must be int32 (in, out / 8) with a multiple of {CHUNK} inputs; they "
             f"are {words.dtype} {tuple(words.shape)}"
         )
     return pack_codes(_codes(words), 4)
@@ -82,19 +81,16 @@ def pack_awq(words: torch.Tensor) -> torch.Tensor:
 
 def _codes(packed: torch.Tensor) -> torch.Tensor:
     """int32 (n, out / 8) -> uint8 (out, n)."""
-    place = torch.tensor(ORDER).argsort()  # where the bits of a word's first output are, and so on
+    place = torch.tensor(ORDER).argsort()  # place in a word of each output's bits
     eights = unpack(packed, 4, packed.shape[1] * 8).unflatten(1, (-1, 8))
     return eights[..., place].flatten(1).T
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer; the checkpoint's headers say which are quantized at all."""
+    """The format of every layer; the checkpoint's headers say which are quantized."""
     settings, headers = Settings.of(config), headers_of(config)
     group = _group(settings)
-    ignored = settings.names("modules_to_not_convert")
-    quantized = Quantized(
-        where=settings.where, ignored=ignored, markers=("qweight",), headers=headers
-    )
+    quantized = settings.quantized(headers, settings.names("modules_to_not_convert"), "qweight")
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         if not quantized(layer):
@@ -106,7 +102,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _group(settings: Settings) -> int:
-    """Inputs of a group, 0 for whole rows; the other settings are checked."""
+    """Inputs of a group; 0 for whole rows. Checks the other settings."""
     bits, groups = ("bits", "w_bit"), ("group_size", "q_group_size")
     settings.only(
         *_OF_OTHERS,

@@ -1,5 +1,5 @@
-"""What the methods of quantizing share: fields of bits in words, groups of inputs, and checks of
-what tensors hold."""
+"""What quantization methods share: bit fields in words, groups of inputs, and checks of tensors'
+contents."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from exkv.checkpoint import ExpectedTensor
 from exkv.ops.registry import define_op
 from exkv.ops.weight_groups import BLOCK, CHUNK, PLANES, pack_codes
 
+from .finite import refuse_any
 from .settings import Headers
 
-#: What scales may be stored in, and stay in on a device.
+#: Dtypes of stored scales, which they keep on a device.
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WORDS = (torch.int32,)
 
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """int32 (..., words) -> uint8 (..., count): fields of so many bits, one behind the other from
-    the lowest bit of the first word on."""
+    """int32 (..., words) -> uint8 (..., count): adjacent fields of ``bits`` bits, from the lowest
+    bit of the first word on."""
     each = 8 // math.gcd(8, bits)  # fields that end with a byte
     stored, span = words.contiguous().view(torch.uint8), each * bits // 8
     if bits == 8:
         return stored[..., :count]
-    if bits == 4:  # a byte as two, in arithmetic of 16 bits, which is several times as fast
+    if bits == 4:  # two fields at a time in 16-bit arithmetic, which is several times as fast
         wide = stored.to(torch.int16)
         wide = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F)
         return wide.view(torch.uint8)[..., :count]
@@ -42,7 +43,7 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """What :func:`unpack` unpacks: uint8 (n, count) -> int32 (n, words)."""
+    """Inverse of :func:`unpack`: uint8 (n, count) -> int32 (n, words)."""
     each = 8 // math.gcd(8, bits)  # fields that end with a byte
     fields = F.pad(codes, (0, -codes.shape[1] % 32)).unflatten(1, (-1, each)).unbind(-1)
     parts = [torch.zeros_like(fields[0]) for _ in range(each * bits // 8)]
@@ -69,15 +70,15 @@ def _packed_fake(
 def pack_words(
     words: torch.Tensor, bits: int, inputs: int, order: torch.Tensor | None
 ) -> torch.Tensor:
-    """Codes as a file has them -> codes as kernels read them, ``weight_groups.pack_codes``.
+    """Repack a file's codes as kernels read them (``weight_groups.pack_codes``).
 
     Args:
-        words: int32 (out, words), fields of so many bits from the lowest on, in any strides.
-        inputs: how many fields, a multiple of 32.
-        order: int64 (inputs,), the place of each input's field; None for in order.
+        words: int32 (out, words), fields of ``bits`` bits from the lowest on, in any strides.
+        inputs: number of fields, a multiple of 32.
+        order: int64 (inputs,), index of each input's field; None for in order.
 
     Raises:
-        ValueError: they don't fit together.
+        ValueError: the arguments contradict each other.
     """
     if bits not in PLANES:
         raise ValueError(f"pack_words: codes of {bits} bits; they must have 2 to 6, or 8")
@@ -108,7 +109,7 @@ def _in_order(codes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(count: int, bits: int) -> int:
-    """Words of 32 bits for so many fields that lie one behind the other."""
+    """32-bit words for ``count`` adjacent fields."""
     return -(-count * bits // 32)
 
 
@@ -118,7 +119,7 @@ def order_of(groups: torch.Tensor, size: int, name: str) -> torch.Tensor:
     Args:
         groups: the group of each input, (in,).
         size: inputs of a group; the last may have fewer.
-        name: of the tensor, for messages.
+        name: name of the tensor in messages.
 
     Raises:
         ValueError: a group has another number of inputs.
@@ -129,40 +130,35 @@ def order_of(groups: torch.Tensor, size: int, name: str) -> torch.Tensor:
     if wrong.any():
         first = int(order[wrong.nonzero()[0]])
         raise ValueError(
-            f"{name} puts input {first} into group {int(groups[first])}, where groups are of "
-            f"{size} inputs each, from 0 to {int(expected[-1])}: download the model again"
+            f"{name} puts input {first} into group {int(groups[first])}, but groups have {size} "
+            f"inputs each, from 0 to {int(expected[-1])}: download the model again"
         )
     return order
 
 
 def check_permutation(name: str, order: torch.Tensor) -> None:
-    """ValueError unless every input is there once."""
+    """ValueError unless every input occurs once."""
     expected = torch.arange(len(order), dtype=order.dtype)
     wrong = order.sort().values != expected
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise ValueError(
-            f"{name} is no permutation of the {len(order)} inputs, {first} is missing or another "
-            "is there twice: download the model again"
+            f"{name} is not a permutation of the {len(order)} inputs, {first} is missing or "
+            "another occurs twice: download the model again"
         )
 
 
 def check_constant(name: str, values: torch.Tensor, expected: int, why: str) -> None:
-    """ValueError where integers are not all the same."""
-    wrong = (values != expected).flatten()
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{int(wrong.sum())} of {values.numel()} {name} are not {expected}, which {why}; the "
-            f"first is number {first}, {values.flatten()[first].item()}: config.json and the "
-            "weights contradict each other, download the model again"
-        )
+    """ValueError if integers are not all as expected."""
+    contradiction = "config.json and the weights contradict each other, download the model again"
+    what = f"{name} are not {expected}, which {why}"
+    refuse_any(values != expected, values, what, contradiction)
 
 
 def stored_scale(
     layer: str, name: str, headers: Headers | None, default: torch.dtype
 ) -> torch.dtype:
-    """In which a layer's scales are stored: what the checkpoint has, or else the default."""
+    """Dtype in which the checkpoint stores a layer's scales; the default without a checkpoint."""
     info = None if headers is None else headers.get(f"{layer}.{name}")
     dtype = default if info is None else info.dtype
     return dtype if dtype in SCALE_DTYPES else torch.float16

@@ -4,9 +4,8 @@
 4 bits: ``weight`` uint8 (out * in / 2, 1), the matrix row by row, the first of two weights in the
 high half of a byte; a weight is ``quant_map[code] * absmax[block]``. With double quantization
 ``absmax`` has 8 bits: ``nested_quant_map[absmax] * nested_absmax[block of blocks] +
-nested_offset``. What is no tensor is JSON in ``quant_state.bitsandbytes__nf4``. 8 bits:
-``weight`` int8 times ``SCB / 127``, a number a row; what is done about outliers in activations is
-left out.
+nested_offset``. Other values are JSON in ``quant_state.bitsandbytes__nf4``. 8 bits: ``weight`` int8
+times ``SCB / 127``, one number a row; the separate handling of outlier activations is not done.
 
 Source: bitsandbytes' ``functional.py`` (``QuantState``) and ``nn/modules.py``.
 """
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,16 +28,16 @@ from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
 from .methods import FormatOf, register
-from .settings import Headers, Quantized, Settings, headers_of
+from .settings import Headers, Settings, headers_of
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
 _KINDS = ("nf4", "fp4")
-#: Weights that share an absmax, and absmax that share one of their own.
+#: Possible numbers of weights that share an absmax; and of absmax that share one of their own.
 BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _NESTED = 256
-#: To divide by them: with ``//`` a plan would import sympy.
+#: Division by them as a shift: with ``//`` a plan would import sympy.
 _SHIFTS = {size: size.bit_length() - 1 for size in BLOCKS}
-#: Bytes that JSON of a few numbers may have.
+#: Upper bound on the bytes of the JSON.
 _LONGEST = 4096
 _OF_OTHERS = (
     *("quant_method", "bnb_4bit_compute_dtype", "llm_int8_threshold", "_load_in_8bit"),
@@ -48,11 +47,11 @@ _OF_OTHERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bnb4Format(TiledFormat):
-    """4 bits, which number one of 16 values.
+    """4-bit indices into 16 values.
 
     Attributes:
         kind: "nf4" or "fp4".
-        block: weights that share an absmax, row after row.
+        block: weights that share an absmax, row by row.
         nested: whether absmax are quantized too.
         state: bytes of the JSON in the checkpoint.
     """
@@ -88,7 +87,7 @@ class Bnb4Format(TiledFormat):
 
     def layout(self, size: Size) -> Layout:
         if size[1] % 2:
-            raise ValueError(f"a matrix of {size[1]} inputs can't be in {self.kind}: they are odd")
+            raise ValueError(f"a matrix of {size[1]} inputs can't be in {self.kind}: odd number")
         blocks = math.ceil(size[0] * size[1] / self.block)
         whole: Layout = {
             "weight": ((size[0], size[1] // 2), torch.uint8),
@@ -111,23 +110,29 @@ class Bnb4Format(TiledFormat):
         return {"weight": stored["weight"].view(state["shape"][0], -1), **made}
 
     def _read_state(self, stored: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The JSON, held against what the other tensors' shapes say."""
+        """The JSON, checked against the other tensors' shapes."""
         name = self._state_name()
         state = parse_json_object(bytes(stored[name].tolist()), name)
         shape = state.get("shape")
         numbers = shape if isinstance(shape, list) and all(map(is_int, shape)) else []
         whole = len(numbers) == 2 and min(numbers) > 0
         if not whole or math.prod(numbers) != 2 * stored["weight"].numel():
-            raise ValueError(f"{name} says shape {shape!r}, of which these are not the weights")
+            raise ValueError(
+                f"{name} has shape {shape!r}, which the stored weights don't match: download the "
+                "model again"
+            )
         sizes = {"blocksize": self.block, "nested_blocksize": _NESTED if self.nested else None}
         for key, size in sizes.items():
             if state.get(key) != size:
                 raise ValueError(
-                    f"{name} says {key} {state.get(key)!r}, and the number of absmax {size}: "
+                    f"{name} has {key} {state.get(key)!r}, but the number of absmax means {size}: "
                     "download the model again"
                 )
         if self.nested and not is_number(state.get("nested_offset")):
-            raise ValueError(f"{name} says nested_offset {state.get('nested_offset')!r}")
+            raise ValueError(
+                f"{name} has nested_offset {state.get('nested_offset')!r}, which must be a finite "
+                "number: download the model again"
+            )
         return state
 
     def native(self, size: Size) -> tuple[int, ...] | None:
@@ -157,7 +162,7 @@ class Bnb4Format(TiledFormat):
         both = tensors["weight"][ids]  # (n, in / 2)
         codes = torch.stack([both >> 4, both & 15], -1).flatten(1)
         inputs = codes.shape[1]
-        each = math.gcd(inputs, self.block)  # weights of a row that surely share an absmax
+        each = math.gcd(inputs, self.block)  # adjacent weights of a row that share an absmax
         first = torch.arange(0, inputs, each, device=ids.device)
         blocks = ids.unsqueeze(1) * inputs + first >> _SHIFTS[self.block]
         absmax = tensors["absmax"][blocks]
@@ -194,14 +199,13 @@ INT8 = Bnb8Format(bits=8, group=0, scale=torch.float32)
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer; the checkpoint's headers say which are quantized at all."""
+    """The format of every layer; the checkpoint's headers say which are quantized."""
     settings, headers = Settings.of(config), headers_of(config)
     four = _has_four_bits(settings)
     kind = settings.choice("bnb_4bit_quant_type", _KINDS, "fp4")
     nested = settings.flag("bnb_4bit_use_double_quant")
     ignored = settings.names("llm_int8_skip_modules")
-    markers = ("weight.absmax",) if four else ("SCB",)
-    quantized = Quantized(where=settings.where, ignored=ignored, markers=markers, headers=headers)
+    quantized = settings.quantized(headers, ignored, "weight.absmax" if four else "SCB")
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         if not quantized(layer):
@@ -215,7 +219,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _has_four_bits(settings: Settings) -> bool:
-    """Else eight; the other settings are checked."""
+    """Whether weights have 4 bits and not 8; checks the other settings."""
     settings.only(
         *_OF_OTHERS,
         *("load_in_4bit", "load_in_8bit", "llm_int8_skip_modules", "llm_int8_has_fp16_weight"),
@@ -232,16 +236,11 @@ def _has_four_bits(settings: Settings) -> bool:
 def _format_found(
     format: Bnb4Format, layer: str, size: Size, headers: Headers | None
 ) -> Bnb4Format:
-    """With blocks of the size that the number of absmax says, and the length of the JSON."""
+    """The format with the block size that the number of absmax implies, and the JSON's length."""
     absmax = None if headers is None else headers.get(f"{layer}.weight.absmax")
-    if headers is None or absmax is None:  # a load says that it is missing
+    if headers is None or absmax is None:  # loading reports that it is missing
         return format
     of_size = [b for b in BLOCKS if absmax.shape == (math.ceil(size[0] * size[1] / b),)]
     state = headers.get(f"{layer}.{format._state_name()}")
     length = state.shape[0] if state is not None and len(state.shape) == 1 else 0
-    return Bnb4Format(
-        kind=format.kind,
-        block=(of_size or BLOCKS)[0],
-        nested=format.nested,
-        state=min(length, _LONGEST),
-    )
+    return replace(format, block=(of_size or BLOCKS)[0], state=min(length, _LONGEST))

@@ -1,18 +1,18 @@
 """compressed-tensors, as llm-compressor writes it: integers, 8-bit and 4-bit floats.
 
-``config_groups`` says how the weights of which layers are quantized; a layer that the checkpoint
-has as floats is one, whatever it says. Settings of activations are ignored: they stay floats.
+``config_groups`` says which layers are quantized how; layers that the checkpoint has as floats are
+floats nevertheless. Settings of activations are ignored: they stay floats.
 
 - ``pack-quantized``: ``weight_packed`` int32 (out, ceil(in * bits / 32)), integers + 2^(bits - 1)
-  from the lowest bit on; ``weight_scale`` (out, groups); zero points packed alike along the
+  from the lowest bit on; ``weight_scale`` (out, groups); zero points packed likewise along the
   outputs; ``weight_g_idx``, the group of each input (actorder ``group``); ``weight_shape``.
-- ``int-quantized``: ``weight`` int8 (out, in), scales and zero points a number each.
-- ``float-quantized``: ``weight`` e4m3 with a scale a matrix, row, group or block.
+- ``int-quantized``: ``weight`` int8 (out, in), unpacked scales and zero points.
+- ``float-quantized``: ``weight`` e4m3 with a scale for the matrix, or a row, group or block.
 - ``naive-quantized``: one of the latter two, by the type.
 - ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``: see ``nvfp4.py`` and ``mxfp4.py``.
-- ``mxfp8-quantized``: ``weight`` e4m3 with scales uint8 for 32 inputs, powers of two.
+- ``mxfp8-quantized``: ``weight`` e4m3 with uint8 scales for 32 inputs, powers of two.
 
-``transform_config`` says what inputs go through first: see ``transforms.py``.
+``transform_config`` has transforms of inputs: see ``transforms.py``.
 
 Source: the package compressed-tensors, ``compressors/`` and ``utils/match.py``.
 """
@@ -33,7 +33,7 @@ from .bits import order_of, pack, stored_scale, unpack, words, words_of
 from .finite import check_finite
 from .floats import FLOATS
 from .format import Size, WeightFormat
-from .fp8 import Fp8Format
+from .fp8 import MXFP8_ROWS, Fp8Format
 from .groups import GroupFormat
 from .methods import FormatOf, register
 from .rounding import Rounded
@@ -46,13 +46,13 @@ PACKED, INTEGERS, FLOAT, NAIVE, MIXED = (
     "mixed-precision",
 )
 NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-#: Tensors that every quantized layer has one of.
+#: Every quantized layer has one of these tensors.
 _MARKERS = ("weight_packed", "weight_scale")
 _OF_OTHERS = (
     *("quant_method", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
     *("version", "run_compressed", "dequantize"),
 )
-#: Must not say anything: sparse weights are others.
+#: Must be empty: sparse weights are not supported.
 _SPARSITY = "sparsity_config"
 _ACTORDERS = ("group", "dynamic", True, "weight", "static", False)
 _OF_OBSERVERS = ("observer", "observer_kwargs", "dynamic", "zp_dtype", "scale_dtype")
@@ -63,8 +63,8 @@ class CompressedFormat(GroupFormat):
     """The layout of groups, as compressed-tensors stores it.
 
     Attributes:
-        packed: whether codes are packed into words; else they are int8.
-        shared: whether one scale is stored for all of the matrix.
+        packed: whether codes are packed into words, and not int8.
+        shared: whether one scale is stored for the whole matrix.
     """
 
     packed: bool
@@ -113,7 +113,7 @@ class CompressedFormat(GroupFormat):
     def _codes(
         self, stored: Mapping[str, torch.Tensor], inputs: int, order: torch.Tensor | None
     ) -> torch.Tensor:
-        """In the kernels' order."""
+        """Codes in the kernels' order."""
         if self.packed:
             return torch.ops.exkv.pack_words(stored["weight_packed"], self.bits, inputs, order)
         codes = self._unsigned(stored["weight"], "weight")
@@ -130,13 +130,13 @@ class CompressedFormat(GroupFormat):
         low, high = self._ends(signed)
         if low < -half or high >= half:
             raise ValueError(
-                f"{name} has integers from {low} to {high}, which are not of {self.bits} bits: "
+                f"{name} has integers from {low} to {high}, which don't fit {self.bits} bits: "
                 "config.json and the weights contradict each other, download the model again"
             )
         return signed.view(torch.uint8) + half  # modulo 256
 
     def _ends(self, signed: torch.Tensor) -> tuple[int, int]:
-        """The least and the largest, of integers that could have more bits."""
+        """The smallest and largest of integers that could exceed the format's bits."""
         if self.bits == 8 or not signed.numel():
             return 0, 0
         low, high = signed.aminmax()
@@ -144,7 +144,7 @@ class CompressedFormat(GroupFormat):
 
 
 def stored_as_packed(values: Rounded, bits: int) -> dict[str, torch.Tensor]:
-    """Integers as ``pack-quantized`` stores them."""
+    """Encode integers as ``pack-quantized`` stores them."""
     return {
         "weight_packed": pack(values.codes, bits),
         "weight_scale": values.scale,
@@ -155,7 +155,7 @@ def stored_as_packed(values: Rounded, bits: int) -> dict[str, torch.Tensor]:
 def rounded_of_packed(
     stored: Mapping[str, torch.Tensor], layer: str, format: GroupFormat
 ) -> Rounded:
-    """The integers of :func:`stored_as_packed`, of a layer among these tensors."""
+    """Inverse of :func:`stored_as_packed`, for one layer among these tensors."""
     inputs = int(stored[f"{layer}.weight_shape"][1])
     codes = unpack(stored[f"{layer}.weight_packed"], format.bits, inputs)
     return Rounded(codes=codes, scale=stored[f"{layer}.weight_scale"])
@@ -164,13 +164,13 @@ def rounded_of_packed(
 def settings_of_packed(
     formats: Mapping[str, GroupFormat], ignore: list[str]
 ) -> dict[str, Any] | None:
-    """The quantization_config of a checkpoint whose linear layers are stored so; None of floats.
+    """The quantization_config of a checkpoint with linear layers in these formats; None if all are
+    floats.
 
-    There are no zero points in it: transformers 5.18 with compressed-tensors 0.20 reads none that
-    are packed.
+    It has no zero points: transformers 5.18 with compressed-tensors 0.20 can't read packed ones.
 
     Args:
-        formats: layer's name -> its bits and group.
+        formats: name of a layer -> its format.
         ignore: layers that are floats.
     """
     groups: dict[tuple[int, int], list[str]] = {}
@@ -201,9 +201,9 @@ class _Group:
     """One of the config_groups.
 
     Attributes:
-        targets: names of layers, patterns of them, and types of modules.
+        targets: names of layers, patterns of names, and types of modules.
         format: how its layers are stored.
-        weights: the settings of weights; None where only activations are quantized.
+        weights: the settings of weights; None if only activations are quantized.
     """
 
     targets: tuple[str, ...]
@@ -212,7 +212,7 @@ class _Group:
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer: of the group that names it, or else its type."""
+    """The format of every layer, from the group that names the layer or else its type."""
     settings, headers = Settings.of(config), headers_of(config)
     settings.only(*_OF_OTHERS, *("config_groups", "format", "ignore"), _SPARSITY, TRANSFORMS)
     _check_dense(settings)
@@ -238,7 +238,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         return register(format)
 
     def floats(layer: str, size: Size) -> WeightFormat:
-        # To packers routers and fused experts are no linear layers, see _is_float.
+        # Packers don't treat routers and fused experts as linear layers, see _is_float.
         no_linear = stays_float(layer, (*ROUTERS, "experts"))
         if not no_linear and block_of(layer, size[1]):
             raise unknown_transform(settings, layer, "of a layer of floats")
@@ -248,8 +248,8 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _is_float(layer: str, headers: Headers | None) -> bool:
-    """Whether the checkpoint has the layer as floats. Packers quantize what is an ``nn.Linear`` to
-    them, which routers and fused experts are not in transformers 5."""
+    """Whether the checkpoint has the layer as floats. Packers only quantize an ``nn.Linear``, which
+    routers and fused experts are not in transformers 5."""
     if headers is None:
         return stays_float(layer, ROUTERS)
     quantized = any(f"{layer}.{marker}" in headers for marker in _MARKERS)
@@ -293,7 +293,7 @@ def _weights(part: Settings) -> Settings | None:
 
 
 def _group_of(layer: str, groups: list[_Group]) -> _Group | None:
-    """The group that has the layer by its name, else by a pattern, else by its type."""
+    """The group that matches the layer by name, else by a pattern, else by its type."""
     ranked = [
         (0 if name == layer else 1 if name.startswith("re:") else 2, place)
         for place, group in enumerate(groups)
@@ -324,35 +324,20 @@ def _float_format(
     )
 
 
-def _mxfp8_format(
-    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
-) -> WeightFormat:
-    _check_floats(group, 8, mxfp4.GROUP, "group")
-    return Fp8Format(block=(1, mxfp4.GROUP), scale_name="weight_scale", scale_dtype=torch.uint8)
+def _fixed(
+    format: WeightFormat, bits: int, inputs: int, strategy: str = "group"
+) -> Callable[..., WeightFormat]:
+    """Maker of a format of floats; ValueError unless the settings have its values, or none."""
 
+    def make(group: _Group, *rest: object) -> WeightFormat:
+        assert group.weights is not None
+        group.weights.choice("num_bits", (bits,), bits)
+        group.weights.choice("symmetric", (True,), True)
+        group.weights.choice("group_size", (inputs,), inputs)
+        group.weights.choice("strategy", (strategy,), strategy)
+        return format
 
-def _mxfp4_format(
-    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
-) -> WeightFormat:
-    _check_floats(group, 4, mxfp4.GROUP, "group")
-    return mxfp4.COMPRESSED_TENSORS
-
-
-def _nvfp4_format(
-    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
-) -> WeightFormat:
-    _check_floats(group, 4, nvfp4.GROUP, "tensor_group")
-    return nvfp4.COMPRESSED_TENSORS
-
-
-def _check_floats(group: _Group, bits: int, inputs: int, strategy: str) -> None:
-    """ValueError unless the settings say what the kind has, or leave it open."""
-    weights = group.weights
-    assert weights is not None
-    weights.choice("num_bits", (bits,), bits)
-    weights.choice("symmetric", (True,), True)
-    weights.choice("group_size", (inputs,), inputs)
-    weights.choice("strategy", (strategy,), strategy)
+    return make
 
 
 def _integer_format(
@@ -361,7 +346,7 @@ def _integer_format(
     weights = group.weights
     assert weights is not None
     strategy = _strategy(weights, ("tensor", "channel", "group"))
-    # Of those that sort inputs, some tools write the groups of inputs, others sort them back.
+    # Some tools that sort inputs write the inputs' groups, others restore the order.
     indexed = weights.choice("actorder", (*_ACTORDERS, None)) in _ACTORDERS[:3]
     if headers is not None:
         indexed = f"{layer}.weight_g_idx" in headers
@@ -388,14 +373,14 @@ def _group_size(weights: Settings) -> int:
     return size
 
 
-#: How layers are stored -> the type of their weights -> what makes their format. A new kind is an
-#: entry.
+#: How layers are stored -> type of their weights -> function that makes their format. A new kind is
+#: an entry.
 _KINDS: dict[str, dict[str, Callable[..., WeightFormat]]] = {
     PACKED: {"int": _integer_format},
     INTEGERS: {"int": _integer_format},
     FLOAT: {"float": _float_format},
     NAIVE: {"int": _integer_format, "float": _float_format},
-    NVFP4: {"float": _nvfp4_format},
-    MXFP4: {"float": _mxfp4_format},
-    MXFP8: {"float": _mxfp8_format},
+    NVFP4: {"float": _fixed(nvfp4.COMPRESSED_TENSORS, 4, nvfp4.GROUP, "tensor_group")},
+    MXFP4: {"float": _fixed(mxfp4.COMPRESSED_TENSORS, 4, mxfp4.GROUP)},
+    MXFP8: {"float": _fixed(MXFP8_ROWS, 8, mxfp4.GROUP)},
 }

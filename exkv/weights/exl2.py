@@ -1,20 +1,19 @@
-"""EXL2, ExLlamaV2's format: groups of inputs of 8 to 2 bits in one matrix, the inputs sorted by
-how much depends on them.
+"""EXL2, ExLlamaV2's format: groups of inputs of 8 to 2 bits in one matrix, with the inputs sorted
+by importance.
 
 For the sorted input k of group g, and output n::
 
     w = (q[k, n] - 2^(bits - 1)) * (s[g, n] + 1)^2 * q_scale_max[g] / 256
 
-``q_weight`` int32 (words, out) packs q along the inputs, a group behind the other, and ``q_scale``
-int32 (groups, out / 8) s along the outputs, 4 bits each, both from the lowest bit on, with outputs
+``q_weight`` int32 (words, out) packs q along the inputs, group after group, and ``q_scale`` int32
+(groups, out / 8) packs s along the outputs, 4 bits each, both from the lowest bit on, with outputs
 padded to a multiple of 32. ``q_groups`` int16 has each group's bits and its first row of words.
-The model's input j is the sorted one ``q_invperm[j]``. The head is quantized too, and is another
-matrix than the embedding's.
+The model's input j is the sorted one ``q_invperm[j]``. The head is quantized too, and never tied to
+the embedding.
 
-On a device the codes lie as the CPU's kernels read them (``exkv.ops.weight_groups``), blocks of
-eight outputs with all their inputs, and scales as in the file: no more bytes than that has.
-``q_groups`` are what a format is made of, since nothing else says how many inputs have how many
-bits.
+On a device codes are in the order of the CPU's kernels (``exkv.ops.weight_groups``), blocks of
+eight outputs with all their inputs, and scales as in the file: no more bytes than it has. A format
+is built from ``q_groups``, since nothing else says how many inputs have how many bits.
 
 Source: exllamav2's ``conversion/adaptivegptq.py`` and ``exllamav2_ext/cuda/q_matrix.cu``.
 """
@@ -37,7 +36,7 @@ from .finite import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .methods import FormatOf, register
-from .settings import EMBEDDING, Headers, Quantized, Settings, headers_of
+from .settings import EMBEDDING, Headers, Settings, headers_of
 from .tiles import Packing, TiledFormat
 
 BITS = (8, 6, 5, 4, 3, 2)
@@ -47,9 +46,9 @@ class Section(NamedTuple):
     """Sorted inputs of equal bits.
 
     Attributes:
-        bits: of each.
+        bits: bits of each code.
         group: inputs that share a scale; the last group of a matrix may have fewer.
-        inputs: how many.
+        inputs: number of inputs.
     """
 
     bits: int
@@ -67,13 +66,13 @@ class Section(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of outputs, on a device."""
+        """Bytes of a block of outputs on a device."""
         return BLOCK * self.inputs * self.bits // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exl2Format(TiledFormat):
-    """Sections of inputs, sorted; input k of them is the model's ``order[k]``."""
+    """Sections of sorted inputs; input k of them is the model's ``order[k]``."""
 
     sections: tuple[Section, ...]
     outputs_of: int
@@ -153,7 +152,7 @@ class Exl2Format(TiledFormat):
         return sum(section.groups for section in self.sections)
 
     def _scales(self, tensors: Tensors, ids: torch.Tensor) -> torch.Tensor:
-        """Of these outputs, (n, groups), fp32."""
+        """Scales of these outputs, fp32 (n, groups)."""
         fields = tensors["scale"][:, ids >> 3] >> (ids & 7) * 4 & 15
         square = (fields + 1).square().float().T
         return square * (tensors["largest"].float() / 256)
@@ -170,20 +169,17 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     settings.only("quant_method", "version", "bits", "head_bits", "calibration")
     if headers is None or config.path is None:
         raise ValueError(
-            f"{settings.where}: of EXL2 only the weights' files say how many bits a layer has, and "
-            "there are none that can be read: give the folder of the whole model"
+            f"{settings.where}: with EXL2 only the weights' files say how many bits a layer has, "
+            "and there are none that can be read: give the folder of the whole model"
         )
-    ignored = (EMBEDDING,)
-    quantized = Quantized(
-        where=settings.where, ignored=ignored, markers=("q_weight",), headers=headers
-    )
+    quantized = settings.quantized(headers, (EMBEDDING,), "q_weight")
     with open_checkpoint(config.path) as checkpoint:
         names = (name for name in headers if name.endswith(".q_groups"))
         groups = {name: checkpoint.tensor(name).flatten().tolist() for name in names}
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         if not quantized(layer) or f"{layer}.q_weight" not in headers:
-            return FLOATS[dtype]  # of which a load says that it isn't there either
+            return FLOATS[dtype]  # if that is missing too, loading reports it
         spans = _spans(layer, groups.get(f"{layer}.q_groups", []), headers)
         sections = tuple(_sections(layer, size[1], spans))
         return register(Exl2Format(sections=sections, outputs_of=size[0]))
@@ -195,7 +191,7 @@ def _spans(layer: str, pairs: list[int], headers: Headers) -> list[tuple[int, in
     """Bits and words of the layer's groups.
 
     Raises:
-        ValueError: they cannot be.
+        ValueError: ``q_groups`` is invalid.
     """
     weight = headers[f"{layer}.q_weight"]
     bits, first = pairs[::2], pairs[1::2]
@@ -204,18 +200,18 @@ def _spans(layer: str, pairs: list[int], headers: Headers) -> list[tuple[int, in
     sound = len(bits) == len(spans) > 0 and first[0] == 0 and min(spans) > 0
     if not sound or not set(bits) <= set(BITS) or bits != sorted(bits, reverse=True):
         raise ValueError(
-            f"{weight.file}: {layer}.q_groups must be pairs of bits, of "
-            f"{', '.join(map(str, BITS))}, falling, and first rows of q_weight's {rows}, rising "
-            f"from 0, not {quoted(pairs)}: download the model again"
+            f"{weight.file}: {layer}.q_groups must be pairs of descending bits, of "
+            f"{', '.join(map(str, BITS))}, and first rows of q_weight's {rows}, ascending from 0, "
+            f"not {quoted(pairs)}: download the model again"
         )
     return list(zip(bits, spans, strict=True))
 
 
 def _sections(layer: str, inputs: int, groups: list[tuple[int, int]]) -> Iterator[Section]:
-    """Groups of equal bits taken together.
+    """Combine groups of equal bits.
 
     Raises:
-        ValueError: they are of other inputs.
+        ValueError: their sizes don't match, or don't add up to ``inputs``.
     """
     left = inputs
     for bits, some in itertools.groupby(groups, key=lambda pair: pair[0]):
@@ -231,7 +227,7 @@ def _sections(layer: str, inputs: int, groups: list[tuple[int, int]]) -> Iterato
         yield Section(bits=bits, group=size, inputs=there)
     if left:
         raise ValueError(
-            f"{layer}.q_groups has groups of unlike sizes, or of other than {inputs} inputs, or "
-            f"of no multiple of {CHUNK}: config.json and the weights are not of the same model, "
+            f"{layer}.q_groups has groups of different sizes, or not {inputs} inputs, or not in "
+            f"multiples of {CHUNK}: config.json and the weights are not of the same model, "
             "download it again"
         )

@@ -1,24 +1,24 @@
 """EXL3, ExLlamaV3's format: trellis codes of 1 to 8 bits between two Hadamard transforms (a variant
 of QTIP, Tseng et al., 2024).
 
-A tile is 16 inputs by 16 outputs, a ring of 256 positions. Each position adds its bits to a stream
-that is read as a circle, the highest bit first, and its weight is a function of the last 16 bits of
-the stream, which is the codebook. ``trellis`` int16 (in / 16, out / 16, 16 * bits) has the streams,
-in words of 32 bits of which the lower half comes first. With H the Hadamard matrix of 128, divided
-by its root, over blocks of inputs and of outputs::
+A tile is 16 inputs by 16 outputs, a ring of 256 positions. Each position adds its bits to a
+circular stream, highest bit first, and its weight is a function, the codebook, of the stream's last
+16 bits. ``trellis`` int16 (in / 16, out / 16, 16 * bits) has the streams, in words of 32 bits with
+the lower half first. With H the Hadamard matrix of size 128, divided by sqrt(128), over blocks of
+inputs and of outputs::
 
     y = ((x * suh) H W H) * svh
 
 Inputs and outputs are padded to multiples of 128. ``suh`` (in) and ``svh`` (out) are float16; older
-files have the signs only, as bits, in ``su`` and ``sv``. A scalar ``mcg`` or ``mul1``, the factor
-of the codebook's generator, says which codebook it is. The head is another matrix than the
-embedding's, and quantized.
+files have only their signs, as bits, in ``su`` and ``sv``. A scalar ``mcg`` or ``mul1``, the factor
+of the codebook's generator, identifies the codebook. The head is quantized too, and never tied to
+the embedding.
 
-Tiles stay packed on a device, those of an output's beside each other. Layers transform x, multiply
-it by W in float32, and transform what comes out; kernels read the tiles as they lie.
+Tiles stay packed on a device, those of the same outputs next to each other. Layers transform x,
+multiply it by W in float32, and transform the product; kernels read the packed tiles.
 
 Source: exllamav3's ``exllamav3_ext/quant`` (codebook.cuh, exl3_dq.cuh, reconstruct.cu) and
-``modules/quant/exl3.py``; bits of a half have ``tests/testlib/trellis.py``.
+``modules/quant/exl3.py``; half bits are from its ``tests/testlib/trellis.py``.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 from .finite import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
+from .hadamard import signs_of
 from .methods import FormatOf, register
-from .settings import EMBEDDING, Headers, Quantized, Settings, headers_of
+from .settings import EMBEDDING, Headers, Settings, headers_of
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
-#: Inputs and outputs of a tile, and of a block that is transformed.
+#: Size of a tile, and of a block of the transform.
 TILE, BLOCK = 16, 128
-#: Words of 16 bits that a tile may have: 1 to 8 bits a weight.
+#: 16-bit words that a tile may have, for 1 to 8 bits a weight.
 _WORDS = range(16, 129, 8)
-#: Codebook -> the factor of its generator, where a file states it.
+#: Codebook -> the factor of its generator, if files state it.
 CODEBOOKS = {"3inst": None, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrellisFormat(TiledFormat):
-    """W alone: int16 (out / 16, in / 16, words), of which any rows can be dequantized.
+    """W alone: int16 (out / 16, in / 16, words); any rows can be dequantized.
 
     Attributes:
-        words: of a tile; 16 times the bits of a weight.
+        words: words of a tile; 16 times the bits of a weight.
         codebook: "3inst", "mcg" or "mul1".
     """
 
@@ -99,15 +100,15 @@ class TrellisFormat(TiledFormat):
         return self._values(device)[states].flatten(1).to(dtype)
 
     def _begin(self, output: int, place: int) -> int:
-        """The first bit of the 16 in the ring of which a tile's weight is made."""
+        """Position in the ring of the first of the 16 bits of a tile's weight."""
         lane = 4 * (output & 7) + (place >> 1 & 3)
         position = 8 * lane + (output >> 3 << 2) + (place >> 3 << 1) + (place & 1)
-        # Of bits and a half each second position has one more.
+        # With half bits every second position has one bit more.
         end = (position + 1) * (self.words >> 4) + (position + 1 >> 1) * (self.words >> 3 & 1)
         return (end - 16) % (16 * self.words)
 
     def _values(self, device: torch.device) -> torch.Tensor:
-        """The codebook: float16 (65536,). Products are those of 32 bits, and wrap around."""
+        """The codebook: float16 (65536,). Products wrap around at 32 bits."""
         states = torch.arange(1 << 16, dtype=torch.int32, device=device)
         factor = CODEBOOKS[self.codebook]
         made = states * 89226354 + 64248484 if factor is None else states * (factor - 2**32)
@@ -126,9 +127,9 @@ class Exl3Format(WeightFormat):
     """Tiles between two transforms.
 
     Attributes:
-        tiles: what W is.
-        size: without padding.
-        signs: whether the file has the signs of both ends as bits, and no scales.
+        tiles: the format of W.
+        size: size of the matrix without padding.
+        signs: whether the file has signs as bits in place of ``suh`` and ``svh``.
     """
 
     tiles: TrellisFormat
@@ -137,7 +138,7 @@ class Exl3Format(WeightFormat):
     names: ClassVar[tuple[str, ...]] = ("trellis", "suh", "svh")
 
     def __post_init__(self) -> None:
-        register(self.tiles)  # by whose name an op finds it
+        register(self.tiles)  # ops find it by its name
 
     @property
     def name(self) -> str:
@@ -171,7 +172,7 @@ class Exl3Format(WeightFormat):
         factor = int(stored[codebook]) & 0xFFFFFFFF if codebook in stored else None
         if factor != CODEBOOKS[codebook]:
             raise ValueError(
-                f"{codebook} is {factor:#x}, and exkv knows {CODEBOOKS[codebook]:#x} only: take "
+                f"{codebook} is {factor:#x}, and exkv knows only {CODEBOOKS[codebook]:#x}: take "
                 "another quantized version of the model"
             )
         suh, svh = (
@@ -183,12 +184,10 @@ class Exl3Format(WeightFormat):
         return {"trellis": trellis, "suh": suh, "svh": svh[: self.size[0]].contiguous()}
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        h = torch.ones(1, 1, dtype=torch.float64, device=tensors["suh"].device)
-        while len(h) < BLOCK:
-            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-        # Sums of 2^14 values of 11 bits, so these are exact.
+        h = signs_of(BLOCK, torch.float64, tensors["suh"].device)
+        # Sums of 2^14 values of 11 bits are exact in float64.
         tiles = self.tiles.dequantize(tensors, torch.float64)
-        for _ in range(2):  # both ends
+        for _ in range(2):  # inputs and outputs
             tiles = (tiles.T.unflatten(1, (-1, BLOCK)) @ h).flatten(1)
         suh, svh = tensors["suh"], tensors["svh"]
         made = (tiles / BLOCK)[: len(svh)] * suh * svh.unsqueeze(1)
@@ -202,24 +201,24 @@ class Exl3Format(WeightFormat):
 
 
 def _padded(size: Size) -> Size:
-    """To whole blocks."""
+    """The size in whole blocks."""
     outputs, inputs = (-(-each // BLOCK) * BLOCK for each in size)
     return outputs, inputs
 
 
 def _transformed(x: torch.Tensor) -> torch.Tensor:
-    """Each block times H, divided by its root."""
+    """Multiply each block by H."""
     return torch.ops.exkv.hadamard(x.unflatten(-1, (-1, BLOCK))).flatten(-2)
 
 
 def _from_bits(words: torch.Tensor) -> torch.Tensor:
-    """-1 where a bit is set, the lowest of a word first, and else 1: float16."""
+    """-1 for each set bit, the lowest of a word first, otherwise 1: float16."""
     bits = words.unsqueeze(1) >> torch.arange(16, dtype=torch.int16) & 1
     return (1 - 2 * bits).half().flatten()
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer, which the checkpoint's headers say.
+    """The format of every layer, from the checkpoint's headers.
 
     Raises:
         ValueError: there is no checkpoint, or it is damaged; config.json alone doesn't say how many
@@ -233,16 +232,14 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     )
     if headers is None:
         raise ValueError(
-            f"{settings.where}: of EXL3 only the weights' files say how many bits a layer has, and "
-            "there are none that can be read: give the folder of the whole model"
+            f"{settings.where}: with EXL3 only the weights' files say how many bits a layer has, "
+            "and there are none that can be read: give the folder of the whole model"
         )
-    quantized = Quantized(
-        where=settings.where, ignored=(EMBEDDING,), markers=("trellis",), headers=headers
-    )
+    quantized = settings.quantized(headers, (EMBEDDING,), "trellis")
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         if not quantized(layer) or f"{layer}.trellis" not in headers:
-            return FLOATS[dtype]  # of which a load says that it isn't there either
+            return FLOATS[dtype]  # if that is missing too, loading reports it
         signs = f"{layer}.su" in headers
         tiles = _tiles(layer, headers)
         return register(Exl3Format(tiles=tiles, size=size, signs=signs))
@@ -251,16 +248,16 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _tiles(layer: str, headers: Headers) -> TrellisFormat:
-    """ValueError where they have other bits than there are, or two codebooks."""
+    """The format of a layer's tiles; ValueError for unknown bits or two codebooks."""
     info = headers[f"{layer}.trellis"]
     words = info.shape[2] if len(info.shape) == 3 else 0
     named = [name for name in CODEBOOKS if f"{layer}.{name}" in headers]
     codebook = named[0] if named else "3inst"
-    half = words % TILE != 0  # of which exllamav3 writes mul1 only
+    half = words % TILE != 0  # exllamav3 writes these with mul1 only
     if words not in _WORDS or len(named) > 1 or (half and codebook != "mul1"):
         raise ValueError(
             f"{info.file}: {info.name} is {list(info.shape)}, of {words / TILE:g} bits a weight, "
             f"with the codebook {' and '.join(named) or codebook}; exkv reads 1 to 8 bits, and "
-            "those of a half with mul1: take another quantized version of the model"
+            "half bits with mul1 only: take another quantized version of the model"
         )
     return TrellisFormat(words=words, codebook=codebook)

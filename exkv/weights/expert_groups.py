@@ -1,10 +1,10 @@
-"""Routed experts of one layer that a mix keeps in unlike bits, since some are chosen far more often
-than others.
+"""Groups of a layer's routed experts that a mix stores in different bits, since some are chosen far
+more often than others.
 
 A mix (``on_load.class_of``) names ``mlp.experts.up_proj`` for all experts of a layer, or
-``mlp.experts.up_proj[0-3,7]`` for these; the name without numbers is then of all others. What
-rounding an expert loses counts as often as it is chosen. A bit is a factor of four in squared
-error, and so experts make a group that are chosen equally often within a factor of four.
+``mlp.experts.up_proj[0-3,7]`` for these; the name without numbers then means all others. The loss
+of rounding an expert is weighted by how often it is chosen. One bit is a factor of four in squared
+error, so the experts of a group are chosen equally often within a factor of four.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
-#: In the name of a routed expert's parameter or matrix: the expert's index.
+#: The expert's index in the name of a routed expert's parameter or matrix.
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.")
-#: In the name of a class of matrices: that they are routed experts'.
+#: Marks a class of matrices as those of routed experts.
 _ROUTED = re.compile(r"(?:^|\.)experts\.")
 _NUMBERS = re.compile(r"\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]$")
-#: Times as often as the mean, at least, of the groups' experts, but for the last one.
+#: Lower bounds of the groups, as multiples of the mean frequency; the last group has the rest.
 _EDGES = (8.0, 2.0, 0.5, 0.125)
 
 
 def expert_of(parameter: str) -> int | None:
-    """The routed expert that a unit's parameter belongs to, by its name; None for all others."""
+    """Index of the routed expert that a unit's parameter, by its name, belongs to; None if none."""
     found = _EXPERT.search(parameter)
     return int(found[1]) if found else None
 
 
 def groups_of(shares: Sequence[float]) -> list[tuple[int, ...]]:
-    """Experts that are about equally often chosen, the hottest first.
+    """Group experts that are chosen about equally often, the hottest first.
 
     Args:
-        shares: of tokens that choose each.
+        shares: share of tokens that choose each expert.
     """
     mean = math.fsum(shares) / len(shares)
     levels: dict[int, list[int]] = {}
@@ -47,8 +47,8 @@ def groups_of(shares: Sequence[float]) -> list[tuple[int, ...]]:
 def by_heat(
     losses: Mapping[str, Mapping[str, float]], shares: Sequence[float]
 ) -> dict[str, dict[str, float]]:
-    """Losses of a unit's matrices with those of routed experts by groups, which lose their part of
-    the class by how often they are chosen; the sums stay.
+    """Split the losses of routed experts' matrices by groups, in proportion to how often these are
+    chosen; sums stay the same.
 
     Args:
         losses: class of matrices -> option -> loss.
@@ -74,8 +74,8 @@ def is_routed(name: str) -> bool:
 
 
 def name_among(names: Iterable[str]) -> Callable[[str, str], str | None]:
-    """From a matrix's class and its name in the checkpoint to the one of these names, of a mix, by
-    which it is kept; None for a matrix of which they say nothing."""
+    """Lookup from a matrix's class and its name in the checkpoint to the name of a mix, among
+    these, that covers it; None if none does."""
     whole, of_experts = dict[str, str](), dict[tuple[str, int], str]()
     for name in names:
         plain, experts = parsed(name)
@@ -94,7 +94,7 @@ def name_among(names: Iterable[str]) -> Callable[[str, str], str | None]:
 
 @lru_cache(4096)
 def parsed(name: str) -> tuple[str, tuple[int, ...] | None]:
-    """A class of matrices, and the experts that a name of a mix says, if it says any."""
+    """Split a name of a mix into the class of matrices and its experts, if it names any."""
     if not (found := _NUMBERS.search(name)):
         return name, None
     ends = [[int(end) for end in each.split("-")] for each in found[1].split(",")]
@@ -104,7 +104,7 @@ def parsed(name: str) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _numbers(experts: Sequence[int]) -> str:
-    """Ascending numbers, runs of them by their ends."""
+    """Describe ascending numbers, runs by their ends: "0-3,7"."""
     runs = itertools.groupby(enumerate(experts), lambda pair: pair[1] - pair[0])
     ends = [[expert for _, expert in run] for _, run in runs]
     return ",".join(f"{r[0]}" if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ends)

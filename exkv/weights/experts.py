@@ -1,4 +1,4 @@
-"""A mixture of experts whose matrices are in any formats."""
+"""Mixtures of experts whose matrices are in any weight formats."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def experts_of_formats(
     formats: Sequence[str],
     act: str,
 ) -> torch.Tensor:
-    """The op ``experts`` for matrices that are stored in formats.
+    """The op ``experts`` for matrices in weight formats.
 
     Args:
-        tensors: of each expert's gate, up and down, as their layouts name them, one after the
-            other.
-        formats: the name of each matrix's format.
-        x, chosen, weights, act: as ``experts`` takes them.
+        tensors: tensors of each expert's gate, up and down in the order of their layouts,
+            concatenated.
+        formats: name of each matrix's format.
+        x, chosen, weights, act: as for ``experts``.
     """
     matrices = list(_matrices(tensors, formats))
 
@@ -68,12 +68,12 @@ def chosen_experts(
     act: str,
 ) -> torch.Tensor:
     """:func:`experts_of_formats` for a few tokens and formats that bound runs know, by kernels that
-    read the matrices as they lie.
+    read the packed matrices.
 
     Args:
-        layouts: what the formats' ``native`` says of each matrix, one behind the other.
-        formats: their names, a line each.
-        act: an activation that is native.
+        layouts: the ``native`` numbers of each matrix, concatenated.
+        formats: names of the formats, one a line.
+        act: an activation with native code.
     """
     if act not in ACTIVATIONS:
         raise ValueError(f"chosen_experts: act is {act!r}; it is one of {', '.join(ACTIVATIONS)}")

@@ -1,13 +1,13 @@
-"""Integers in groups from float weights and the inputs of a text: rounding with error feedback.
+"""Round float weights to integers in groups with error feedback, for the inputs of a text.
 
-A weight (out, in) that is rounded to Q changes its outputs for inputs x by (W - Q) x, in squares by
-tr((W - Q) H (W - Q)^T) with the second moments H = E[x x^T]. With H = R R^T and R upper triangular
-that is the sum of the squares of (W - Q) R, and a column of it depends on no later column of Q. So
-columns are rounded in order, each to what compensates for the errors of those before it: GPTQ
-(Frantar et al., 2022) in the form of LDLQ (Chee et al., 2023), which needs no inverse.
+Rounding W (out, in) to Q changes the outputs for inputs x by (W - Q) x, with the expected square
+tr((W - Q) H (W - Q)^T) for the second moments H = E[x x^T]. With H = R R^T and R upper triangular
+that is the sum of the squares of (W - Q) R, whose columns depend on no later column of Q. So
+columns are rounded in order, each compensating for the errors of those before: GPTQ (Frantar et
+al., 2022) in the form of LDLQ (Chee et al., 2023), which needs no inverse.
 
-Scales are chosen with that in view, group by group: of the candidates of ``rounding`` the one that
-leaves the least error, or the least squares fit of that one to its codes.
+Scales are chosen for the same error, group by group: the best of the candidates of ``rounding``, or
+its least squares fit to its codes.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 
 from .rounding import SHARES, Rounded
 
-#: Share of the mean squared input that is added to every input's own: for directions that the text
-#: has little of. It grows tenfold, this many times at most, where float32 needs more.
+#: Share of the mean squared input that is added to every input's own, for directions that are rare
+#: in the text; and how often it is increased tenfold at most, if float32 needs more.
 DAMPING, _TRIES = 0.01, 4
-#: Columns that are rounded between two products of matrices, and rows that are looked at at once.
+#: Columns rounded between two matrix products, and rows rounded at a time.
 _COLUMNS, _ROWS = 16, 4096
 
 
 def rounded_for(
     moments: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
 ) -> Rounded:
-    """A matrix (out, in) of floats in ``bits`` bits, for inputs with these moments.
+    """Round a matrix (out, in) of floats to ``bits`` bits, for inputs with these moments.
 
     Args:
         moments: E[x x^T], fp32 (in, in).
-        group: inputs that share a scale; it divides their number.
-        dtype: of the scales.
+        group: inputs that share a scale; a divisor of their number.
+        dtype: dtype of the scales.
 
     Raises:
-        ValueError: the moments are not finite, or not those of real numbers.
+        ValueError: the moments are not finite, or not positive semidefinite.
     """
     return rounded_with_factor(cholesky_factor(moments), weight, bits, group, dtype)
 
@@ -45,8 +45,8 @@ def cholesky_factor(moments: torch.Tensor) -> torch.Tensor:
     """R of the moments, damped: upper triangular, R R^T = H. Errors as of :func:`rounded_for`."""
     if not torch.isfinite(moments).all():
         raise ValueError(
-            "the text gives inputs whose squares are not finite: the model's own values overflow; "
-            "leave the calibration out"
+            "squares of the layer's inputs on the text are not finite: the model's own values "
+            "overflow; leave the calibration out"
         )
     turned = moments.flip(0, 1)
     step = DAMPING * float(moments.diagonal().mean()) or 1.0
@@ -56,18 +56,20 @@ def cholesky_factor(moments: torch.Tensor) -> torch.Tensor:
         if not failed:
             return lower.flip(0, 1)
         step *= 10
-    raise ValueError("the inputs' second moments are no sums of squares")
+    raise ValueError(
+        "the inputs' second moments are not positive semidefinite: leave the calibration out"
+    )
 
 
 def compensated(
     root: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, floats: torch.Tensor
 ) -> torch.Tensor:
-    """The matrix (out, in) that comes nearest, for inputs x (N, in), to the outputs that
-    ``weight`` has for the inputs of a model of floats: least squares, damped.
+    """The matrix (out, in) whose outputs for inputs x (N, in) are nearest to those of ``weight``
+    for the float model's inputs: damped least squares.
 
     Args:
-        root: of the moments of x.
-        floats: (N, in), what x would be if nothing were rounded.
+        root: factor R of the moments of x.
+        floats: (N, in), x in the model without rounding.
     """
     missing = ((floats - x) @ weight.T).T @ x / len(x)
     half = torch.linalg.solve_triangular(root.T, missing, upper=False, left=False)
@@ -77,18 +79,15 @@ def compensated(
 def rounded_with_factor(
     root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
 ) -> Rounded:
-    """:func:`rounded_for` by the root of the moments, which matrices of the same inputs share."""
-    parts = [_rows(root, rows, bits, group, dtype) for rows in weight.split(_ROWS)]
-    return Rounded(
-        codes=torch.cat([part.codes for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-    )
+    """:func:`rounded_for` by the factor R of the moments, which matrices of the same inputs
+    share."""
+    return Rounded.joined(_rows(root, rows, bits, group, dtype) for rows in weight.split(_ROWS))
 
 
 def _rows(
     root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
 ) -> Rounded:
-    """Inputs come first here, so that a column of the matrix is contiguous."""
+    """Round some rows. Inputs come first here, so that a column of the matrix is contiguous."""
     wide = weight.float().T.contiguous()
     errors, half = torch.empty_like(wide), 1 << bits - 1
     codes, scales = torch.empty_like(wide, dtype=torch.uint8), []
@@ -106,7 +105,7 @@ def _rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """Of one group: codes, signed fp32 (group, out); scale and squared error, fp32 (out,)."""
+    """A rounded group: codes, signed fp32 (group, out); scale and squared error, fp32 (out,)."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -114,10 +113,10 @@ class _Made:
 
 
 def _group(target: torch.Tensor, root: torch.Tensor, half: int, dtype: torch.dtype) -> _Made:
-    """The best found for the columns of a group.
+    """Round the columns of a group.
 
     Args:
-        target: (group, out), their weights, which already make up for the groups before.
+        target: (group, out), their weights, compensated for the groups before.
         root: the group's part of R.
     """
     largest = target.gather(0, target.abs().argmax(0, keepdim=True))
@@ -158,7 +157,7 @@ def _with_feedback(
 
 
 def _least(found: _Made) -> _Made:
-    """The candidate with the least error, of each output."""
+    """The candidate with the least error for each output."""
     best = found.error.argmin(0, keepdim=True)
     index = best.unsqueeze(0).expand(len(found.codes), -1, -1)
     return _Made(
@@ -169,7 +168,7 @@ def _least(found: _Made) -> _Made:
 
 
 def _both(best: _Made, other: _Made) -> _Made:
-    """A result and another one's candidates, as candidates."""
+    """Join a result and other candidates."""
     return _Made(
         codes=torch.cat([best.codes.unsqueeze(1), other.codes], 1),
         scale=torch.cat([best.scale.unsqueeze(0), other.scale]),

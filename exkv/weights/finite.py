@@ -1,7 +1,7 @@
-"""Finds NaN and infinity among weights while they are read.
+"""Find NaN and infinity in weights while they are read.
 
-One such number makes every logit NaN, and nothing else tells of it. A pass over values that were
-read just now costs little beside reading them (`docs/quantized-weights.md` has figures).
+A single one makes every logit NaN, and nothing else reports it. A pass over values that were just
+read costs little compared with reading them (`docs/quantized-weights.md` has figures).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def first_not_finite(values: torch.Tensor, dtype: torch.dtype | None = None) -> int | None:
-    """The number of the first value that is NaN or infinite, row after row; None where all are
+    """Index, in row-major order, of the first value that is NaN or infinite; None if all are
     finite, and for integers.
 
     Args:
         values: floats of any number of dimensions.
-        dtype: to which they are cast afterwards, with a largest number of its own.
+        dtype: dtype to which they are cast later, which they must not overflow.
     """
     if values.numel() == 0:
         return None
@@ -46,11 +46,11 @@ def first_in_stored(
     Args:
         piece: uint8 (n,), whole values or blocks.
         stored: dtype of the tensor.
-        expected: says where packed blocks have floats.
-        dtype: of the parameter that is made of it.
+        expected: where packed blocks have floats.
+        dtype: dtype of the resulting parameter.
 
     Returns:
-        The value's number in the piece, or the block's.
+        Index of the value, or of the block, in the piece.
     """
     if not expected.halves:
         return first_not_finite(piece.view(stored), dtype if dtype.is_floating_point else None)
@@ -62,13 +62,28 @@ def first_in_stored(
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
-    """ValueError that names the first of some scales that is NaN or infinite."""
-    first = first_not_finite(values)
-    if first is not None:
-        count = int(values.isfinite().logical_not_().sum())
+    """ValueError, with the first, if any of these values is NaN or infinite."""
+    if first_not_finite(values) is not None:
+        refuse_any(values.isfinite().logical_not_(), values, f"{name} are not finite")
+
+
+def refuse_any(
+    wrong: torch.Tensor,
+    values: torch.Tensor,
+    what: str,
+    remedy: str = "download the model again",
+) -> None:
+    """ValueError, with their number and the first, if any of these values is wrong.
+
+    Args:
+        wrong: bool, of the shape of ``values``.
+        what: the values and what is wrong with them, as in "scales are not finite".
+    """
+    if wrong.any():
+        first = _first(wrong)
         raise ValueError(
-            f"{count} of {values.numel()} {name} are not finite, the first is number {first}, "
-            f"{values.flatten()[first].item()}: download the model again"
+            f"{int(wrong.sum())} of {values.numel()} {what}; the first is number {first}, "
+            f"{values.flatten()[first].item()}: {remedy}"
         )
 
 

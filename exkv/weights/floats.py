@@ -1,4 +1,4 @@
-"""Weights as floats: one tensor of fp32, fp16, bf16 or fp64 a matrix."""
+"""Float weights: one tensor of fp32, fp16, bf16 or fp64 for a matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exkv.ops.experts import Routing
 
 from .format import Layout, Size, Tensors, WeightFormat
 
-#: Dtype on a device -> the format's name.
+#: Dtype on a device -> name of the format.
 NAMES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -25,7 +25,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatFormat(WeightFormat):
-    """The matrix itself, in ``dtype`` on a device; a checkpoint may have it in any of them."""
+    """The matrix itself, in ``dtype`` on a device and in any float dtype in a checkpoint."""
 
     dtype: torch.dtype
     names: ClassVar[tuple[str, ...]] = ("weight",)

@@ -1,12 +1,12 @@
-"""What a format of weights is.
+"""The interface of weight formats.
 
 A :class:`WeightFormat` is a frozen value that knows the tensors of one linear layer: their names,
-shapes and types in a checkpoint, the same on a device, how the one becomes the other, what matrix
-they stand for, and how to multiply by it. Layers, checks of checkpoints, plans and the bound run
-ask it, and none of them names one. An embedding table is a matrix too, (vocabulary, hidden).
+shapes and dtypes in a checkpoint and on a device, how to convert them, which matrix they encode,
+and how to multiply by it. Layers, checks of checkpoints, plans and the bound run use only this
+interface. An embedding table is a matrix too, (vocabulary, hidden).
 
-Whoever adds a format writes ``name``, ``names``, ``stored``, ``layout``, ``convert`` and
-``dequantize``. The others multiply by the dequantized matrix until a kernel does better.
+A new format implements ``name``, ``names``, ``stored``, ``layout``, ``convert`` and
+``dequantize``. The other methods multiply by the dequantized matrix unless it has something better.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from .hadamard import transformed
 if TYPE_CHECKING:
     from .source import Slice, Source
 
-#: A matrix as linear layers have it: outputs, inputs.
+#: Size of a linear layer's matrix: outputs, inputs.
 Size = tuple[int, int]
 #: Tensor name -> shape and dtype.
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-#: The tensors of one matrix on a device, by the names of the layout; there may be others beside.
+#: The tensors of one matrix on a device, by the names of the layout, possibly among others.
 Tensors = Mapping[str, torch.Tensor]
 
 
 class WeightFormat(ABC):
-    """How one matrix is stored. Equal values store alike, and have one name."""
+    """How one matrix is stored. Equal values store alike, and have the same name."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Of this value, its parameters included: what :func:`exkv.weights.format_named` takes."""
+        """Name of the format with its parameters, for :func:`exkv.weights.format_named`."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Of the tensors on a device, in the layout's order."""
+        """Names of the tensors on a device, in the layout's order."""
 
     def native(self, size: Size) -> tuple[int, ...] | None:
-        """What tells a bound run's native code how the tensors of such a matrix lie, as
-        ``add_layer`` takes it; None where layers in this format take the readable route."""
+        """Numbers that describe the layout to a bound run's native code, as ``add_layer`` takes
+        them; None if layers in this format take the readable route."""
         return None
 
     @property
     def transform(self) -> int:
-        """Inputs of a block of the Hadamard transform that x goes through first; 0 for none."""
+        """Block size of the Hadamard transform to apply to x first; 0 for none."""
         return 0
 
     @property
     def arithmetic(self) -> torch.dtype | None:
-        """The only dtype in which layers in this format compute; None for any."""
+        """The only dtype in which layers of this format compute; None for any."""
         return None
 
     @abstractmethod
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        """The tensors in a checkpoint; names come behind the layer's, as in ``q_proj.weight``.
+        """The tensors in a checkpoint; names follow the layer's, as in ``q_proj.weight``.
 
         Raises:
             ValueError: the format has no matrices of this size.
@@ -81,11 +81,11 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """From those of :meth:`stored` to those of :meth:`layout`, on the host. A float tensor may
-        still have another float dtype than the layout's: it is cast on the way to the device.
+        """Convert the tensors of :meth:`stored` to those of :meth:`layout`, on the host. A float
+        tensor may have another float dtype than the layout's: it is cast on the way to the device.
 
         Raises:
-            ValueError: what the tensors hold cannot be.
+            ValueError: the tensors have invalid contents.
         """
 
     @abstractmethod
@@ -93,8 +93,8 @@ class WeightFormat(ABC):
         """The matrix (out, in) in plain PyTorch: the reference of the other methods."""
 
     def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
-        """The tensors of the matrix's rows [begin, end), which share memory with these; None where
-        there are none such."""
+        """Tensors of the matrix's rows [begin, end) that share memory with these; None if the
+        layout can't be split there."""
         return None
 
     def splits_at(self, rows: int) -> bool:
@@ -111,8 +111,12 @@ class WeightFormat(ABC):
     def together(
         self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
     ) -> Source | None:
-        """Where a checkpoint has many matrices of this format in tensors of its own, under
-        ``name``, of size (count, outputs, inputs): what makes them; None where it has none such."""
+        """Source of ``count`` matrices of this format that a checkpoint has together under
+        ``name``; None if the format has no such tensors.
+
+        Args:
+            size: count, outputs, inputs.
+        """
         return None
 
     def nbytes(self, size: Size) -> int:
@@ -127,7 +131,7 @@ class WeightFormat(ABC):
         return F.linear(x, self.dequantize(tensors, x.dtype), bias)
 
     def times(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-        """:meth:`linear` of an x that went through :attr:`transform`, of a format that has one."""
+        """:meth:`linear` of an x to which :attr:`transform` was applied already."""
         raise NotImplementedError(f"{self.name} transforms no inputs")
 
     def linears(
@@ -141,8 +145,7 @@ class WeightFormat(ABC):
         return [self.linear(x, tensors, bias) for tensors, bias in pairs]
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The rows of these ids (...) -> (..., in). A format of which a row can be dequantized
-        alone does that."""
+        """Rows of these ids (...) -> (..., in), dequantized alone if the format can."""
         return torch.embedding(self.dequantize(tensors, dtype), ids)
 
     def experts(
@@ -153,7 +156,7 @@ class WeightFormat(ABC):
         inner: int,
         act: str,
     ) -> torch.Tensor:
-        """The op ``experts``, which says what the arguments are.
+        """The op ``experts``; arguments as documented there.
 
         Args:
             matrices: gate, up and down of each expert.
@@ -168,8 +171,8 @@ def products(
     matrices: Sequence[tuple[WeightFormat, Tensors]],
     biases: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """x by several matrices: in one call if they share a format, and with one transform of x if
-    they share that."""
+    """Multiply x by several matrices: in one call if they share a format, and with a single
+    transform of x if they share that."""
     format = matrices[0][0]
     if all(each is format for each, _ in matrices):
         return format.linears(x, [tensors for _, tensors in matrices], biases)
@@ -189,11 +192,11 @@ def mixed_experts(
     act: str,
     among: Sequence[WeightFormat] | None = None,
 ) -> torch.Tensor:
-    """The op ``experts`` for matrices of any formats: gate, up and down of the first expert, of
-    the second, and so on; gates have ``inner`` outputs.
+    """The op ``experts`` for matrices of any formats: gate, up and down of the first expert, then
+    of the second, and so on; gates have ``inner`` outputs.
 
     Args:
-        among: formats that native kernels must all know, too, to be taken.
+        among: formats that native kernels must know too in order to be used.
     """
     names = [format.name for format, _ in matrices]
     tensors = [held[name] for format, held in matrices for name in format.names]
@@ -212,7 +215,7 @@ def _all_native(formats: Sequence[WeightFormat], x: torch.Tensor, inner: int) ->
 
 
 def _layouts(formats: Sequence[WeightFormat], x: torch.Tensor, inner: int) -> list[int] | None:
-    """What native code is told of these matrices; None where it doesn't know all of them."""
+    """The ``native`` numbers of these matrices; None if native code doesn't know all of them."""
     hidden = x.shape[-1]
     sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
     numbers: list[int] = []

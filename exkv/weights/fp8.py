@@ -1,10 +1,10 @@
 """Weights of 8-bit floats (e4m3) with a scale a matrix, a row or a block: ``fp8`` as DeepSeek,
 Qwen and vLLM's tools write it, and ``fbgemm_fp8``.
 
-w = weight * scale, whichever name the scale has: ``weight_scale_inv`` is the inverse of what the
-weights were multiplied by. Scales are floats, or powers of two of 8 bits (UE8M0: 2^(byte - 127)).
-Activations are left as they are, so that what the settings say of them does not matter. The bytes
-stay as they are on every device.
+w = weight * scale under either name of the scale: ``weight_scale_inv`` is the inverse of the factor
+by which the weights were multiplied. Scales are floats, or powers of two in 8 bits (UE8M0: 2^(byte
+- 127)). Activations stay floats, and their settings are ignored. The bytes are the same on every
+device.
 
 Sources: transformers' ``finegrained_fp8`` and ``fbgemm_fp8``, the config.json of DeepSeek-V3;
 OCP's Microscaling Formats specification for UE8M0.
@@ -25,11 +25,11 @@ from .finite import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .methods import FormatOf, register
-from .settings import Headers, Quantized, Settings, headers_of
+from .settings import Headers, Settings, headers_of
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
 E4M3, UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-#: Dtypes of scales -> how they are called in a format's name. UE8M0 may come as plain bytes.
+#: Dtype of scales -> its part of a format's name. UE8M0 may be stored as plain bytes.
 SCALES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -38,19 +38,19 @@ SCALES = {
     torch.uint8: "ue8m0",
 }
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-#: What does not change the weights' values, or only activations'.
+#: Settings that don't change the weights' values.
 _OF_OTHERS = ("quant_method", "activation_scheme", "activation_scale_ub", "kv_cache_scheme")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Format(TiledFormat):
-    """8-bit floats, and scales.
+    """8-bit floats with scales.
 
     Attributes:
-        block: outputs and inputs that share a scale; None for all of the matrix.
-        scale_name: in the checkpoint.
-        scale_dtype: in the checkpoint and on a device.
-        scale_shape: in the checkpoint; None for what the block says.
+        block: outputs and inputs that share a scale; None for the whole matrix.
+        scale_name: name of the scales in the checkpoint.
+        scale_dtype: dtype of the scales in the checkpoint and on a device.
+        scale_shape: shape of the scales in the checkpoint; None for one a block.
     """
 
     block: tuple[int, int] | None
@@ -123,9 +123,12 @@ class Fp8Format(TiledFormat):
         return rows.mul_(of_rows).to(dtype)
 
 
+#: MXFP8, as compressed-tensors and ModelOpt store it: scales for 32 inputs, powers of two.
+MXFP8_ROWS = Fp8Format(block=(1, 32), scale_name="weight_scale", scale_dtype=torch.uint8)
+
+
 def float8_values(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes of e4m3 -> float32. torch casts 8-bit floats on the CPU one by one; to look them up
-    takes an eighth of the time."""
+    """Bytes of e4m3 -> float32, by a table: eight times as fast on the CPU as torch's cast."""
     every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(E4M3).float()
     return every.index_select(0, codes.flatten().int()).view(codes.shape)
 
@@ -135,8 +138,8 @@ def _as_float(scale: torch.Tensor) -> torch.Tensor:
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer: the settings say the blocks, the checkpoint's headers which layers
-    are floats, and how scales are called and lie."""
+    """The format of every layer: blocks come from the settings; the checkpoint's headers say which
+    layers are floats, and the names and shapes of scales."""
     settings, headers = Settings.of(config), headers_of(config)
     settings.only(
         *_OF_OTHERS,
@@ -147,13 +150,8 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     settings.choice("is_checkpoint_fp8_serialized", (True,), True)
     sized = settings.values.get("weight_block_size") is not None
     block = settings.two_sizes("weight_block_size") if sized else None
-    ignored = (
-        *settings.names("modules_to_not_convert"),
-        *settings.names("ignored_layers"),
-    )
-    quantized = Quantized(
-        where=settings.where, ignored=ignored, markers=SCALE_NAMES, headers=headers
-    )
+    ignored = settings.names("modules_to_not_convert") + settings.names("ignored_layers")
+    quantized = settings.quantized(headers, ignored, *SCALE_NAMES)
     by_row = settings.values["quant_method"] == "fbgemm_fp8"
 
     def format_of(layer: str, size: Size) -> WeightFormat:
@@ -171,16 +169,16 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 def format_found(
     layer: str, size: Size, block: tuple[int, int] | None, headers: Headers
 ) -> Fp8Format:
-    """With the scales that the checkpoint has. Without blocks, a scale a row is told from one for
-    the matrix by their number."""
+    """The format with the checkpoint's scales. Without blocks, their number tells a scale a row
+    from one for the matrix."""
     infos = {name: headers.get(f"{layer}.{name}") for name in SCALE_NAMES}
     found = {name: info for name, info in infos.items() if info is not None}
     if not found:
-        return Fp8Format(block=block)  # which the checkpoint lacks: it is told so when it loads
+        return Fp8Format(block=block)  # loading reports the missing scale
     if len(found) > 1:
         raise ValueError(
             f"{headers[f'{layer}.weight_scale'].file}: {layer} has both {' and '.join(found)}: "
-            "nothing says which of them scales its weights, download the model again"
+            "which of them scales its weights is unknown, download the model again"
         )
     ((name, info),) = found.items()
     if block is None and size[0] > 1 and math.prod(info.shape) == size[0]:

@@ -1,11 +1,11 @@
 """ggml's packed blocks, as GGUF files have them: ``Q4_0``, ``Q4_K`` and their kin.
 
-A row is a series of blocks of 32 or 256 weights, each with a scale or two in 16-bit floats and
-codes of 2 to 8 bits; the K types have scales of groups within a block too. The values that blocks
-stand for are those of ggml's ``dequantize_row_*`` (ggml-quants.c) in float32, to the bit. Types
-with one scale a block become groups (``groups.py``); the others stay on a device as they are in
-the file, where kernels read most of them, those of IQ1 to IQ3 on the CPU only; tiles of the rest
-are dequantized (``gguf_blocks.py``).
+A row is a series of blocks of 32 or 256 weights, each with one or two scales in 16-bit floats and
+codes of 2 to 8 bits; the K types also have scales of groups within a block. Dequantized values are
+bit-identical to those of ggml's ``dequantize_row_*`` (ggml-quants.c) in float32. Types with one
+scale a block become groups (``groups.py``); the others keep the file's layout on a device. Kernels
+read most of them, IQ1 to IQ3 on the CPU only; for the rest, tiles are dequantized
+(``gguf_blocks.py``).
 """
 
 from __future__ import annotations
@@ -31,43 +31,49 @@ from .methods import FormatOf, register
 from .mxfp4 import MXFP4Format
 from .tiles import Packing, TiledFormat, packed_layout
 
-#: Weights that are put into another layout at once, while a model is read.
+#: Weights converted at a time while a model is loaded.
 _TILE = 1 << 22
 
 
 def _row_bytes(type: TensorType, size: Size) -> int:
-    """Of a row; ValueError where it is no whole number of blocks."""
+    """Bytes of a row; ValueError unless it is a whole number of blocks."""
     if size[1] % type.block:
         raise ValueError(
-            f"rows of {size[1]} numbers are no blocks of {type.block}, as {type.name} has them"
+            f"rows of {size[1]} numbers are not a multiple of {type.name}'s blocks of {type.block}"
         )
     return size[1] // type.block * type.nbytes
 
 
-def _stored(type: TensorType, size: Size) -> dict[str, ExpectedTensor]:
-    shape = (size[0], _row_bytes(type, size))
-    return {"weight": ExpectedTensor(shape=shape, dtypes=(torch.uint8,))}
+class _OfType:
+    """Name and stored rows of a format of one of ggml's types."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockFormat(TiledFormat):
-    """One of ggml's types, in the file's own layout on a device too.
-
-    Attributes:
-        type: its name and sizes.
-        unpack: what its blocks stand for.
-    """
-
+    __slots__ = ()
     type: TensorType
-    unpack: Unpack = field(compare=False, repr=False)
-    names: ClassVar[tuple[str, ...]] = ("weight",)
 
     @property
     def name(self) -> str:
         return f"gguf {self.type.name}"
 
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        (weight,) = _stored(self.type, size).values()
+        shape = (size[0], _row_bytes(self.type, size))
+        return {"weight": ExpectedTensor(shape=shape, dtypes=(torch.uint8,))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFormat(_OfType, TiledFormat):
+    """One of ggml's types, in the file's layout on a device too.
+
+    Attributes:
+        type: its name and sizes.
+        unpack: dequantizes its blocks.
+    """
+
+    type: TensorType
+    unpack: Unpack = field(compare=False, repr=False)
+    names: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        (weight,) = _OfType.stored(self, size).values()
         each = HALVES[self.type.name]
         return {"weight": replace(weight, block=self.type.nbytes, halves=each)}
 
@@ -75,7 +81,7 @@ class BlockFormat(TiledFormat):
         return {"weight": ((size[0], _row_bytes(self.type, size)), torch.uint8)}
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.type.name == "IQ1_M":  # whose floats lie in pieces
+        if self.type.name == "IQ1_M":  # its floats are split into pieces
             blocks = stored["weight"].reshape(-1, self.type.nbytes)
             check_finite("scales", iq1_m_halves(blocks))
         return {"weight": stored["weight"]}
@@ -98,24 +104,17 @@ class BlockFormat(TiledFormat):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitFormat(GroupFormat):
-    """A type whose blocks are codes and a scale, or an offset too: they lie apart on a device, as
-    kernels read them, at the file's number of bytes.
+class SplitFormat(_OfType, GroupFormat):
+    """A type whose blocks are codes with a scale and perhaps an offset, which are separate tensors
+    on a device, as kernels read them, in the file's number of bytes.
 
     Attributes:
         type: its name and sizes.
-        codes: those of its blocks.
+        codes: extracts the codes of its blocks.
     """
 
     type: TensorType
     codes: Codes = field(compare=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        return f"gguf {self.type.name}"
-
-    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        return _stored(self.type, size)
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = torch.ops.exkv.split_blocks(stored["weight"], _NUMBERS[self.type.name])
@@ -142,18 +141,11 @@ class SplitFormat(GroupFormat):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Float4Format(MXFP4Format):
-    """ggml's MXFP4: a block is the scale's byte and the codes of 32 inputs, those of the first half
-    in the low bits. On a device it is MXFP4 as other files have it."""
+class Float4Format(_OfType, MXFP4Format):
+    """ggml's MXFP4: a block is the scale's byte and the codes of 32 inputs, the first half of them
+    in the low bits. On a device it is MXFP4 as from other files."""
 
     type: TensorType
-
-    @property
-    def name(self) -> str:
-        return f"gguf {self.type.name}"
-
-    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        return _stored(self.type, size)
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         blocks = stored["weight"].reshape(-1, self.type.nbytes)
@@ -176,10 +168,10 @@ def split_blocks(rows: torch.Tensor, type: int) -> list[torch.Tensor]:
     """Rows of blocks, uint8 (out, bytes) -> the tensors of a :class:`SplitFormat`, in its order.
 
     Args:
-        type: ggml's number.
+        type: ggml's number of the type.
 
     Raises:
-        ValueError: the type has other blocks, or the rows are none of it.
+        ValueError: the type has no :class:`SplitFormat`, or the rows are not its blocks.
     """
     format = _split_format(rows, type)
     weights = rows.shape[1] // format.type.nbytes * format.type.block
@@ -209,8 +201,8 @@ def _split_format(rows: torch.Tensor, type: int) -> SplitFormat:
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer: ``types`` of the settings names those that aren't floats, as
-    ``exkv.checkpoint.gguf.metadata`` finds them in a file's header."""
+    """The format of every layer: ``types`` of the settings, which ``exkv.checkpoint.gguf.metadata``
+    finds in a file's header, names the types of layers that aren't floats."""
     where = f"{config.path or 'the config'}: quantization_config"
     types = (config.quantization or {}).get("types")
     if not isinstance(types, Mapping) or not set(types.values()) <= FORMATS.keys():
@@ -233,7 +225,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def has_cuda_kernels(layout: Sequence[int]) -> bool:
-    """Whether rows of this layout, as ``native`` says it, are read by kernels on CUDA."""
+    """Whether CUDA kernels read rows of this layout (the numbers of ``native``)."""
     only_cpu = (_NUMBERS[name] for name in _ONLY_CPU)
     return layout[0] != Packing.GGML or layout[1] not in only_cpu
 
@@ -250,7 +242,7 @@ def _format(type: TensorType) -> BlockFormat | SplitFormat | Float4Format:
     )
 
 
-#: Types that no kernel reads, and those that only the CPU's do: points of a codebook.
+#: Types that no kernel reads; and those with codebooks, which only the CPU's kernels read.
 _WITHOUT_KERNELS = ("TQ1_0", "TQ2_0", "NVFP4")
 _ONLY_CPU = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 #: ggml's name of a type -> its number.

@@ -1,8 +1,8 @@
-"""What ggml's packed blocks stand for, in plain PyTorch: the reference of ``gguf.py``'s formats.
+"""Dequantization of ggml's packed blocks in plain PyTorch: the reference of ``gguf.py``'s formats.
 
-Each function takes blocks (n, bytes) uint8 and makes weights (n, block) float32, those of ggml's
-``dequantize_row_*`` (ggml-quants.c) to the bit: sums and products are rounded one by one, in ggml's
-order. ``UNPACK`` has them by ggml's names; ``SPLIT`` has the types that are codes with one scale.
+Each function takes blocks (n, bytes) uint8 and returns weights (n, block) float32, bit-identical to
+ggml's ``dequantize_row_*`` (ggml-quants.c): sums and products are rounded one by one, in its order.
+``UNPACK`` has them by ggml's names; ``SPLIT`` has the types that are codes with one scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import gguf_grids as grids
 
 #: Blocks (n, bytes) uint8 -> weights (n, block) float32.
 Unpack = Callable[[torch.Tensor], torch.Tensor]
-#: The same -> their codes (n, block) uint8, which count from 0.
+#: Blocks -> their unsigned codes (n, block) uint8.
 Codes = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -25,25 +25,25 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def fields(packed: torch.Tensor, bits: int, run: int) -> torch.Tensor:
-    """Codes of so many bits (n, 8 / bits * bytes): of every ``run`` bytes first all lowest fields,
-    then those above."""
+    """Codes of ``bits`` bits (n, 8 / bits * bytes): for every ``run`` bytes first all lowest
+    fields, then the next ones."""
     runs = packed.reshape(len(packed), -1, run)
     fields = [runs >> below & (1 << bits) - 1 for below in range(0, 8, bits)]
     return torch.stack(fields, 2).view(len(packed), -1)
 
 
 def _signed(codes: torch.Tensor, zero: int) -> torch.Tensor:
-    """Codes less their zero point, as floats."""
+    """Codes minus their zero point, as floats."""
     return codes.view(torch.int8).sub(zero).float()
 
 
 def _codes4(blocks: torch.Tensor) -> torch.Tensor:
-    """Q4_0, Q4_1: behind the floats."""
+    """Q4_0, Q4_1: after the floats."""
     return fields(blocks[:, -16:], 4, 16)
 
 
 def _codes5(blocks: torch.Tensor) -> torch.Tensor:
-    """Q5_0, Q5_1: the fifth bits lie before the others."""
+    """Q5_0, Q5_1: the fifth bits come before the others."""
     return _codes4(blocks) | (fields(blocks[:, -20:-16], 1, 1) << 4)
 
 
@@ -67,15 +67,16 @@ def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     scales = fields(blocks[:, 96:104], 4, 8) | (fields(blocks[:, 104:108], 2, 4) << 4)
-    # A bit that is not set takes 4 away.
+    # A bit that is not set subtracts 4.
     high = fields(blocks[:, :32], 1, 32) << 2
     codes = _signed(fields(blocks[:, 32:96], 2, 32) | high, 4)
     return _grouped(codes, _half(blocks, 108) * _signed(scales, 32)).flatten(1)
 
 
 def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight of 6 bits each (n, 8), of 12 bytes: the first four lie whole in the low bits of bytes 0
-    to 3 and 4 to 7; of the others those have the upper bits, and bytes 8 to 11 the lower."""
+    """Eight scales and eight minima of 6 bits (n, 8) from 12 bytes: the first four of each are the
+    low bits of bytes 0 to 3 and 4 to 7, whose high bits are the upper bits of the others; bytes 8
+    to 11 have their lower bits."""
     scales, minima, rest = packed.view(len(packed), 3, 4).unbind(1)
     return (
         torch.cat((scales & 63, (rest & 15) | ((scales >> 2) & 48)), 1),
@@ -84,7 +85,7 @@ def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _with_minima(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Q4_K's and Q5_K's eight groups, each with a scale and what is taken away."""
+    """Q4_K's and Q5_K's eight groups, each with a scale and a minimum."""
     scales, minima = _scales_and_minima(blocks[:, 4:16].contiguous())
     made = _grouped(codes.float(), _half(blocks, 0) * scales.float())
     return made.sub_((_half(blocks, 2) * minima.float()).unsqueeze(-1)).flatten(1)
@@ -109,7 +110,7 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 # IQ4 and 4-bit floats: a table of levels ---------------------------------------------------------
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-#: Twice the values of e2m1, and half of those of e4m3 without its sign: ggml has 0 for NaN.
+#: Twice the values of e2m1, and half the values of unsigned e4m3, where ggml has 0 for NaN.
 _FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _FLOAT8 = tuple(
     0.0
@@ -120,7 +121,7 @@ _FLOAT8 = tuple(
 
 
 def _level(levels: Sequence[float], codes: torch.Tensor) -> torch.Tensor:
-    """Of each code, float32."""
+    """The level of each code, float32."""
     return torch.tensor(levels, dtype=torch.float32, device=codes.device)[codes.int()]
 
 
@@ -144,8 +145,8 @@ def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _digits(packed: torch.Tensor, run: int, count: int) -> torch.Tensor:
-    """Ternary digits (n, count * bytes) uint8: of every ``run`` bytes first all highest ones. A
-    byte is their fraction of 1 times 256, rounded up."""
+    """Ternary digits (n, count * bytes) uint8: for every ``run`` bytes first all highest ones. A
+    byte is the digits as a fraction, times 256, rounded up."""
     runs = packed.reshape(len(packed), -1, run)
     digits = [(runs * 3**place).to(torch.uint8).int() * 3 >> 8 for place in range(count)]
     return torch.stack(digits, 2).view(len(packed), -1).to(torch.uint8)
@@ -167,7 +168,7 @@ _IQ2_LEVELS = (8, 25, 43)
 _IQ3_XXS_LEVELS = (4, 12, 20, 28, 36, 44, 52, 62)
 _IQ3_S_LEVELS = (1, 3, 5, 7, 9, 11, 13, 15)
 _IQ1_LEVELS = (-1, 0, 1)
-#: Added to every weight of a point of IQ1, or taken away.
+#: Added to or subtracted from every weight of a point of IQ1.
 _IQ1_DELTA = 0.125
 
 
@@ -184,30 +185,30 @@ def _bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _high(codes: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Codes whose bits from the eighth on lie elsewhere."""
+    """Codes whose bits from the eighth on are stored elsewhere."""
     return codes.int() | high << 8
 
 
 def _points(book: grids.Codebook, levels: Sequence[float], codes: torch.Tensor) -> torch.Tensor:
-    """The codebook's points of these codes (n, k) -> their weights (n, k * length) float32."""
+    """Codes (n, k) -> the weights of their points in the codebook (n, k * length) float32."""
     points = torch.tensor(book.points, dtype=torch.int32, device=codes.device)[codes.int()]
     return _level(levels, _bits(points, grids.DIGIT_BITS, book.length))
 
 
 def _turned(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Values (n, 8 * k), negative where a bit of ``signs`` (n, k) is set."""
+    """Values (n, 8 * k), negated for each set bit of ``signs`` (n, k)."""
     return values.mul_(1 - 2 * _bits(signs, 1, 8))
 
 
 def _even(signs: torch.Tensor) -> torch.Tensor:
-    """Seven signs and an eighth with which the number of negative ones is even."""
+    """Seven signs and an eighth that makes the number of negative ones even."""
     folded = signs ^ signs >> 4
     folded = folded ^ folded >> 2
     return signs | (folded ^ folded >> 1) << 7 & 128
 
 
 def _eight(rest: torch.Tensor, d: torch.Tensor, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of words (n, 8) int32 the signs (n, 32) in their low 28 bits, and scales above."""
+    """Signs (n, 32) from the low 28 bits of words (n, 8) int32, and scales from the bits above."""
     scales = d * (0.5 + (rest >> 28 & 15).float()) * step
     return _even(_bits(rest, 7, 4)), scales
 
@@ -220,7 +221,7 @@ def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _iq2(blocks: torch.Tensor, values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """IQ2_XS and IQ2_S: sixteen scales, in the last bytes."""
+    """IQ2_XS and IQ2_S: sixteen scales in the last bytes."""
     scales = fields(blocks[:, -8:], 4, 1).float()
     groups = _half(blocks, 0) * (0.5 + scales) * 0.25
     return _grouped(_turned(values, signs), groups).flatten(1)
@@ -251,7 +252,8 @@ def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _iq1(codes: torch.Tensor, below: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Points (n, 32), those less the delta where ``below`` has a 1, by groups with a scale each."""
+    """Points (n, 32), minus the delta where ``below`` is 1 and plus it elsewhere, by groups with a
+    scale each."""
     delta = _IQ1_DELTA - 2 * _IQ1_DELTA * below.float()
     values = _points(grids.IQ1_S, _IQ1_LEVELS, codes).view(*codes.shape, 8)
     return _grouped(values.add_(delta.unsqueeze(-1)), scales).flatten(1)
@@ -271,13 +273,13 @@ def _iq1_m(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def iq1_m_halves(blocks: torch.Tensor) -> torch.Tensor:
-    """IQ1_M's 16-bit floats (n, 1), whose bits are the highest four of each of four words."""
+    """IQ1_M's 16-bit floats (n, 1), made of the highest four bits of each of four words."""
     nibbles = blocks[:, 49::2].int() >> 4  # (n, 4)
     bits = nibbles << torch.arange(0, 16, 4, dtype=torch.int32, device=blocks.device)
     return bits.sum(1, dtype=torch.int32).to(torch.int16).view(torch.float16).unsqueeze(1)
 
 
-#: ggml's name of a type -> its weights, of those that stay as the file has them.
+#: ggml's name of a type -> its dequantization, for types that keep the file's layout.
 UNPACK: dict[str, Unpack] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
@@ -297,14 +299,14 @@ UNPACK: dict[str, Unpack] = {
     "TQ2_0": _tq2_0,
     "NVFP4": _nvfp4,
 }
-#: Where their blocks have 16-bit floats, in bytes. Those of IQ1_M lie in pieces.
+#: Byte offsets of the 16-bit floats in their blocks. Those of IQ1_M are split.
 HALVES: dict[str, tuple[int, ...]] = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
     **{"IQ1_S": (0,), "IQ1_M": (), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,)},
     **{"IQ3_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": ()},
 }
-#: Bits of a code, what there is beside the scale, and where the codes are.
+#: ggml's name of a type -> bits of a code, the format's ``shift``, and the codes of blocks.
 SPLIT: dict[str, tuple[int, str, Codes]] = {
     "Q4_0": (4, "symmetric", _codes4),
     "Q4_1": (4, "offset", _codes4),

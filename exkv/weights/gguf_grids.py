@@ -1,10 +1,10 @@
-"""The points that ggml's IQ1, IQ2 and IQ3 types choose from: of 8 weights of 3 levels, or of 4 of
-8 levels.
+"""Codebooks of ggml's IQ1, IQ2 and IQ3 types: points of 8 weights with 3 levels, or of 4 weights
+with 8 levels.
 
 A codebook is a set of points in ascending order. A point is a number whose digits, to the base of
-the levels, are its weights', the first one's the lowest. So a codebook has one bit for each number,
-lowest first, which says whether it is a point; these bits stand here compressed (zlib), in base 85.
-The sets are those of ggml-common.h (``iq2xxs_grid`` and its kin).
+the levels, are the levels of its weights, lowest digit first. So one bit for each number, lowest
+first, says whether it is a point; these bits are stored here compressed (zlib) in base 85. The sets
+are those of ggml-common.h (``iq2xxs_grid`` and the like).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
-#: Of a digit in :attr:`Codebook.points`.
+#: Bits of a digit in :attr:`Codebook.points`.
 DIGIT_BITS = 3
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """Points that codes number.
+    """Points, indexed by codes.
 
     Attributes:
-        levels: of a weight.
+        levels: levels of a weight.
         length: weights of a point.
-        members: which numbers are points.
+        members: bits of the numbers that are points, encoded.
     """
 
     levels: int
@@ -34,7 +34,7 @@ class Codebook:
 
     @cached_property
     def points(self) -> list[int]:
-        """Each point's digits side by side, in :data:`DIGIT_BITS` bits each, the first lowest."""
+        """Each point's digits packed in :data:`DIGIT_BITS` bits each, the first lowest."""
         bits = zlib.decompress(base64.b85decode(self.members))
         numbers = (i for i in range(8 * len(bits)) if bits[i >> 3] >> (i & 7) & 1)
         return [self._spread(number) for number in numbers]

@@ -1,16 +1,15 @@
-"""ggml's blocks from float weights and the inputs of a text: what ``exkv quantize`` writes to a
-GGUF file.
+"""Round float weights to ggml's blocks with error feedback, for the inputs of a text: what
+``exkv quantize`` writes to a GGUF file.
 
-A block has codes, and scales (and what is taken away, "minima") of 16-bit floats; those of the K
-types have one or two of these floats for 256 weights, and small integers that multiply them for
-groups of 16 or 32. Block after block both are chosen together, for the error of the outputs that is
-left of what feedback asks of the block (``feedback``): first each group's own best scale and
-minimum, by least squares for the codes of several ranges; then the floats that give their integers
-the least error; then, group by group, integers beside those, with new codes each time. Codes are
-then rounded column by column with feedback, as in GPTQ.
+A block has codes, and scales and perhaps minima as 16-bit floats; K types have one or two of these
+floats for 256 weights, which small integers multiply for groups of 16 or 32. Block by block, scales
+and minima are chosen for the least error of the layer's outputs, given the feedback so far
+(``feedback``): first each group's own best scale and minimum, by least squares for the codes of
+several ranges; then the floats whose integers lose least; then neighbouring integers, group by
+group, with new codes each time. Codes are then rounded column by column with feedback, as in GPTQ.
 
-Sums are made in an order that depends on shapes alone, so that bytes are the same every time.
-``gguf_blocks`` has what bytes stand for, and the layouts.
+The order of sums depends on shapes alone, so that results are reproducible to the byte.
+``gguf_blocks`` documents the layouts.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from .gguf import FORMATS
 from .gguf_blocks import UNPACK
 
 _STORED = {type.name: type for type in TENSOR_TYPES.values()}
-#: Shares of a group's range that are tried; those of a block's largest scale.
+#: Candidate shares of a group's range; and of a block's largest scale.
 _SHARES, _OF_BLOCK = (1.0, 0.94, 0.88, 0.82, 0.76, 0.7), (1.0, 0.97, 0.94, 0.9)
-#: Rows that are looked at at once: what is made of their blocks stays in a cache.
+#: Rows rounded at a time: few enough for the temporaries to stay in the processor's cache.
 _ROWS = 1024
 
 
@@ -38,13 +37,13 @@ class BlockType:
     """One of ggml's types: weight = scale * (code - zero) - minimum.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         group: weights that share a scale.
-        groups: of a block.
-        minima: whether groups have one; where not, ``zero`` is half the codes' range.
-        least, most: integers by which a block's floats are multiplied; 1 and 1 where a block has
-            one group.
-        pack: what makes bytes (blocks, n) of a block's parts.
+        groups: groups of a block.
+        minima: whether groups have a minimum; if not, ``zero`` is half the codes' range.
+        least, most: range of the integers that multiply a block's floats; 1 and 1 for blocks of one
+            group.
+        pack: encodes the parts of blocks as bytes (blocks, n).
     """
 
     name: str
@@ -70,15 +69,15 @@ class BlockType:
 
     @property
     def codes(self) -> tuple[int, int]:
-        """The least and the largest, less the zero. (Q8_0's -128 has no use in ggml.)"""
+        """Smallest and largest code minus the zero. (ggml doesn't use Q8_0's -128.)"""
         least = -self.zero + (self.bits == 8)
         return least, (1 << self.bits) - 1 - self.zero
 
 
 @dataclass(slots=True, kw_only=True)
 class _Parts:
-    """Blocks' parts: codes uint8 (n, block); scales and minima, integers as fp32 (n, groups); the
-    floats that multiply them, fp32 (n, 1), which are halves."""
+    """Parts of blocks: codes uint8 (n, block); scales and minima, integers as fp32 (n, groups); the
+    16-bit floats that multiply them, as fp32 (n, 1)."""
 
     codes: Tensor
     scales: Tensor
@@ -86,27 +85,38 @@ class _Parts:
     scale: Tensor
     minimum: Tensor
 
+    def of_groups(self) -> tuple[Tensor, Tensor]:
+        """Each group's scale and minimum, fp32 (n, groups)."""
+        return self.scale * self.scales, self.minimum * self.minima
+
+    def beside_weights(self) -> tuple[Tensor, Tensor]:
+        """:meth:`of_groups` with the shape (n, groups, 1)."""
+        scale, low = self.of_groups()
+        return scale.unsqueeze(-1), low.unsqueeze(-1)
+
 
 def blocks_with_factor(root: Tensor, weight: Tensor, name: str) -> Tensor:
-    """A matrix (out, in) of floats as blocks, uint8 (out, bytes a row).
+    """Round a matrix (out, in) of floats to blocks, uint8 (out, bytes a row).
 
     Args:
-        root: upper triangular, of the inputs' moments: ``feedback.cholesky_factor``.
+        root: upper triangular factor of the inputs' moments: ``feedback.cholesky_factor``.
         name: one of ``TYPES``, whose block divides the inputs.
 
     Raises:
-        ValueError: it does not; or the values are beyond what 16-bit floats scale.
+        ValueError: it doesn't, or the values are too large for 16-bit scales.
     """
     type = TYPES[name]
     if weight.shape[1] % type.block:
-        raise ValueError(f"{weight.shape[1]} inputs are no blocks of {type.block}, as {name} has")
+        raise ValueError(
+            f"{weight.shape[1]} inputs are not a multiple of {name}'s blocks of {type.block}"
+        )
     if not float(weight.abs().max()) < 65504:
         raise ValueError(f"weights up to {float(weight.abs().max()):g} are too large for {name}")
     return torch.cat([_rows(root, rows.float(), type) for rows in weight.split(_ROWS)])
 
 
 def values_of(blocks: Tensor, name: str) -> Tensor:
-    """What blocks (out, bytes) stand for, fp32 (out, in)."""
+    """Dequantize blocks (out, bytes) to fp32 (out, in)."""
     type = TYPES[name]
     if name in UNPACK:
         return UNPACK[name](blocks.reshape(-1, type.nbytes)).view(len(blocks), -1)
@@ -132,16 +142,17 @@ def _rows(root: Tensor, weight: Tensor, type: BlockType) -> Tensor:
 
 
 def _values(signed: Tensor, parts: _Parts) -> Tensor:
-    """Of codes less their zero (n, groups, group)."""
-    scale = (parts.scale * parts.scales).unsqueeze(-1)
-    return signed * scale - (parts.minimum * parts.minima).unsqueeze(-1)
+    """Values of codes minus their zero (n, groups, group)."""
+    scale, low = parts.beside_weights()
+    return signed * scale - low
 
 
 def _with_feedback(target: Tensor, root: Tensor, parts: _Parts, type: BlockType) -> Tensor:
-    """Codes, uint8 (n, block), each rounded to what makes up for those before it."""
-    scale = (parts.scale * parts.scales).repeat_interleave(type.group, 1).T.contiguous()
-    low = (parts.minimum * parts.minima).repeat_interleave(type.group, 1).T.contiguous()
-    inverse = torch.where(scale == 0, scale, 1 / scale)
+    """Round to codes, uint8 (n, block), each compensating for the errors of those before it."""
+    scale, low = (
+        each.repeat_interleave(type.group, 1).T.contiguous() for each in parts.of_groups()
+    )
+    inverse = _inverse(scale)
     unit, least = root / root.diagonal(), type.codes
     columns, errors = target.T.contiguous(), torch.zeros_like(target.T)
     codes = torch.empty_like(columns)
@@ -160,25 +171,29 @@ def _half(x: Tensor) -> Tensor:
     return x.to(torch.float16).float()
 
 
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x, and 0 for 0."""
+    return torch.where(x == 0, x, 1 / x)
+
+
 def _nearest(wide: Tensor, scale: Tensor, low: Tensor, type: BlockType) -> Tensor:
-    """Codes less their zero, of weights (n, groups, group); scale and low (n, groups, 1)."""
-    inverse = torch.where(scale == 0, scale, 1 / scale)
-    return (wide + low).mul_(inverse).round_().clamp_(*type.codes)
+    """Nearest codes minus their zero, for weights (n, groups, group); scale and low (n, groups,
+    1)."""
+    return (wide + low).mul_(_inverse(scale)).round_().clamp_(*type.codes)
 
 
 def _chosen(wide: Tensor, importance: Tensor, type: BlockType) -> _Parts:
-    """Scales and minima for weights (n, groups, group), by the squared errors' importance
-    (block,)."""
+    """Choose scales and minima for weights (n, groups, group), with squared errors weighted by
+    importance (block,)."""
     weights = importance.view(1, type.groups, -1)
     scale, low = _of_groups(wide, weights, type)
     if type.groups == 1:
-        parts = _alone(scale, low, type)
-        return _refitted(wide, weights, parts, type)
+        return _refitted(wide, weights, _single_group(scale, low), type)
     return _of_block(wide, weights, scale, low, type)
 
 
 def _of_groups(wide: Tensor, weights: Tensor, type: BlockType) -> tuple[Tensor, Tensor]:
-    """Each group's own best (n, groups, 1)."""
+    """Each group's own best scale and minimum (n, groups, 1)."""
     least, most = type.codes
     if type.minima:
         low = wide.amin(-1, keepdim=True)
@@ -204,12 +219,12 @@ def _of_groups(wide: Tensor, weights: Tensor, type: BlockType) -> tuple[Tensor, 
 
 
 def _error(wide: Tensor, codes: Tensor, scale: Tensor, low: Tensor, weights: Tensor) -> Tensor:
-    """Of groups (n, groups, 1)."""
+    """Errors of groups (n, groups, 1)."""
     return (codes * scale).sub_(low).sub_(wide).square_().mul_(weights).sum(-1, keepdim=True)
 
 
 def _fitted(wide: Tensor, codes: Tensor, weights: Tensor, type: BlockType) -> tuple[Tensor, Tensor]:
-    """Scales and minima of least squares for these codes."""
+    """Least squares scales and minima for these codes."""
     weighted = codes * weights
     qq = (weighted * codes).sum(-1, keepdim=True)
     qw = (weighted * wide).sum(-1, keepdim=True)
@@ -228,8 +243,8 @@ def _fitted(wide: Tensor, codes: Tensor, weights: Tensor, type: BlockType) -> tu
     return torch.where(usable, scale, alone), torch.where(usable, low, 0)
 
 
-def _alone(scale: Tensor, low: Tensor, type: BlockType) -> _Parts:
-    """Of a block that is one group."""
+def _single_group(scale: Tensor, low: Tensor) -> _Parts:
+    """Parts of blocks with a single group."""
     ones = torch.ones_like(scale[..., 0])
     parts = _Parts(codes=ones, scales=ones, minima=ones, scale=ones, minimum=ones)
     parts.scale, parts.minimum = _half(scale[..., 0]), _half(low[..., 0])
@@ -237,12 +252,9 @@ def _alone(scale: Tensor, low: Tensor, type: BlockType) -> _Parts:
 
 
 def _refitted(wide: Tensor, weights: Tensor, parts: _Parts, type: BlockType) -> _Parts:
-    """With floats of least squares for the codes and integers, where they are better."""
+    """Refit the floats to codes and integers by least squares, where that is better."""
     for _ in range(2):
-        scale, low = (
-            (parts.scale * parts.scales)[..., None],
-            (parts.minimum * parts.minima)[..., None],
-        )
+        scale, low = parts.beside_weights()
         codes = _nearest(wide, scale, low, type)
         before = _error(wide, codes, scale, low, weights).sum(1)
         made = codes * parts.scales[..., None]
@@ -269,7 +281,7 @@ def _refitted(wide: Tensor, weights: Tensor, parts: _Parts, type: BlockType) -> 
 def _pair(
     whole: Tensor, a: Tensor, b: Tensor, weights: Tensor, any_sign: bool
 ) -> tuple[Tensor, Tensor]:
-    """x and y of least squares for whole = x a - y b; y is 0 or more unless it may be any."""
+    """Least squares x and y for whole = x a - y b; y is at least 0 unless ``any_sign``."""
     aa, ab, bb = ((p * q * weights).sum(-1) for p, q in ((a, a), (a, b), (b, b)))
     wa, wb = ((whole * p * weights).sum(-1) for p in (a, b))
     determinant = aa * bb - ab * ab
@@ -281,18 +293,17 @@ def _pair(
 
 
 def _integers(x: Tensor, unit: Tensor, type: BlockType, least: int) -> Tensor:
-    inverse = torch.where(unit == 0, unit, 1 / unit)
-    return (x.squeeze(-1) * inverse).round_().clamp_(least, type.most)
+    return (x.squeeze(-1) * _inverse(unit)).round_().clamp_(least, type.most)
 
 
 def _of_block(wide: Tensor, weights: Tensor, scale: Tensor, low: Tensor, type: BlockType) -> _Parts:
-    """The floats by which all groups' integers lose least, and these."""
+    """Choose the floats whose integers lose least over all groups of a block, and the integers."""
     best: _Parts | None = None
     error = torch.zeros(0)
     signed = type.least < 0
     top = scale.abs().amax(1) if not signed else scale.gather(1, scale.abs().argmax(1, True))[:, 0]
     for share in _OF_BLOCK:
-        # The largest gets the integer of most magnitude, which of signed ones is the least.
+        # The largest gets the integer of largest magnitude, which is negative for signed ones.
         unit = _half(top * (share / (type.least if signed else type.most)))
         taken = _half(low.amax(1) * (share / type.most)) if type.minima else torch.zeros_like(unit)
         parts = _Parts(
@@ -317,13 +328,13 @@ def _of_block(wide: Tensor, weights: Tensor, scale: Tensor, low: Tensor, type: B
 
 
 def _lost(wide: Tensor, weights: Tensor, parts: _Parts, type: BlockType) -> Tensor:
-    """Errors of groups (n, groups, 1), each with the nearest codes."""
-    scale, low = (parts.scale * parts.scales)[..., None], (parts.minimum * parts.minima)[..., None]
+    """Errors of groups (n, groups, 1) with their nearest codes."""
+    scale, low = parts.beside_weights()
     return _error(wide, _nearest(wide, scale, low, type), scale, low, weights)
 
 
 def _beside(wide: Tensor, weights: Tensor, parts: _Parts, type: BlockType) -> _Parts:
-    """With the best of each group's integers and those beside them."""
+    """Replace each group's integers by neighbouring ones, where these are better."""
     steps = (0, -1, 1)
     pairs = [(s, m) for s in steps for m in (steps if type.minima else (0,))]
     scales, minima = parts.scales, parts.minima
@@ -350,14 +361,14 @@ def _beside(wide: Tensor, weights: Tensor, parts: _Parts, type: BlockType) -> _P
 
 
 def _fields(codes: Tensor, bits: int, run: int) -> Tensor:
-    """Bytes whose fields are these codes (n, count): the inverse of ``gguf_blocks.fields``."""
+    """Pack codes (n, count) into bytes: the inverse of ``gguf_blocks.fields``."""
     parts = codes.view(len(codes), -1, 8 // bits, run)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(1, 1, -1, 1)
     return (parts << shifts).sum(2, dtype=torch.uint8).flatten(1)
 
 
 def _bytes(*floats: Tensor) -> Tensor:
-    """Of 16-bit floats (n, 1)."""
+    """Bytes of floats (n, 1) as 16-bit floats."""
     return torch.cat(floats, 1).to(torch.float16).view(torch.uint8)
 
 
@@ -423,7 +434,7 @@ def _k(bits: int, group: int, bounds: Sequence[int], pack: Callable[[_Parts], Te
     )
 
 
-#: By ggml's names, the finest first.
+#: By ggml's names, in descending precision.
 TYPES = {
     type.name: type
     for type in (

@@ -5,8 +5,8 @@ codes along the inputs, ``qzeros`` int32 (groups, out * bits / 32) along the out
 lowest bit on. Version 1 stores zero points less one, modulo 2^bits; version 2 as they are.
 ``g_idx`` says each input's group where they were sorted by activation order (``desc_act``).
 
-``dynamic`` maps regular expressions to settings of their own for the layers that they match, the
-first one counts; behind ``-:`` it names layers that are not quantized.
+``dynamic`` maps regular expressions to settings for the layers that they match; the first match
+counts. Expressions after ``-:`` name layers that are not quantized.
 
 Sources: GPTQModel's ``nn_modules/qlinear`` and ``utils/model.py``.
 """
@@ -37,11 +37,11 @@ from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
 from .methods import FormatOf, register
-from .settings import Quantized, Settings, headers_of
+from .settings import Settings, headers_of
 
 BITS = (2, 3, 4, 8)
 _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
-#: How the weights were found, and how others are to run them.
+#: How the weights were computed, and hints for other runtimes.
 _OF_OTHERS = (
     *("quant_method", "method", "damp_percent", "damp_auto_increment", "true_sequential"),
     *("static_groups", "mse", "meta", "model_name_or_path", "model_file_base_name", "quantizer"),
@@ -58,8 +58,8 @@ class GptqFormat(GroupFormat):
     """The layout of groups, as GPTQ stores it.
 
     Attributes:
-        version: of the zero points, 1 or 2.
-        indexed: whether there is a ``g_idx``; without ``ordered`` it must say nothing new.
+        version: version of the zero points, 1 or 2.
+        indexed: whether there is a ``g_idx``; without ``ordered`` it must not reorder inputs.
     """
 
     version: int
@@ -115,14 +115,12 @@ class GptqFormat(GroupFormat):
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer; the checkpoint's headers say which are quantized at all."""
+    """The format of every layer; the checkpoint's headers say which are quantized."""
     settings, headers = Settings.of(config), headers_of(config)
     base = _base(settings)
     rules = list(_rules(settings, base))
     ignored = () if settings.flag("lm_head") else ("lm_head",)
-    quantized = Quantized(
-        where=settings.where, ignored=ignored, markers=("qweight",), headers=headers
-    )
+    quantized = settings.quantized(headers, ignored, "qweight")
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         named = (format for pattern, format in rules if pattern.match(layer))
@@ -137,7 +135,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _base(settings: Settings) -> GptqFormat:
-    """The settings of layers for which no rule has others."""
+    """The format of layers that no rule of ``dynamic`` matches."""
     settings.only(
         *_OF_OTHERS,
         *("checkpoint_format", "format", "pack_dtype", "dynamic", "is_marlin_format"),
@@ -168,7 +166,7 @@ def _changed(format: GptqFormat, settings: Settings, defaults: Mapping[str, Any]
 def _rules(
     settings: Settings, base: GptqFormat
 ) -> Iterator[tuple[re.Pattern[str], GptqFormat | None]]:
-    """What ``dynamic`` says: patterns of layers' names and their format, None for floats."""
+    """Yield the rules of ``dynamic``: a pattern of layer names, and their format or None."""
     dynamic = settings.part("dynamic")
     defaults = {
         "bits": base.bits,
@@ -182,12 +180,12 @@ def _rules(
             pattern = re.compile(re.sub(r"^[-+]:", "", key))
         except re.error as error:
             raise ValueError(
-                f"{dynamic.where}: {quoted(key)} is no regular expression ({error}): take another "
-                "version of the model"
+                f"{dynamic.where}: {quoted(key)} is not a regular expression ({error}): take "
+                "another version of the model"
             ) from None
         if key.startswith("-:"):
             yield pattern, None
             continue
-        rule = dynamic.part(key) or Settings(where=dynamic.where, values={})
+        rule = dynamic.section(key)
         rule.only(*_OVERRIDES)
         yield pattern, _changed(base, rule, defaults)

@@ -1,9 +1,9 @@
-"""Weights as small integers with a scale for each group of inputs: what the kernels read.
+"""Weights as small integers with a scale for each group of inputs: the layout that kernels read.
 
-Other formats of this kind put their tensors in this layout when they are loaded: they derive from
-:class:`GroupFormat`, say what they are called and how a checkpoint stores them (``name``,
-``stored``), and end their ``convert`` with :meth:`GroupFormat.pack`, which takes the codes as
-unsigned integers (out, in) with rows and columns in the model's order::
+Other formats of this kind are converted to this layout when loaded: they derive from
+:class:`GroupFormat`, define their name and how a checkpoint stores them (``name``, ``stored``), and
+end their ``convert`` with :meth:`GroupFormat.pack`, which takes the codes as unsigned integers
+(out, in) with rows and columns in the model's order::
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Q4_0(GroupFormat):  # registered as Q4_0(bits=4, group=32, scale=torch.float16)
@@ -13,14 +13,14 @@ unsigned integers (out, in) with rows and columns in the model's order::
             ...
             return self.pack(codes, d)  # w = d * (code - 8)
 
-What fits without loss, and at no more bytes: Q8_0 (8 bits, groups of 32, codes + 128), Q4_0, Q4_1
-(4 bits, groups of 32, with ``offset``), Q5_0 and Q5_1; GPTQ and AWQ with zero points (``zero``), or
-without where all of them are in the middle; compressed-tensors' signed integers + 2^(bits - 1); and
-inputs that were sorted by activation order, by way of ``order``: pass the permutation by which the
-columns were sorted so that groups are contiguous. Packed order: ``exkv.ops.weight_groups``.
+These fit without loss, in no more bytes: Q8_0 (8 bits, groups of 32, codes + 128), Q4_0, Q4_1 (4
+bits, groups of 32, with ``offset``), Q5_0 and Q5_1; GPTQ and AWQ with zero points (``zero``), or
+without if all of them are in the middle; compressed-tensors' signed integers + 2^(bits - 1); and
+inputs sorted by activation order: pass as ``order`` the permutation that made groups contiguous.
+The packed order is documented in ``exkv.ops.weight_groups``.
 
-Any of them may be of a matrix times the Hadamard transform of its inputs, for inputs that are
-transformed alike: see ``hadamard.py``.
+Any of them may store a matrix times a Hadamard transform, for inputs that are transformed likewise:
+see ``hadamard.py``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class GroupFormat(WeightFormat):
     """w = scale * (code - 2^(bits - 1)), or scale * code + offset, or scale * (code - zero).
 
     Attributes:
-        bits: of a code: 8, 6, 5, 4, 3 or 2.
+        bits: bits of a code: 8, 6, 5, 4, 3 or 2.
         group: inputs that share a scale, a multiple of 32; 0 for a whole row.
         scale: dtype of scales and offsets: float16, bfloat16 or float32.
         shift: "symmetric", "offset" (a float a group) or "zero" (an integer a group).
-        ordered: whether inputs are sorted by a permutation, which is one more tensor.
-        hadamard: inputs of a block of the transform, a power of two; 0 for none.
+        ordered: whether inputs are sorted by a permutation, stored in another tensor.
+        hadamard: block size of the transform of inputs, a power of two; 0 for none.
     """
 
     bits: int
@@ -68,7 +68,7 @@ class GroupFormat(WeightFormat):
             raise ValueError(f"groups of {self.bits} bits; bits must be one of {sorted(PLANES)}")
         if self.group < 0 or self.group % CHUNK:
             raise ValueError(
-                f"groups of {self.group} inputs; they must be of a multiple of {CHUNK}, or 0 for a "
+                f"groups of {self.group} inputs; it must be a multiple of {CHUNK}, or 0 for a "
                 "whole row"
             )
         if self.shift not in _SHIFTS:
@@ -77,8 +77,8 @@ class GroupFormat(WeightFormat):
             raise ValueError(f"scales are {self.scale}; they must be one of {_SCALES}")
         if self.hadamard and (self.hadamard < LEAST or self.hadamard & self.hadamard - 1):
             raise ValueError(
-                f"blocks of {self.hadamard} inputs are transformed; they must be of a power of two "
-                f"from {LEAST} on, or 0 for none"
+                f"transformed blocks of {self.hadamard} inputs; it must be a power of two from "
+                f"{LEAST} on, or 0 for none"
             )
 
     @property
@@ -88,12 +88,12 @@ class GroupFormat(WeightFormat):
 
     @property
     def name(self) -> str:
-        """Formats that are stored otherwise have another."""
+        """The layout's name; formats that are stored differently override it."""
         return self.layout_name
 
     @property
     def layout_name(self) -> str:
-        """As in ``int4-64-fp16-offset``."""
+        """Name of the layout, such as ``int4-64-fp16-offset``."""
         more = "-ordered" if self.ordered else ""
         more += f"-hadamard{self.hadamard}" if self.hadamard else ""
         return f"int{self.bits}-{self.group or 'row'}-{NAMES[self.scale]}-{self.shift}{more}"
@@ -121,7 +121,7 @@ class GroupFormat(WeightFormat):
         if self.hadamard and inputs % self.hadamard:
             raise ValueError(
                 f"a matrix of {outputs} x {inputs} can't be in {self.name}: its inputs must be a "
-                f"multiple of {self.hadamard}, which are transformed together"
+                f"multiple of the {self.hadamard} of a transformed block"
             )
         groups = self.groups.count(inputs)
         zeros = -(-groups * self.groups.zero_bits() // 8)
@@ -135,7 +135,7 @@ class GroupFormat(WeightFormat):
         return {**made, **{name: beside[name] for name in self.names[2:]}}
 
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        """The layout as it is; derived formats have others."""
+        """The layout itself; derived formats override it."""
         return {
             name: ExpectedTensor.of_floats(shape, dtype)
             if dtype.is_floating_point
@@ -155,16 +155,16 @@ class GroupFormat(WeightFormat):
         shift: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The layout's tensors.
+        """Pack codes and scales into the layout's tensors.
 
         Args:
             codes: integers (out, in) from 0 to 2^bits - 1.
-            scale: (out, groups); a dtype other than the format's is rounded.
-            shift: offsets, or integer zero points, (out, groups), as the format has them.
-            order: column i of ``codes`` is for input ``order[i]``.
+            scale: (out, groups); rounded to the format's dtype.
+            shift: offsets or integer zero points (out, groups), if the format has them.
+            order: column i of ``codes`` belongs to input ``order[i]``.
 
         Raises:
-            ValueError: ``order`` is no permutation, or a zero point doesn't fit its bits.
+            ValueError: ``order`` is not a permutation, or a zero point doesn't fit its bits.
         """
         return self.beside(weight_groups.pack_codes(codes, self.bits), scale, shift, order)
 
@@ -175,11 +175,8 @@ class GroupFormat(WeightFormat):
         shift: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """:meth:`pack` of codes that are packed already."""
-        made = {
-            "codes": packed,
-            "scale": scale.to(self.scale).contiguous(),
-        }
+        """:meth:`pack` with codes that are packed already."""
+        made = {"codes": packed, "scale": scale.to(self.scale).contiguous()}
         if self.shift == "offset":
             assert shift is not None
             made["offset"] = shift.to(self.scale).contiguous()
@@ -196,8 +193,8 @@ class GroupFormat(WeightFormat):
         most = 2 ** self.groups.zero_bits() - 1
         if zeros.numel() and not 0 <= int(zeros.min()) <= int(zeros.max()) <= most:
             raise ValueError(
-                f"zero points are from {int(zeros.min())} to {int(zeros.max())}; {self.bits} bits "
-                f"have them from 0 to {most}"
+                f"zero points range from {int(zeros.min())} to {int(zeros.max())}; with "
+                f"{self.bits} bits they must be from 0 to {most}"
             )
         return zeros
 
@@ -247,4 +244,4 @@ def _check_order(order: torch.Tensor) -> None:
     """ValueError unless it is a permutation."""
     expected = torch.arange(len(order), dtype=order.dtype)
     if not torch.equal(order.sort().values, expected):
-        raise ValueError(f"order must be a permutation of the {len(order)} inputs, and is none")
+        raise ValueError(f"order must be a permutation of the {len(order)} inputs, and is not")

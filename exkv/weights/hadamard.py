@@ -1,32 +1,32 @@
-"""The Walsh-Hadamard transform of what linear layers multiply, in blocks of their inputs.
+"""The Walsh-Hadamard transform of a linear layer's inputs and weights, in blocks of inputs.
 
-With H block diagonal, of Sylvester's matrices divided by their roots, H H = 1 and H = H^T. So
-x W^T = (x H) (W H)^T: a layer that stores W H, and transforms x, computes what it did. A block's
-weights are then sums of all of them, with none that is much larger than the others, and integers
-in groups lose less (QuIP#, Tseng et al., 2024; QuaRot, Ashkboos et al., 2024). Inputs that are
-larger than others spread likewise.
+With H block diagonal, of Sylvester matrices divided by the roots of their sizes, H H = 1 and
+H = H^T. So x W^T = (x H) (W H)^T: a layer that stores W H and transforms x computes the same. A
+block's weights are then sums of all of them, without outliers, and lose less as integers in groups
+(QuIP#, Tseng et al., 2024; QuaRot, Ashkboos et al., 2024). Outliers among inputs are spread
+likewise.
 """
 
 from __future__ import annotations
 
 import torch
 
-#: What ``--transform`` of ``exkv quantize`` may be.
+#: Values of ``exkv quantize --transform``.
 HADAMARD, NONE = "hadamard", "none"
-#: Inputs of a block: the most that are chosen, as groups have, and the fewest that there may be.
+#: Inputs of a block: upper bound on what is chosen, the size of a group; and the least allowed.
 MOST, LEAST = 64, 32
 
 
 def block_of(inputs: int, most: int = MOST) -> int:
-    """The largest power of two, ``most`` at most, that divides the inputs; 0 if that is less than
-    ``LEAST``, or ``most`` is."""
+    """The largest power of two up to ``most`` that divides the inputs; 0 if it is below
+    ``LEAST``."""
     block = min(inputs & -inputs, most)
     return block if block >= LEAST else 0
 
 
 def transformed(x: torch.Tensor, block: int) -> torch.Tensor:
-    """x (..., in) times H; for a block of 0, x. By the op, which computes in float32, and rounded
-    to x's dtype; float64 by the matrix, written out."""
+    """x (..., in) times H; x itself for a block of 0. The op computes in float32 and rounds to x's
+    dtype; float64 is multiplied by the matrix."""
     if block == 0:
         return x
     blocks = x.unflatten(-1, (-1, block))
@@ -37,7 +37,12 @@ def transformed(x: torch.Tensor, block: int) -> torch.Tensor:
 
 def matrix(block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """H of one block."""
+    return signs_of(block, dtype, device) * block**-0.5
+
+
+def signs_of(block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Sylvester's matrix of one block: entries of 1 and -1."""
     h = torch.ones(1, 1, dtype=dtype, device=device)
     while len(h) < block:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h * block**-0.5
+    return h

@@ -1,15 +1,15 @@
 """HQQ (Badri & Shaji, 2023), as the ``hqq`` package and transformers save it: integers of 8 to 2
-bits in groups of a row's inputs, each with a scale and a zero point that are floats.
+bits in groups of a row's inputs, each with a float scale and a float zero point.
 
-A weight is ``(code - zero) * scale``. Codes lie in ``W_q`` by groups (out * in / group, group);
-those of 4 bits are two to a byte and of 2 bits four, a run of groups in the high bits of all bytes
-and the next in those below; of 3 bits ten to an int32, of 5 and 6 bits one to a byte. ``scale`` and
-``zero`` (groups, 1) are floats of the dtype in which the model computed. Beside them lie numbers as
-scalars: ``nbits``, ``group_size``, ``axis``, ``shape``.
+A weight is ``(code - zero) * scale``. ``W_q`` has the codes by groups (out * in / group, group):
+two to a byte for 4 bits and four for 2 bits, with one run of groups in the high bits of all bytes
+and the next in those below; ten to an int32 for 3 bits; one to a byte for 5 and 6 bits. ``scale``
+and ``zero`` (groups, 1) are floats of the model's dtype. Scalars beside them repeat the settings:
+``nbits``, ``group_size``, ``axis``, ``shape``.
 
-On a device a weight is ``scale * code + offset`` in the layout of groups, with 16-bit scales where
-the file has them: the offset ``-zero * scale`` is rounded to a float16, as HQQ rounds
-``code - zero`` in its own arithmetic.
+On a device a weight is ``scale * code + offset`` in the layout of groups, with 16-bit scales if the
+file has them: the offset ``-zero * scale`` is rounded to float16, as HQQ rounds ``code - zero`` in
+its own arithmetic.
 
 Source: hqq's ``core/quantize.py`` and ``core/bitpack.py``.
 """
@@ -29,11 +29,11 @@ from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
 from .methods import FormatOf, register
-from .settings import HEAD, Headers, Quantized, Settings, headers_of
+from .settings import HEAD, Headers, Settings, headers_of
 
-#: Bits of a code -> those of a word, and codes in one.
+#: Bits of a code -> bits of a word, and codes in a word.
 _PACKED = {8: (8, 1), 6: (8, 1), 5: (8, 1), 4: (8, 2), 3: (32, 10), 2: (8, 4)}
-#: Scalars beside a matrix, which the settings say too.
+#: Scalars beside a matrix that repeat the settings.
 _SCALARS = ("nbits", "group_size", "axis")
 
 
@@ -49,8 +49,8 @@ class HqqFormat(GroupFormat):
         group = self.group or size[1]
         if size[1] % group:
             raise ValueError(
-                f"rows of {size[1]} inputs are no groups of {group}, which HQQ counts across rows "
-                "then; exkv reads groups within rows: take another quantized version"
+                f"rows of {size[1]} inputs are not a multiple of groups of {group}, so that HQQ's "
+                "groups cross rows; exkv reads groups within rows: take another quantized version"
             )
         self.layout(size)  # raises for inputs that it cannot have
         count = size[0] * size[1] // group
@@ -72,8 +72,8 @@ class HqqFormat(GroupFormat):
         needed = {"nbits": self.bits, "group_size": group, "axis": 1}
         if found != needed or math.prod(size) != count * group or size[1] % group:
             raise ValueError(
-                f"the scalars beside W_q say {found} and shape {list(size)}, and config.json and "
-                f"the tensors' shapes {needed}: download the model again"
+                f"the scalars beside W_q are {found} with shape {list(size)}, but config.json and "
+                f"the tensors' shapes mean {needed}: download the model again"
             )
         scale, zero = (stored[name].float().view(size[0], -1) for name in ("scale", "zero"))
         check_finite("scale", scale.to(self.scale))
@@ -81,15 +81,15 @@ class HqqFormat(GroupFormat):
         codes = self._codes(stored["W_q"], count)
         if codes.numel() and int(codes.max()) >= 1 << self.bits:
             raise ValueError(
-                f"W_q has the code {int(codes.max())}, and {self.bits} bits go to "
-                f"{(1 << self.bits) - 1}: download the model again"
+                f"W_q has the code {int(codes.max())}, above the {(1 << self.bits) - 1} of "
+                f"{self.bits} bits: download the model again"
             )
         offset = (-zero * scale).to(self.scale)
         check_finite("zero times scale", offset)
         return self.pack(codes.view(size), scale, offset)
 
     def _codes(self, words: torch.Tensor, count: int) -> torch.Tensor:
-        """Of each group, uint8 (count, group)."""
+        """Codes of each group, uint8 (count, group)."""
         _, each = _PACKED[self.bits]
         width = self.bits if each > 1 else 8
         shifts = range(width * (each - 1), -1, -width)
@@ -98,15 +98,15 @@ class HqqFormat(GroupFormat):
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer: one for all, or one for each kind of layer, which the settings
-    name by its path without numbers (``self_attn.q_proj``)."""
+    """The format of every layer: one for all, or one for each kind of layer, named by its path
+    without numbers (``self_attn.q_proj``)."""
     settings, headers = Settings.of(config), headers_of(config)
     settings.only("quant_method", "quant_config", "skip_modules")
-    kinds = settings.part("quant_config") or Settings(where=settings.where, values={})
+    kinds = settings.section("quant_config")
     ignored = settings.names("skip_modules") if "skip_modules" in settings.values else (HEAD,)
     for_all = None if _is_by_kind(kinds) else _read(kinds)
     by_kind = {} if for_all else {name: _of_kind(kinds, name) for name in kinds.values}
-    quantized = Quantized(where=settings.where, ignored=ignored, markers=("W_q",), headers=headers)
+    quantized = settings.quantized(headers, ignored, "W_q")
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         found = for_all or by_kind.get(_kind(layer))
@@ -116,7 +116,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
             if f"{layer}.W_q" not in (headers or {}):
                 return FLOATS[dtype]
             raise ValueError(
-                f"{kinds.where}: nothing is said of {_kind(layer)}, and the checkpoint has "
+                f"{kinds.where} has no entry for {_kind(layer)}, and the checkpoint has "
                 f"{layer}.W_q: they contradict each other, download the model again"
             )
         bits, group = found
@@ -132,7 +132,7 @@ def _is_by_kind(kinds: Settings) -> bool:
 
 
 def _kind(layer: str) -> str:
-    """A layer's path without numbers, as ``self_attn.q_proj``."""
+    """A layer's path without numbers, such as ``self_attn.q_proj``."""
     parts = layer.split(".")
     return ".".join(
         part for part in parts if part not in ("model", "layers") and not part.isdigit()
@@ -145,13 +145,13 @@ def _of_kind(kinds: Settings, name: str) -> tuple[int, int] | None:
 
 
 def _read(settings: Settings) -> tuple[int, int]:
-    """Bits, and inputs of a group, 0 for all of a row."""
+    """Bits, and inputs of a group; 0 for whole rows."""
     settings.only("weight_quant_params", "scale_quant_params", "zero_quant_params", "offload_meta")
     for name in ("scale_quant_params", "zero_quant_params"):
         if settings.values.get(name) is not None:
-            raise settings.bad(name, "null: exkv reads scales and zero points that are floats")
+            raise settings.bad(name, "null: exkv reads float scales and zero points only")
     settings.choice("offload_meta", (False,), False)
-    weights = settings.part("weight_quant_params") or Settings(where=settings.where, values={})
+    weights = settings.section("weight_quant_params")
     weights.only(
         *("nbits", "channel_wise", "group_size", "optimize", "round_zero", "axis", "view_as_float")
     )

@@ -1,9 +1,9 @@
-"""The formats that are known, and which of them a checkpoint's layers have.
+"""The registry of weight formats, and the formats of a checkpoint's layers.
 
-``METHODS`` maps what a config.json calls its way of quantizing to a file of this package. There,
-``formats_of(config, dtype)`` reads the settings and answers with a function from a layer's name and
-size to its format, since a checkpoint may have layers of many: some left as floats, some in more
-bits than others.
+``METHODS`` maps a config.json's ``quant_method`` to a file of this package. There,
+``formats_of(config, dtype)`` reads the settings and returns a function from a layer's name and size
+to its format, since formats differ within a checkpoint: some layers are floats, some have more bits
+than others.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from exkv.checkpoint.files import quoted
 from .floats import FLOATS
 from .format import Size, WeightFormat
 
-#: From a layer's name in the checkpoint (``model.layers.0.mlp.up_proj``) and the size of its
-#: matrix to its format.
+#: A layer's name in the checkpoint (``model.layers.0.mlp.up_proj``) and its matrix's size -> its
+#: format.
 FormatOf = Callable[[str, Size], WeightFormat]
 
-#: ``quant_method`` of config.json's quantization_config -> the module with its ``formats_of``;
-#: None is the checkpoint that isn't quantized.
+#: ``quant_method`` of config.json's quantization_config -> the module with its ``formats_of``; None
+#: for a checkpoint that isn't quantized.
 METHODS: dict[str | None, str] = {
     None: f"{__package__}.floats",
     "gptq": f"{__package__}.gptq",
@@ -48,35 +48,35 @@ _formats: dict[str, WeightFormat] = {}
 
 
 def register(format: WeightFormat) -> WeightFormat:
-    """Make the format known by its name; values with parameters register when they are made.
+    """Register the format under its name; formats with parameters are registered when built.
 
     Returns:
-        the format, or the equal one that was registered before.
+        The format, or the equal one that was registered before.
 
     Raises:
-        ValueError: another one has this name.
+        ValueError: another format has this name.
     """
     known = _formats.setdefault(format.name, format)
     if known != format:
-        raise ValueError(f"the name {format.name!r} is that of {known}: {format} needs another")
+        raise ValueError(f"{known} has the name {format.name!r} already: give {format} another")
     return known
 
 
 def format_named(name: str) -> WeightFormat:
-    """The format registered by this name."""
+    """The format registered under this name."""
     return _formats[name]
 
 
 def formats() -> Mapping[str, WeightFormat]:
-    """Name -> format, of all that are registered by now."""
+    """Name -> format, of all formats registered so far."""
     return MappingProxyType(_formats)
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The formats of this config's layers, for arithmetic in ``dtype``.
+    """The formats of this config's layers, for computation in ``dtype``.
 
     Raises:
-        ValueError: it is quantized by a method that isn't known.
+        ValueError: an unknown quantization method.
     """
     settings = config.quantization
     method = None if settings is None else settings.get("quant_method")

@@ -1,8 +1,8 @@
 """NVIDIA's ModelOpt: 4-bit floats (NVFP4, MXFP4) and 8-bit floats (FP8, MXFP8).
 
-``quant_algo`` names the way, or for ``MIXED_PRECISION`` that of each of ``quantized_layers``; the
-checkpoint's headers say which layers are floats. What it says of activations and of keys and
-values is left out.
+``quant_algo`` names the algorithm, or for ``MIXED_PRECISION`` that of each of ``quantized_layers``;
+the checkpoint's headers say which layers are floats. Settings of activations, keys and values are
+ignored.
 
 - NVFP4: ``weight`` uint8 (out, in / 2), ``weight_scale`` e4m3 (out, in / 16), ``weight_scale_2``.
 - MXFP4: ``weight`` uint8 (out, in / 2), ``weight_scale`` uint8 (out, in / 32), powers of two.
@@ -25,11 +25,11 @@ from exkv.checkpoint import ModelConfig
 from . import mxfp4, nvfp4
 from .floats import FLOATS
 from .format import Size, WeightFormat
-from .fp8 import Fp8Format, format_found
+from .fp8 import MXFP8_ROWS, Fp8Format, format_found
 from .methods import FormatOf, register
-from .settings import Headers, Quantized, Settings, headers_of
+from .settings import Headers, Settings, headers_of
 
-#: ``config_groups`` say what ``quant_algo`` says.
+#: Ignored settings; ``config_groups`` repeat ``quant_algo``.
 _OF_OTHERS = (
     *("quant_method", "producer", "config_groups", "group_size"),
     *("kv_cache_scheme", "kv_cache_quant_algo"),
@@ -44,7 +44,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     settings.only(*_OF_OTHERS, "quant_algo", "quantized_layers", "ignore", "exclude_modules")
     algorithm_of = _algorithms(settings)
     ignored = settings.names("ignore") + settings.names("exclude_modules")
-    quantized = Quantized(where=settings.where, ignored=ignored, markers=(_SCALE,), headers=headers)
+    quantized = settings.quantized(headers, ignored, _SCALE)
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         algorithm = algorithm_of(layer)
@@ -73,7 +73,7 @@ def _algorithms(settings: Settings) -> Callable[[str], str | None]:
 
 
 def _algorithm(settings: Settings, known: tuple[str, ...]) -> str:
-    """ModelOpt 0.46 writes some in small letters."""
+    """The algorithm, in capitals; ModelOpt 0.46 writes some in lower case."""
     value = settings.values.get("quant_algo")
     if not isinstance(value, str) or value.upper() not in known:
         raise settings.bad("quant_algo", f"one of {', '.join(known)}")
@@ -83,10 +83,6 @@ def _algorithm(settings: Settings, known: tuple[str, ...]) -> str:
 def _nvfp4(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
     found = None if headers is None else headers.get(f"{layer}.{nvfp4.MODELOPT.factor}")
     return nvfp4.MODELOPT if found is None else replace(nvfp4.MODELOPT, factor_shape=found.shape)
-
-
-def _mxfp4(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
-    return mxfp4.MODELOPT
 
 
 def _fp8(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
@@ -101,18 +97,14 @@ def _fp8_rows(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
     return format_found(layer, size, (1, size[1]), headers)
 
 
-def _mxfp8(layer: str, size: Size, headers: Headers | None) -> WeightFormat:
-    return Fp8Format(block=(1, mxfp4.GROUP), scale_name=_SCALE, scale_dtype=torch.uint8)
-
-
-#: ``quant_algo`` -> what makes a layer's format. A new one is an entry.
+#: ``quant_algo`` -> function that makes a layer's format. A new algorithm is an entry.
 _KINDS: dict[str, Callable[[str, Size, Headers | None], WeightFormat]] = {
     "NVFP4": _nvfp4,
     "W4A16_NVFP4": _nvfp4,
     "W4A8_NVFP4_FP8": _nvfp4,
-    "MXFP4": _mxfp4,
-    "W4A8_MXFP4_FP8": _mxfp4,
+    "MXFP4": lambda *_: mxfp4.MODELOPT,
+    "W4A8_MXFP4_FP8": lambda *_: mxfp4.MODELOPT,
     "FP8": _fp8,
     "FP8_PER_CHANNEL_PER_TOKEN": _fp8_rows,
-    "MXFP8": _mxfp8,
+    "MXFP8": lambda *_: MXFP8_ROWS,
 }

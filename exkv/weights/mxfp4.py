@@ -2,7 +2,7 @@
 ``mxfp4`` is gpt-oss's; compressed-tensors and ModelOpt store the same under other names.
 
 Two codes in a byte, the first in the low half; w = value * 2^(scale - 127), and a scale of 255 is
-NaN. The bytes stay as they are on every device.
+NaN. The bytes are the same on every device.
 
 Sources: OCP's Microscaling Formats specification; transformers' ``integrations/mxfp4.py``.
 """
@@ -18,6 +18,7 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 
+from .finite import refuse_any
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .methods import FormatOf, register
@@ -27,11 +28,11 @@ from .tiles import Packing, TiledFormat, packed_layout
 
 #: Inputs that share a scale.
 GROUP = 32
-#: What the four bits stand for; the highest is the sign.
+#: Values of the four bits; the highest is the sign.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: The largest scale's byte with which all values are finite in float32; 255 is NaN.
+#: The largest byte of a scale with which all values are finite in float32.
 _LARGEST = 252
-#: What the scale's byte stands for.
+#: Values of a scale's byte.
 POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.nan)
 
 
@@ -85,7 +86,7 @@ class MXFP4Format(TiledFormat):
     def together(
         self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
     ) -> Source | None:
-        """Under ``name`` with the names of the format's tensors behind it."""
+        """Tensors named ``name`` with the names of the format's tensors after it."""
         if self.weight != "blocks":
             return None
         count, *each = size
@@ -132,19 +133,13 @@ MODELOPT = MXFP4Format(weight="weight", scale="weight_scale")
 
 
 def _check_scales(scales: torch.Tensor) -> None:
-    wrong = (scales > _LARGEST).flatten()
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        raise ValueError(
-            f"{int(wrong.sum())} of {scales.numel()} scales are above {_LARGEST}, with which "
-            f"weights are not finite; the first is number {first}, {int(scales.flatten()[first])}: "
-            "download the model again"
-        )
+    what = f"scales are above {_LARGEST}, with which weights are not finite"
+    refuse_any(scales > _LARGEST, scales, what)
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of each layer: experts are packed, and what the checkpoint has packed, unless the
-    settings name them as not to be."""
+    """The format of each layer: experts, and layers that the checkpoint has packed, are MXFP4,
+    unless the settings exclude them."""
     settings, headers = Settings.of(config), headers_of(config) or {}
     settings.only("quant_method", "modules_to_not_convert", "dequantize")
     kept = [name.split(".*.")[-1] for name in settings.names("modules_to_not_convert")]

@@ -1,9 +1,9 @@
 """NVFP4 as compressed-tensors and ModelOpt store it: 4-bit floats (e2m1) with an 8-bit scale (e4m3)
 for 16 inputs and a factor for the matrix.
 
-Two codes in a byte, the first in the low half. w = value * (scale * factor), or scale / factor
-where a file has the factor's inverse. The bytes stay as they are on every device; there are no
-kernels yet, so that layers multiply by tiles of dequantized rows.
+Two codes in a byte, the first in the low half. w = value * (scale * factor), or value * (scale /
+factor) if the file has the factor's inverse. The bytes are the same on every device; there are no
+kernels yet, and layers multiply by tiles of dequantized rows.
 
 Sources: compressed-tensors' ``compressors/nvfp4`` and ``converters/modelopt_nvfp4``; ModelOpt's
 ``qtensor/nvfp4_tensor.py``.
@@ -37,7 +37,7 @@ class NVFP4Format(TiledFormat):
         weight: name of the codes in the checkpoint.
         factor: name of the matrix's factor there.
         divides: whether scales are divided by the factor.
-        factor_shape: in the checkpoint.
+        factor_shape: shape of the factor there.
     """
 
     weight: str

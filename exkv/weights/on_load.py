@@ -1,22 +1,22 @@
-"""Float weights that become integers when they are loaded: ``Model(folder, weights="int4")``.
+"""Quantize float weights when they are loaded: ``Model(folder, weights="int4")``.
 
-A config for it is that of the float checkpoint with a quantization of its own, which no file has to
+The config is that of the float checkpoint with a quantization of its own, which no file needs to
 state: ``{"quant_method": "on_load", "weights": "int4"}``; see :func:`with_weights`.
 
-Matrices of the layers become integers of 8 to 3 bits in groups of 64, by ``rounding``. The
-projection to logits, which every token reads whole and whose errors nothing evens out, has 8 bits;
-so has a table of tokens that is tied to it. A table of its own, or of the layers' own embeddings,
-stays: one of its rows is read a token. Norms and biases stay, and so do the routers of experts,
-which are small and choose.
+The layers' matrices become integers of 8 to 3 bits in groups of 64, by ``rounding``. The projection
+to logits, which every token reads whole and whose errors reach the output directly, has 8 bits, and
+so does an embedding table that is tied to it. An untied table, and one of per-layer embeddings,
+stays: each token reads only one of its rows. Norms, biases and the routers of experts, which are
+small, stay too.
 
-``weights`` may also say it unit by unit, ``{"model.layers.0": "int8", ...}``, embedding and head
-included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``. A unit may be a
+``weights`` may also be a mapping by unit, ``{"model.layers.0": "int8", ...}``, embedding and head
+included: what a plan chooses for ``weights="best"``, see ``exkv.planning.best``. A unit may be a
 mix, ``"mlp.down_proj int5, self_attn.q_proj int4, ..."``, which names all classes of its matrices:
-those of one projection, of all of a layer's experts together (:func:`class_of`) or by groups of
-them (``expert_groups``).
+those of one projection, for experts of all in the layer (:func:`class_of`) or of groups of them
+(``expert_groups``).
 
-``"transform": "hadamard"`` beside ``weights`` has the integers be of matrices whose inputs go
-through the Hadamard transform (``hadamard.py``), in the largest blocks that fit.
+With ``"transform": "hadamard"`` beside ``weights``, matrices and their inputs go through the
+Hadamard transform (``hadamard.py``), in the largest blocks that fit.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .rounding import rounded
 from .settings import EMBEDDING, HEAD, OF_LAYERS, ROUTERS, stays_float
 
 METHOD = "on_load"
-#: What ``weights`` may be -> bits of the layers' matrices.
+#: Values of ``weights`` -> bits of the layers' matrices.
 BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
-#: What a unit's weights are where they are not turned into integers.
+#: The option that leaves a unit's weights unquantized.
 AS_STORED = "as stored"
-#: All that a unit's weights may be kept as, the least lossy first.
+#: All options for a unit's weights, the least lossy first.
 OPTIONS = (AS_STORED, *BITS)
-#: The ``weights`` for which a plan chooses the units' bits.
+#: The value of ``weights`` with which a plan chooses the units' bits.
 BEST = "best"
 _OF_HEAD = "int8"
 _GROUP = 64
@@ -57,7 +57,7 @@ _GROUP = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnLoad(GroupFormat):
-    """The layout of groups, made of a matrix of floats."""
+    """The layout of groups, rounded from a matrix of floats."""
 
     @property
     def name(self) -> str:
@@ -78,21 +78,21 @@ class OnLoad(GroupFormat):
 def with_weights(
     config: ModelConfig, weights: str | Mapping[str, str] | None, transform: str | None = None
 ) -> ModelConfig:
-    """The config with its float weights kept as ``weights`` says.
+    """The config with its float weights quantized on load.
 
     Args:
-        weights: one of ``BITS``; or one of ``OPTIONS``, or a mix, for every unit, by the units'
-            names; or None for as they are, and ``BEST`` for as they are until a plan has chosen.
-        transform: "hadamard" for integers of transformed matrices; None or "none" for others.
+        weights: one of ``BITS``; or a mapping from every unit to one of ``OPTIONS`` or a mix; None
+            to leave them as stored; ``BEST`` to leave them so until a plan has chosen.
+        transform: "hadamard" to transform quantized matrices; None or "none" not to.
 
     Raises:
-        ValueError: there is no such way, or the checkpoint is quantized.
+        ValueError: an unknown value, or the checkpoint is quantized already.
     """
     if transform not in (None, NONE, HADAMARD):
         raise ValueError(f"transform is {transform!r}; it must be {HADAMARD}, {NONE}, or None")
     if transform == HADAMARD and weights in (None, BEST):
         raise ValueError(
-            f"transform is {HADAMARD!r}, which is of integers, and weights is {weights!r}: take "
+            f"transform is {HADAMARD!r}, which needs integers, and weights is {weights!r}: take "
             f"one of {', '.join(BITS)}, or write the model by exkv quantize --transform {HADAMARD}"
         )
     if weights is None:
@@ -133,7 +133,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
-    """What the matrix of a layer, by its name in the checkpoint, is kept as."""
+    """Lookup from a layer's name in the checkpoint to the option for its matrix."""
     assert config.quantization is not None
     weights = config.quantization.get("weights")
     if isinstance(weights, Mapping):
@@ -152,7 +152,7 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
                 return AS_STORED
             if (found := name_of[unit](name, layer)) is None:
                 raise ValueError(
-                    f"weights of {unit} say nothing of {name}; they name {', '.join(kept)}"
+                    f"weights of {unit} have no entry for {name}; they name {', '.join(kept)}"
                 )
             return kept[found]
 
@@ -167,8 +167,8 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
 
 
 def _unit_of(layer: str, facts: Facts) -> str:
-    """The unit of a matrix of the layers; some lie beside these in the checkpoint, of which the
-    first layer has what comes before all others, and the head what comes behind."""
+    """The unit of a layer's matrix. Of matrices beside the layers in the checkpoint, those used
+    before all layers belong to the first one, and those used after them to the head."""
     rest = layer.removeprefix(f"{facts.layers}.")
     if rest != layer:
         return f"model.layers.{rest.partition('.')[0]}"
@@ -176,15 +176,15 @@ def _unit_of(layer: str, facts: Facts) -> str:
 
 
 def class_of(layer: str) -> str:
-    """What the matrix of a layer, by its name in the checkpoint, is kept together with in a mix, as
-    in ``self_attn.q_proj`` and ``mlp.experts.up_proj``: the name without the unit's, and without
-    numbers of experts. Empty for one that lies beside the layers, and stays in a mix."""
+    """The class of a layer's matrix in a mix, from its name in the checkpoint: the name without the
+    unit's and without experts' numbers, such as ``self_attn.q_proj`` or ``mlp.experts.up_proj``.
+    Empty for a matrix beside the layers, which a mix leaves as stored."""
     _, *behind = re.split(r"\.\d+\.", layer, maxsplit=1)
     return ".".join(part for part in "".join(behind).split(".") if not part.isdigit())
 
 
 def mixed(kept: Mapping[str, str]) -> str:
-    """The name of a mix: by classes of matrices, one of ``OPTIONS``, alone if they are all one."""
+    """Name of a mix from classes of matrices to ``OPTIONS``; just the option if all are equal."""
     options = set(kept.values())
     if len(options) == 1:
         return options.pop()
@@ -192,20 +192,20 @@ def mixed(kept: Mapping[str, str]) -> str:
 
 
 def options_of(kept: str) -> str | dict[str, str]:
-    """What :func:`mixed` made the name of; ValueError for what names neither."""
+    """Inverse of :func:`mixed`; ValueError for any other name."""
     if kept in OPTIONS:
         return kept
     parts = [part.partition(" ") for part in kept.split(", ")]
     found = {name: option for name, _, option in parts}
     if len(found) < len(parts) or not set(OPTIONS).issuperset(found.values()):
         raise ValueError(
-            f"{quoted(kept)}; known are {', '.join(OPTIONS)}, and of a mix one for each projection"
+            f"{quoted(kept)}; known are {', '.join(OPTIONS)}, or a mix with one for each projection"
         )
     return found
 
 
 def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
-    """ValueError unless each of the units, and nothing else, has one of the options, or a mix."""
+    """ValueError unless exactly these units have one of the options, or a mix."""
     names = set(units)
     if odd := sorted(names ^ kept.keys()):
         raise ValueError(
@@ -220,7 +220,7 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
 
 
 def _format(bits: int, size: Size, dtype: torch.dtype, transforms: bool) -> WeightFormat:
-    """In the largest groups that the inputs have; floats where there are none."""
+    """The format with the largest group that fits the inputs; floats if none does."""
     inputs = size[1]
     if inputs % CHUNK:
         return FLOATS[dtype]

@@ -1,12 +1,11 @@
-"""A unit's parameters, from a checkpoint's files to a device.
+"""Read a unit's parameters from a checkpoint's files to a device.
 
-To the host: what is stored as it is used stays where it lies, in the mapped file, be it part of a
-larger tensor, as one expert is of all; the rest goes into one stretch of large pages for a unit.
-Two threads read the one in and fill the other, and no page is touched twice. To an accelerator:
-through two pinned buffers, one of which is filled while the other is copied; what is stored in
-another dtype is converted on the device. Only what a format makes anew of stored tensors goes by
-way of mapped files. For tensors with no memory behind them, on simulated devices that run dry, no
-file is read.
+To the host: values that are used as stored stay in the mapped file, even as part of a larger tensor
+(one expert of all); the rest goes into one allocation of large pages for a unit. Two threads read
+the former in and fill the latter, and touch each page once. To an accelerator: through two pinned
+buffers, one filled while the other is copied; values of another dtype are converted on the device.
+Only tensors that a format computes from stored ones go through mapped files. For tensors without
+memory, on simulated devices in a dry run, no file is read.
 
 Every piece is checked for NaN and infinity right after it was read, while it is in the processor's
 cache (``finite.py``).
@@ -30,9 +29,9 @@ from exkv.errors import Attempt
 from .finite import first_in_stored, first_not_finite
 from .source import Source
 
-#: Bytes that are read, or copied to a device, at once.
+#: Bytes read, or copied to a device, at a time.
 PIECE = 8 << 20
-#: Two read as fast as a machine copies; more only take turns.
+#: Two threads saturate the memory; more don't help.
 _THREADS = 2
 
 
@@ -43,15 +42,15 @@ def read_parameters(
     device: torch.device,
     on_host: Container[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """What the sources make, on the device, by the parameters' names.
+    """Read the sources' parameters to the device; returns them by name.
 
     Args:
         shapes: shape and dtype of every parameter, on ``meta``.
-        on_host: parameters that are read to host memory instead.
+        on_host: parameters to read to host memory instead.
 
     Raises:
-        CheckpointError: a file was changed or replaced since it was opened, or holds a number that
-            is not finite.
+        CheckpointError: a file was changed or replaced since it was opened, or has a number that is
+            not finite.
         torch.OutOfMemoryError: the device is full.
     """
     names = [name for source in sources for name in source.parameters]
@@ -73,8 +72,7 @@ def read_parameters(
 def mapped_parameters(
     checkpoint: Checkpoint, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Those parameters of these that are used as they are stored, where they lie in mapped files;
-    no page is touched."""
+    """The parameters that are used as stored, in their mapped files, without touching a page."""
     return {
         each.parameter: each.values
         for each in _converted(checkpoint, sources, shapes)
@@ -85,7 +83,7 @@ def mapped_parameters(
 def _without(
     host: Container[str], converted: Iterable[_Made], stays: list[_Made]
 ) -> Iterator[_Made]:
-    """What moves to a device; the list gets what stays on the host."""
+    """Yield what moves to a device, and add what stays on the host to ``stays``."""
     for each in converted:
         if each.parameter not in host:
             yield each
@@ -95,15 +93,15 @@ def _without(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """What a parameter is to hold.
+    """The values of a parameter.
 
     Attributes:
-        values: on the host, in the stored dtype where a format left them as they are stored.
-        stored: the stored tensor that these are, or part of which they are, byte for byte; or None.
-        start: the first of its bytes that they have.
-        source: what makes it.
-        file: of the source's tensors, for messages.
-        dtype: on the device.
+        values: on the host, in the stored dtype if the format left them as stored.
+        stored: name of the stored tensor that has these values byte for byte; None if computed.
+        start: offset of the values in that tensor, in bytes.
+        source: the parameter's source.
+        file: file of the source's tensors, for messages.
+        dtype: dtype on the device.
     """
 
     parameter: str
@@ -116,18 +114,19 @@ class _Made:
 
     @property
     def expected(self) -> ExpectedTensor:
-        """The stored tensor's."""
+        """Description of the stored tensor."""
         assert self.stored is not None
         return self.source.stored[self.stored]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """The first byte of every piece, and how many it has: whole blocks, if it has some."""
+        """Yield offset and length of each piece, in bytes: whole blocks if the tensor has any."""
         step = PIECE // self.expected.block * self.expected.block
         nbytes = self.values.nbytes
         return ((first, min(step, nbytes - first)) for first in range(0, nbytes, step))
 
     def check_piece(self, piece: torch.Tensor, first: int) -> None:
-        """CheckpointError for a number that is not finite in bytes from its ``first`` on."""
+        """CheckpointError if a piece that begins at byte ``first`` has a number that isn't
+        finite."""
         found = first_in_stored(piece, self.values.dtype, self.expected, self.dtype)
         if found is not None:
             packed = bool(self.expected.halves)
@@ -136,7 +135,7 @@ class _Made:
             raise self._damaged(f"{self.stored}: {what} {(self.start + first) // unit + found}")
 
     def check(self) -> None:
-        """CheckpointError for a number among all values that is not finite."""
+        """CheckpointError if any value is not finite."""
         dtype = self.dtype if self.dtype.is_floating_point else None
         found = first_not_finite(self.values, dtype)
         if found is not None:
@@ -175,8 +174,8 @@ def _place(
     stored: Mapping[str, torch.Tensor],
     checkpoint: Checkpoint,
 ) -> tuple[str | None, int]:
-    """The stored tensor that the values are, or in whose mapping they lie as they are, in whole
-    blocks; and the first of its bytes that they have."""
+    """Name of the stored tensor that is these values, or whose mapping contains them in whole
+    blocks, and their offset in bytes; None and 0 for other values."""
     for name, tensor in stored.items():
         if tensor is values:
             return name, 0
@@ -191,7 +190,7 @@ def _place(
 def _convert(
     file: Path, source: Source, stored: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """CheckpointError, with the file, where the tensors hold what cannot be."""
+    """Convert a source's tensors; CheckpointError, with the file, for invalid contents."""
     try:
         return source.convert(stored)
     except ValueError as error:
@@ -226,7 +225,7 @@ def _is_mapped(checkpoint: Checkpoint, made: _Made) -> bool:
 def _steps(
     checkpoint: Checkpoint, made: _Made, target: torch.Tensor
 ) -> Iterator[Callable[[], object]]:
-    """What brings a parameter's values into memory, to be called in any threads."""
+    """Yield calls that bring a parameter's values into memory, from any thread."""
     if made.stored is None or made.values.dtype != target.dtype:
         yield partial(_copy, made, target)
         return
@@ -244,7 +243,7 @@ def _copy(made: _Made, target: torch.Tensor) -> None:
 def _read_piece(
     checkpoint: Checkpoint, made: _Made, target: torch.Tensor, first: int, count: int
 ) -> None:
-    """Have bytes of a stored tensor in memory, those of a mapped one where they lie."""
+    """Read bytes of a stored tensor into memory; those of a mapped one stay in place."""
     assert made.stored is not None
     piece = _bytes(target)[first : first + count]
     if target is made.values:
@@ -282,7 +281,7 @@ def _read_to_accelerator(
 
 
 class Staging:
-    """Two buffers of so many bytes on the host, by which others go to an accelerator."""
+    """Two host buffers of ``nbytes`` each, through which values go to an accelerator."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
@@ -292,15 +291,15 @@ class Staging:
 
     @contextlib.contextmanager
     def buffer(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """The buffer that has been idle longer, once it may be written to; uint8 (nbytes,)."""
+        """Wait for the buffer that has been idle longer, and yield it; uint8 (nbytes,)."""
         memory, copies = self._pairs[0]
         copies.synchronize()
         yield memory[:nbytes]
         self._pairs.reverse()
 
     def copy(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin to copy what was put into the buffer, converted on the device if there is room for
-        both, else on the host."""
+        """Start to copy the buffer's contents, converted on the device if it has room for both, or
+        else on the host."""
         copies = self._pairs[0][1]
         with copies:
             copies.uses(target)
@@ -309,14 +308,15 @@ class Staging:
             target.copy_(values, non_blocking=True)
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        """The values on the device; on the host where it has no room for them, which only its
-        allocator knows: free memory may lie in segments that are in use."""
+        """The values on the device, or on the host if it has no room for them, which only its
+        allocator knows: free memory may be in segments that are in use."""
         with Attempt():
             return values.to(self.device, non_blocking=True)
         return values
 
     def finish(self) -> None:
-        """What follows on the device finds every copy complete, and the buffers may go."""
+        """Wait for every copy, so that the buffers can be freed; later work on the device sees the
+        copies."""
         for _, copies in self._pairs:
             copies.wait()
             copies.synchronize()

@@ -1,23 +1,24 @@
-"""Integers in groups from float weights, without data: what ``exkv quantize`` stores.
+"""Round float weights to integers in groups, without data.
 
-The weight of a group that is largest in magnitude is given the lowest integer, which has no
-counterpart above zero, by a scale of the sign that this takes. That range is then shrunk step by
-step, and what has the least squared error is taken: where few weights are large, to clip them costs
-less than the finer steps gain for the many. Scales are fitted to the codes by least squares for as
-long as that helps. So no group is worse than if it were rounded to the nearest over its range.
+The weight of a group that is largest in magnitude gets the lowest integer, which has no positive
+counterpart, by a scale with the sign that this takes. The range is then shrunk step by step, and
+the one with the least squared error is chosen: clipping a few large weights may cost less than
+finer steps gain for all others. Scales are then refitted to the codes by least squares, while that
+helps. So no group is worse than when it is rounded to nearest over its range.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-#: Shares of a group's range that are tried.
+#: Candidate shares of a group's range.
 SHARES = tuple(1 - 0.04 * step for step in range(8))
-#: Times that scales are fitted to codes.
+#: How often scales are refitted to codes.
 FITS = 2
-#: Weights that are looked at at once: few enough that what is made of them stays in a cache.
+#: Weights rounded at a time: few enough for the temporaries to stay in the processor's cache.
 _TILE = 1 << 18
 
 
@@ -33,36 +34,38 @@ class Rounded:
     codes: torch.Tensor
     scale: torch.Tensor
 
+    @classmethod
+    def joined(cls, rows: Iterable[Rounded]) -> Rounded:
+        """Concatenate rounded rows."""
+        codes, scales = zip(*((each.codes, each.scale) for each in rows), strict=True)
+        return cls(codes=torch.cat(codes), scale=torch.cat(scales))
+
     def values(self, bits: int) -> torch.Tensor:
-        """The matrix that they stand for, fp32."""
+        """The dequantized matrix, fp32."""
         groups = self.scale.shape[1]
         signed = self.codes.float().sub_(1 << bits - 1).unflatten(1, (groups, -1))
         return signed.mul_(self.scale.float().unsqueeze(-1)).flatten(1)
 
 
 def rounded(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> Rounded:
-    """A matrix (out, in) of floats in ``bits`` bits.
+    """Round a matrix (out, in) of floats to ``bits`` bits.
 
     Args:
-        group: inputs that share a scale; it divides their number.
-        dtype: of the scales.
+        group: inputs that share a scale; a divisor of their number.
+        dtype: dtype of the scales.
     """
     step = max(_TILE // weight.shape[1], 1)
-    parts = [_rounded(rows.float(), bits, group, dtype) for rows in weight.split(step)]
-    return Rounded(
-        codes=torch.cat([part.codes for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-    )
+    return Rounded.joined(_rounded(rows.float(), bits, group, dtype) for rows in weight.split(step))
 
 
 def squared_error(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> float:
-    """What :func:`rounded` loses of a matrix: the sum of squared differences."""
+    """Sum of squared differences between a matrix and its :func:`rounded` values."""
     found = rounded(weight, bits, group, dtype).values(bits)
     return float((found - weight).square().sum())
 
 
 class _Best:
-    """The best so far of every group.
+    """The best candidate so far for every group.
 
     Attributes:
         codes: fp32 (out, groups, inputs of a group), signed.
@@ -76,7 +79,7 @@ class _Best:
         self.error = weight.square().sum(-1, keepdim=True)
 
     def offer(self, scale: torch.Tensor) -> None:
-        """Take these scales where they are better; a scale of 0 is that of zeros."""
+        """Take these scales where they are better; scales of 0 belong to groups of zeros."""
         usable = torch.where((scale != 0) & scale.isfinite(), scale, torch.ones_like(scale))
         codes = (self.weight / usable).round_().clamp_(-self.half, self.half - 1)
         error = (codes * usable - self.weight).square_().sum(-1, keepdim=True)
@@ -85,7 +88,7 @@ class _Best:
             torch.where(better, other, mine, out=mine)
 
     def fitted(self) -> torch.Tensor:
-        """The scales of least squared error for these codes."""
+        """The least squares scales for the current codes."""
         norm = self.codes.square().sum(-1, keepdim=True).clamp_(min=1)
         return (self.codes * self.weight).sum(-1, keepdim=True) / norm
 

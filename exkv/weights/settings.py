@@ -1,5 +1,5 @@
-"""Reading a config.json's ``quantization_config`` strictly: a setting that is not known, or not to
-be followed, is refused by its name with what is known."""
+"""Strict reading of a config.json's ``quantization_config``: an unknown or unsupported setting is
+refused by name, with the known ones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exkv.checkpoint import CheckpointError, ModelConfig, TensorInfo, open_checkpoint
+from exkv.checkpoint import ModelConfig, TensorInfo
 from exkv.checkpoint.files import quoted
+from exkv.checkpoint.opening import open_if_sound
 from exkv.checkpoint.value_checks import is_int, stated_once
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-#: The routers of mixtures of experts, and what else weighs experts, or several hidden states.
+#: Routers of mixtures of experts, and other layers that weigh experts or several hidden states.
 ROUTERS = (
     *("block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate", "router.proj"),
     *("mlp.router", "mlp.shared_expert_gate", "altup.modality_router"),
     *("altup.prediction_coefs", "altup.correction_coefs"),
 )
-#: The table of the layers' own embeddings.
+#: The table of per-layer embeddings.
 OF_LAYERS = "embed_tokens_per_layer"
 #: Modules that methods leave as floats unless they say otherwise: both ends, and routers.
 FLOATS = (EMBEDDING, OF_LAYERS, HEAD, *ROUTERS)
@@ -28,11 +29,11 @@ Headers = Mapping[str, TensorInfo]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings by their keys, each asked for by what it may be.
+    """Settings by key, with a checked accessor for each kind of value.
 
     Attributes:
-        where: how messages name them.
-        values: as they are in the file.
+        where: name of the settings in messages.
+        values: the values in the file.
     """
 
     where: str
@@ -45,7 +46,7 @@ class Settings:
         return cls(where=where, values=config.quantization or {})
 
     def part(self, key: str) -> Settings | None:
-        """The object under a key, None where there is none."""
+        """The object under a key; None if missing or null."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -53,8 +54,18 @@ class Settings:
             raise self.bad(key, "an object")
         return Settings(where=f"{self.where}.{key}", values=value)
 
+    def section(self, key: str) -> Settings:
+        """The object under a key; an empty one if missing or null."""
+        return self.part(key) or Settings(where=self.where, values={})
+
+    def quantized(
+        self, headers: Headers | None, ignored: Iterable[str], *markers: str
+    ) -> Quantized:
+        """The layers that these settings quantize; arguments as of :class:`Quantized`."""
+        return Quantized(where=self.where, ignored=tuple(ignored), markers=markers, headers=headers)
+
     def bad(self, key: str, needed: str) -> ValueError:
-        """The error of a value that isn't what is needed."""
+        """The error for an unsupported value, which says what is needed."""
         value = quoted(self.values.get(key))
         return ValueError(
             f"{self.where}: {key} {value} is not supported, it must be {needed}. "
@@ -62,7 +73,7 @@ class Settings:
         )
 
     def only(self, *known: str) -> None:
-        """ValueError for a key that is none of these. One that is null says nothing."""
+        """ValueError for any other key whose value isn't null."""
         for key, value in self.values.items():
             if value is not None and key not in known:
                 raise ValueError(
@@ -71,20 +82,21 @@ class Settings:
                 )
 
     def choice(self, key: str, known: Iterable[Any], default: Any = None) -> Any:
-        """A value that must be one of these; the default where it is missing or null."""
+        """A value that must be one of these; the default if missing or null."""
         value = self.values.get(key)
         if value is None:
             value = default
         known = tuple(known)
-        # 1 is no True, 4.0 no 4.
+        # 1 is not True, nor 4.0 an int.
         if not any(type(value) is type(each) and value == each for each in known):
             raise self.bad(key, f"one of {', '.join(map(repr, known))}")
         return value
 
     def key_of(self, *keys: str) -> str:
-        """Which of these, that all mean the same, the settings have; the first one if none.
+        """The one of these synonymous keys that the settings have; the first if none.
 
-        Raises ValueError where they have several that don't agree.
+        Raises:
+            ValueError: they have several that disagree.
         """
         try:
             stated_once({key: self.values.get(key) for key in keys})
@@ -96,7 +108,7 @@ class Settings:
         return bool(self.choice(key, (True, False), default))
 
     def group_size(self, key: str, default: int | None = None) -> int | None:
-        """Inputs that share a scale; None (-1 in the file) where all of a row do."""
+        """Inputs that share a scale; None (-1 in the file) for all inputs of a row."""
         value = self.values.get(key, default)
         if value is None or value == -1:
             return None
@@ -105,7 +117,7 @@ class Settings:
         return int(value)
 
     def two_sizes(self, key: str) -> tuple[int, int]:
-        """A block's height and width."""
+        """Height and width of a block."""
         value = self.values.get(key)
         if isinstance(value, list) and len(value) == 2:
             high, wide = value
@@ -114,7 +126,7 @@ class Settings:
         raise self.bad(key, "two positive sizes, e.g. [128, 128]")
 
     def names(self, key: str) -> tuple[str, ...]:
-        """A list of names; none where it is missing or null."""
+        """A list of names; empty if missing or null."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -124,37 +136,34 @@ class Settings:
 
 
 def names_module(name: str, layer: str) -> bool:
-    """Whether a name stands for the layer, or one around it: whole parts of its path, as in
+    """Whether a name matches the layer or a module around it, by whole parts of its path, such as
     ``"gate"`` or ``"model.layers.0"``."""
     return f".{name.strip('.')}." in f".{layer}."
 
 
 def stays_float(layer: str, floats: Iterable[str] = FLOATS) -> bool:
-    """Whether methods leave the layer as floats, unless they say otherwise."""
+    """Whether methods leave the layer as floats by default."""
     return any(names_module(name, layer) for name in floats)
 
 
 def headers_of(config: ModelConfig) -> Headers | None:
-    """The tensors of the config's checkpoint; None where there is none, or a damaged one, of which
-    whoever loads it is told."""
-    if config.path is None:
+    """The tensors of the config's checkpoint; None if there is none, or if it is damaged, which
+    loading it reports."""
+    if (checkpoint := open_if_sound(config.path)) is None:
         return None
-    try:
-        with open_checkpoint(config.path) as checkpoint:
-            return {name: checkpoint.info(name) for name in checkpoint.names()}
-    except (OSError, CheckpointError):
-        return None
+    with checkpoint:
+        return {name: checkpoint.info(name) for name in checkpoint.names()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """Which layers a checkpoint has quantized, for methods whose settings say it roughly only.
+    """Which layers of a checkpoint are quantized, for methods whose settings say so only roughly.
 
     Attributes:
-        where: how messages name the settings.
-        ignored: names of the modules that they leave as floats.
-        markers: names of tensors that every quantized layer has one of, and no other.
-        headers: the checkpoint's tensors, which decide where they are known.
+        where: name of the settings in messages.
+        ignored: names of modules that the settings leave as floats.
+        markers: names of tensors of which every quantized layer, and no other, has one.
+        headers: the checkpoint's tensors, which decide if known.
     """
 
     where: str
@@ -163,7 +172,7 @@ class Quantized:
     headers: Headers | None
 
     def __call__(self, layer: str) -> bool:
-        """Raises ValueError where the checkpoint contradicts the settings."""
+        """Raise ValueError if the checkpoint contradicts the settings."""
         name = next((name for name in self.ignored if names_module(name, layer)), None)
         if self.headers is None:
             return name is None and not stays_float(layer)

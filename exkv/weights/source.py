@@ -1,4 +1,4 @@
-"""Where a unit's parameters come from: tensors of a checkpoint, and what is made of them."""
+"""Sources of a unit's parameters: tensors of a checkpoint, and their conversion."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from .format import Size, WeightFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMatrix:
-    """A matrix that a checkpoint has, by itself or in a larger one.
+    """A matrix in a checkpoint, by itself or part of a larger one.
 
     Attributes:
-        layer: what the unit calls its module.
-        name: what the checkpoint calls the module.
-        rows: from anything with a row for each row of the stored matrix to this one's rows; None
-            where it is the whole.
+        layer: name of its module in the unit.
+        name: name of the module in the checkpoint.
+        rows: selects this matrix's rows from a tensor with the stored matrix's rows; None for all.
     """
 
     layer: str
@@ -30,13 +29,13 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Parameters that are made together.
+    """Parameters that are converted together.
 
     Attributes:
-        stored: the checkpoint's tensors by their names, as they must be.
-        parameters: the names of what is made of them.
-        convert: from those tensors to the parameters, on the host; both by their names.
-        matrices: that are among them.
+        stored: the checkpoint's tensors that they need, by name.
+        parameters: names of the parameters.
+        convert: converts the tensors to the parameters, both by name, on the host.
+        matrices: the matrices among the parameters.
     """
 
     stored: Mapping[str, ExpectedTensor]
@@ -46,7 +45,7 @@ class Source:
 
 
 def tensor_source(parameter: str, name: str, like: torch.Tensor) -> Source:
-    """A parameter that is a tensor of the checkpoint, a norm's weight or a bias."""
+    """Source of a parameter that is one tensor of the checkpoint: a norm's weight or a bias."""
     return Source(
         stored={name: ExpectedTensor.of_floats(tuple(like.shape), like.dtype)},
         parameters=(parameter,),
@@ -55,7 +54,8 @@ def tensor_source(parameter: str, name: str, like: torch.Tensor) -> Source:
 
 
 def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> Source:
-    """The matrix of a layer, which the unit calls ``layer`` and the checkpoint ``name``."""
+    """Source of a layer's matrix; the layer is ``layer`` in the unit and ``name`` in the
+    checkpoint."""
     expected = format.stored(size)
 
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -82,12 +82,12 @@ def with_precomputed(source: Source, made: Mapping[str, torch.Tensor]) -> Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A parameter that is part of a stored tensor: a matrix, or what else there is, e.g. a bias.
+    """A parameter that is part of a stored tensor: a matrix, or e.g. a bias.
 
     Attributes:
-        name: of the matrix's module, or of the parameter.
-        of: from the stored tensor to the part: (outputs, inputs) of a matrix.
-        format: a matrix's, for ``size``; None for another parameter.
+        name: name of the matrix's module, or of the parameter.
+        of: selects the part of the stored tensor: (outputs, inputs) for a matrix.
+        format: format of a matrix of ``size``; None for other parameters.
     """
 
     name: str
@@ -99,22 +99,22 @@ class Slice:
 def sliced_source(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, slices: Sequence[Slice]
 ) -> Source:
-    """Parameters that lie together in one tensor of floats, which the checkpoint calls ``name``.
+    """Source of parameters that are stored together in the tensor ``name`` of floats.
 
     Raises:
-        ValueError: a matrix is in a format that is not made of floats.
+        ValueError: a matrix's format can't be made of floats.
     """
     for each in slices:
         if each.format is not None and set(each.format.stored(each.size)) != {"weight"}:
             raise ValueError(
-                f"{name}: {each.format.name} is not known for matrices that lie together in one "
+                f"{name}: {each.format.name} is not supported for matrices stored together in one "
                 "tensor; take the model's unquantized version"
             )
 
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}
         for each in slices:
-            part = each.of(stored[name])  # copied once, to where it is to be
+            part = each.of(stored[name])  # copied once, to its final place
             if each.format is None:
                 made[each.name] = part
                 continue

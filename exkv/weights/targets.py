@@ -1,4 +1,4 @@
-"""How compressed-tensors names the layers that a setting is for: by name, pattern or type.
+"""Targets of compressed-tensors' settings: layers by name, pattern or type.
 
 Source: the package compressed-tensors, ``utils/match.py``.
 """
@@ -14,36 +14,37 @@ from .expert_groups import expert_of
 
 
 def check_pattern(where: str, name: str) -> None:
-    """ValueError for a pattern that is none."""
+    """ValueError for an invalid pattern."""
     if not name.startswith("re:"):
         return
     try:
         re.compile(name[3:])
     except re.error as error:
         raise ValueError(
-            f"{where}: {quoted(name)} is no regular expression ({error}): take another version of "
-            "the model"
+            f"{where}: {quoted(name)} is not a regular expression ({error}): take another version "
+            "of the model"
         ) from None
 
 
 def names_layer(name: str, layer: str) -> bool:
-    """Whether a target, or a name to ignore, is the layer's, a pattern of it, or its type."""
+    """Whether a target, or a name to ignore, is the layer's name, a matching pattern, or its
+    type."""
     if name.startswith("re:"):
         return re.match(name[3:], layer) is not None
     return name in (layer, type_of(layer))
 
 
 def type_of(layer: str) -> str:
-    """The module that transformers makes of it."""
+    """Type of the layer's module in transformers."""
     return "Embedding" if layer.endswith("embed_tokens") else "Linear"
 
 
 def patterns_of(layers: list[str], others: Iterable[str] = ()) -> list[str]:
-    """Patterns of exactly these names, one for all that differ in the layer's number and the
-    expert's only.
+    """Patterns that match exactly these names: one for all that differ only in the numbers of
+    layers and experts.
 
     Args:
-        others: names that are of no such layer: the experts among them are told apart by number.
+        others: names that must not match; if they have experts, patterns list experts' numbers.
     """
     elsewhere = {_numbered(layer)[:3] for layer in others}
     experts: dict[tuple[str, str, str], list[str]] = {}
@@ -61,13 +62,13 @@ def patterns_of(layers: list[str], others: Iterable[str] = ()) -> list[str]:
     ]
 
 
-#: In the place of an expert's number.
+#: Placeholder for an expert's number.
 _ANY = "*"
 
 
 def _numbered(layer: str) -> tuple[str, str, str, str]:
-    """A layer's name before its decoder layer's number, that number, what is behind it, and the
-    number of the expert in there; empty where there is none."""
+    """Split a layer's name into the part before the decoder layer's number, that number, the part
+    after it, and the number of an expert in there; empty if missing."""
     before, *rest = re.split(r"\.(\d+)\.", layer, maxsplit=1)
     if not rest:
         return layer, "", "", ""

@@ -1,17 +1,17 @@
-"""Products with a matrix whose rows stay packed as a checkpoint has them.
+"""Products with a matrix whose rows stay packed as in the checkpoint.
 
-Decode-sized inputs are multiplied by kernels that unpack in registers, as far as there is one for
-the format. Larger ones, and those of other formats and devices, meet a few dequantized rows at a
-time: a whole dequantized matrix beside its packed one would be the largest tensor of a forward
-call; a tile of rows is not. The result is that of the whole: every output is a row's own.
+Decode-sized inputs are multiplied by kernels that unpack in registers, if the format has one.
+Larger inputs, and other formats and devices, are multiplied by a tile of dequantized rows at a
+time: a whole dequantized matrix beside the packed one would be the largest tensor of a forward
+call. The result is the same, since every output depends on one row.
 
-What kernels are told of a matrix is four numbers or more, of which a :class:`Packing` is the first,
-and what the others are depends on it:
+The layout of a matrix is described to kernels by four or more numbers. The first is a
+:class:`Packing`, on which the meaning of the others depends:
 
 - ``GGML``: ggml's number of the type;
-- ``FLOAT8``: outputs and inputs that share a scale, 0 for all of them;
-- ``TABLE``: weights that share a largest magnitude, and 1 where these magnitudes are quantized;
-- ``FLOAT4``: nothing;
+- ``FLOAT8``: outputs and inputs that share a scale, 0 for all;
+- ``TABLE``: weights that share an absmax, and 1 if absmax are quantized;
+- ``FLOAT4``: none;
 - ``TRELLIS``: words of a tile, and the codebook's number;
 - ``SECTIONS``: outputs, sections and 0, then bits, inputs of a group and inputs of each section.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +32,13 @@ from exkv.ops.weight_groups import is_by_codes, tile_dtype
 from .format import Size, Tensors, WeightFormat
 from .methods import formats
 
-#: Weights that are dequantized at once, and on a GPU, where small tiles are many launches: without
-#: kernels a format takes 9 to 16 bytes a weight beside them.
+#: Weights dequantized at a time, on the CPU and on a GPU, where small tiles mean many launches;
+#: a format without kernels takes 9 to 16 temporary bytes a weight.
 TILE, GPU_TILE = 1 << 20, 1 << 22
-#: Inputs, of which a row has a multiple where kernels read it.
+#: Kernels read rows whose inputs are a multiple of this.
 CHUNK = 32
-#: Rows of 16-bit floats up to which kernels are faster than tiles of float32, where there are no
-#: other products for them; those that look values up in a table are so for decode-sized x only.
+#: Rows of 16-bit floats up to which kernels are faster than tiles of float32, if there are no other
+#: products for them; kernels with a table lookup are faster only for decode-sized x.
 MOST_SHORT = 32
 
 
@@ -58,7 +59,7 @@ def packed_layout(packing: Packing, first: int = 0, second: int = 0) -> tuple[in
 
 
 class TiledFormat(WeightFormat):
-    """A format of which any rows can be dequantized alone."""
+    """A format whose rows can be dequantized alone."""
 
     __slots__ = ()
 
@@ -68,7 +69,7 @@ class TiledFormat(WeightFormat):
 
     @abstractmethod
     def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The dequantized rows (n, in) of these ids (n,), int64 on the tensors' device."""
+        """Dequantize the rows (n, in) of these ids (n,), int64 on the tensors' device."""
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         device = tensors[self.names[0]].device
@@ -86,17 +87,12 @@ class TiledFormat(WeightFormat):
 
 
 def tile_of(inputs: int, device_type: str) -> int:
-    """Rows of so many inputs that are dequantized at once."""
+    """Rows of ``inputs`` inputs dequantized at a time."""
     return max((TILE if device_type in HOST else GPU_TILE) // inputs, 1)
 
 
-def _fake(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    format: str,
-    outputs: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *_, outputs, _bias = rest
     return x.new_empty((*x.shape[:-1], outputs))
 
 
@@ -114,8 +110,8 @@ def linear_tiles(
     """x (..., in) -> x weight^T + bias (..., out), tile by tile.
 
     Args:
-        tensors: as the format's layout names them.
-        format: the name of a registered :class:`TiledFormat`.
+        tensors: in the order of the format's layout.
+        format: name of a registered :class:`TiledFormat`.
         outputs: rows of the matrix, from the first on.
     """
     tiled = _tiled(format)
@@ -137,20 +133,20 @@ def linear_tiles(
 def _tiled(name: str) -> TiledFormat:
     tiled = formats().get(name)
     if not isinstance(tiled, TiledFormat):
-        raise ValueError(f"there is no format {name!r} whose rows can be dequantized alone")
+        raise ValueError(f"no registered format {name!r} has rows that can be dequantized alone")
     return tiled
 
 
 def _checked(op: str, tensors: Sequence[torch.Tensor], name: str, size: Size) -> TiledFormat:
-    """ValueError unless there is such a format, and the tensors are those of a matrix of this size
-    or of more rows."""
+    """The format of this name; ValueError if there is none, or if the tensors aren't those of a
+    matrix of this size or of more rows."""
     tiled = _tiled(name)
     named = dict(zip(tiled.names, tensors, strict=False))
     outputs = -1
     if len(tensors) == len(tiled.names) and tensors[0].dim() > 0:
         outputs = tiled.outputs(named)
     if outputs < size[0]:
-        raise ValueError(f"{op}: a matrix of {size[0]} rows isn't in these tensors")
+        raise ValueError(f"{op}: the tensors have {max(outputs, 0)} rows, fewer than {size[0]}")
     layout = tiled.layout((outputs, size[1]))
     if [(tuple(each.shape), each.dtype) for each in tensors] != list(layout.values()):
         raise ValueError(f"{op}: a matrix of {size[1]} inputs in {name} must be {layout}")
@@ -160,7 +156,7 @@ def _checked(op: str, tensors: Sequence[torch.Tensor], name: str, size: Size) ->
 def _rows(
     tiled: TiledFormat, tensors: Sequence[torch.Tensor], rows: Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Those from the first of two numbers up to the second."""
+    """Dequantize rows from the first of two numbers up to the second."""
     held = dict(zip(tiled.names, tensors, strict=True))
     return tiled.rows(held, torch.arange(*rows, device=tensors[0].device), dtype)
 
@@ -172,21 +168,10 @@ def _part(bias: torch.Tensor | None, first: int, end: int) -> torch.Tensor | Non
 # Ops with kernels -----------------------------------------------------------------------------
 
 
-def _packed_fake(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    format: str,
-    layout: Sequence[int],
-    outputs: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
 @define_op(
     "linear_packed(Tensor x, Tensor[] tensors, str format, int[] layout, int outputs, "
     "Tensor? bias) -> Tensor",
-    fake=_packed_fake,
+    fake=_fake,
     kernels_fall_back=True,
     reference_names=formats(),
 )
@@ -198,10 +183,10 @@ def linear_packed(
     outputs: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """:func:`linear_tiles` of at most :data:`exkv.ops.weight_groups.MOST_ROWS` rows, or
-    :data:`MOST_SHORT` where that is faster; kernels read the packed rows as they lie. Integers are
-    multiplied as those of ``linear_groups``, 8-bit floats as float32. A row's result doesn't depend
-    on the rows beside it.
+    """:func:`linear_tiles` for at most :data:`exkv.ops.weight_groups.MOST_ROWS` rows, or
+    :data:`MOST_SHORT` where that is faster, by kernels that read the packed rows. Integers are
+    multiplied as in ``linear_groups``, 8-bit floats as float32. A row's result doesn't depend on
+    other rows.
 
     Args:
         layout: the format's ``native`` numbers.
@@ -234,10 +219,10 @@ def dequantize_packed(
     end: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Rows [begin, end) of the matrix (end - begin, inputs); float32 ones to the bit.
+    """Dequantize rows [begin, end) of the matrix: (end - begin, inputs); bit-identical in float32.
 
     Args:
-        tensors, format, layout: as :func:`linear_packed` takes them.
+        tensors, format, layout: as for :func:`linear_packed`.
     """
     tiled = _checked("dequantize_packed", tensors, format, (end, inputs))
     if not 0 <= begin <= end:

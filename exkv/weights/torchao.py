@@ -1,14 +1,15 @@
 """torchao, as transformers' ``save_pretrained`` writes it to safetensors: integers of 8 to 2 bits
 by rows or groups of inputs, and 8-bit floats by rows or matrices.
 
-A weight's tensor lies in parts behind ``_weight_``: ``qdata``, ``scale`` (out, groups) and, of
-integers, ``zero_point`` int8. Integers of any number of bits take a byte each in the file::
+A weight is stored in parts whose names begin with ``_weight_``: ``qdata``, ``scale`` (out, groups)
+and, for integers, ``zero_point`` int8. Integers of any number of bits take a byte each in the
+file::
 
     w = (qdata - zero_point) * scale
 
-and as many bits as they have on a device, in the layout of groups. ``quant_type`` of config.json is
-the configuration object that they were made by, or one for each layer (``FqnToConfig``); what it
-says of activations is left out, they stay floats.
+and only their bits on a device, in the layout of groups. ``quant_type`` of config.json is the
+configuration object that made them, or one for each layer (``FqnToConfig``); its settings of
+activations are ignored, they stay floats.
 
 Source: torchao's ``quantization/quantize_/workflows`` and ``prototype/safetensors``.
 """
@@ -30,10 +31,10 @@ from .format import Size, WeightFormat
 from .fp8 import Fp8Format
 from .groups import GroupFormat
 from .methods import FormatOf, register
-from .settings import Headers, Quantized, Settings, headers_of
+from .settings import Headers, Settings, headers_of
 
 _PREFIX = "_weight_"
-#: Configurations of integers, with what they call bits and inputs of a group; and of 8-bit floats.
+#: Configurations of integers -> their keys for bits, groups and zero points; and of 8-bit floats.
 _INTEGERS = {
     "Int8WeightOnlyConfig": ("", "granularity", ""),
     "Int8DynamicActivationInt8WeightConfig": ("", "granularity", ""),
@@ -45,7 +46,7 @@ _INTEGERS = {
 _FLOAT8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 _BY_LAYER = "FqnToConfig"
 _BITS = {f"int{bits}": bits for bits in PLANES}
-#: dtypes of scales, the first that of integers of 8 bits.
+#: Dtypes of scales; the first is that of 8-bit integers.
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,7 +73,7 @@ class TorchaoFormat(GroupFormat):
         low, high = (int(end) for end in qdata.aminmax())
         if not -middle <= low <= high < middle:
             raise ValueError(
-                f"qdata is from {low} to {high}, and {self.bits} bits go from {-middle} to "
+                f"qdata ranges from {low} to {high}, and {self.bits} bits only from {-middle} to "
                 f"{middle - 1}: download the model again"
             )
         if self.shift == "symmetric" and zero.any():
@@ -102,8 +103,8 @@ class TorchaoFp8Format(Fp8Format):
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of every layer: the settings say the bits, the headers which layers they are and
-    the scales' dtype."""
+    """The format of every layer: bits come from the settings; the headers say which layers are
+    quantized, and the scales' dtype."""
     settings, headers = Settings.of(config), headers_of(config)
     settings.only(
         *("quant_method", "quant_type", "modules_to_not_convert", "untie_embedding_weights"),
@@ -114,12 +115,8 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     if kind is None:
         raise settings.bad("quant_type", "an object with the key 'default'")
     kind_of = _by_layer(kind)
-    quantized = Quantized(
-        where=settings.where,
-        ignored=settings.names("modules_to_not_convert"),
-        markers=(f"{_PREFIX}qdata",),
-        headers=headers,
-    )
+    ignored = settings.names("modules_to_not_convert")
+    quantized = settings.quantized(headers, ignored, f"{_PREFIX}qdata")
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         kind = kind_of(layer)
@@ -131,8 +128,8 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
 
 
 def _by_layer(kind: Settings) -> Callable[[str], Settings | None]:
-    """From a layer to its configuration: that of its name, else of the first pattern, else of
-    ``_default``; None where it stays floats."""
+    """From a layer to its configuration: that of its name, else of the first matching pattern, else
+    ``_default``; None if it stays floats."""
     if kind.values.get("_type") != _BY_LAYER:
         return lambda layer: kind
     names = _data(kind).part("fqn_to_config")
@@ -173,7 +170,7 @@ def _format(
         return TorchaoFp8Format(block=block)
     of_bits, of_group, of_zero = _INTEGERS[name]
     bits = _BITS[_check_dtype(data, of_bits, tuple(_BITS))] if of_bits else 8
-    mapping = (data.part(of_zero) if of_zero else None) or Settings(where=data.where, values={})
+    mapping = data.section(of_zero)
     symmetric = mapping.choice("_data", ("SYMMETRIC", "ASYMMETRIC"), "SYMMETRIC") == "SYMMETRIC"
     scale = _SCALES[0] if of_bits == "" else dtype
     if info is not None and info.dtype in _SCALES:
@@ -189,12 +186,11 @@ def _format(
 
 def _check_dtype(data: Settings, key: str, known: tuple[str, ...]) -> str:
     """A dtype's name, one of these."""
-    part = data.part(key) or Settings(where=data.where, values={})
-    return str(part.choice("_data", known, known[0]))
+    return str(data.section(key).choice("_data", known, known[0]))
 
 
 def _group(data: Settings, key: str) -> int:
-    """Inputs that share a scale, 0 for all of a row."""
+    """Inputs that share a scale; 0 for whole rows."""
     granularity = data.part(key) or Settings(where=data.where, values={"_type": "PerRow"})
     kind = granularity.choice("_type", ("PerRow", "PerAxis", "PerGroup"))
     if kind != "PerGroup":

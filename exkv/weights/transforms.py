@@ -1,9 +1,9 @@
-"""compressed-tensors' ``transform_config``: what the inputs of which layers go through first.
+"""compressed-tensors' ``transform_config``: transforms of layers' inputs.
 
-A scheme has a type and the places where it is applied: to weights, which lie in the file as they
-became by it, so that nothing is left to do, or to a layer's ``input`` in every call. Of the latter
-``hadamard`` without ``randomize`` is known: Sylvester's matrix divided by its root, of
-``head_dim`` inputs, or of all. It is symmetric, so ``inverse`` changes nothing.
+A scheme has a type and the places where it is applied: to weights, which the file has in
+transformed form, so that nothing is left to do, or to a layer's ``input`` in every call. For inputs
+``hadamard`` without ``randomize`` is supported: Sylvester's matrix of size ``head_dim``, or of all
+inputs, divided by the root of its size. It is symmetric, so ``inverse`` has no effect.
 
 Source: the package compressed-tensors, ``transform/``; llm-compressor's QuIP and SpinQuant.
 """
@@ -20,7 +20,7 @@ from .targets import check_pattern, names_layer, patterns_of
 
 #: The key of quantization_config.
 TRANSFORMS = "transform_config"
-#: Where a transform changes what lies in the file, and where what layers get.
+#: Locations of transforms of the stored weights, and of layers' inputs.
 _OF_WEIGHTS, _OF_INPUTS = ("weight_input", "weight_output"), "input"
 
 
@@ -40,11 +40,11 @@ class _Place:
 
 
 def blocks_of(settings: Settings) -> Callable[[str, int], int]:
-    """From a layer's name and inputs to the inputs of a block of its transform; 0 for none.
+    """Lookup from a layer's name and inputs to the block size of its transform; 0 for none.
 
     Raises:
-        ValueError: a transform of layers' inputs is not known; the function: two are for one
-            layer, or a block doesn't fit its inputs.
+        ValueError: an unsupported transform of inputs. The lookup raises it for a layer with two
+            transforms, or a block that doesn't fit its inputs.
     """
     places = _places(settings)
 
@@ -53,7 +53,7 @@ def blocks_of(settings: Settings) -> Callable[[str, int], int]:
         if not found:
             return 0
         if len(found) > 1:
-            raise unknown_transform(settings, layer, "behind another one of its input")
+            raise unknown_transform(settings, layer, "after another one")
         block = found[0].block or inputs
         if inputs % block or block & block - 1 or block < LEAST:
             raise found[0].settings.bad(
@@ -86,7 +86,7 @@ def _places(settings: Settings) -> list[_Place]:
 
 
 def _places_of(scheme: Settings) -> list[_Place]:
-    """Where a scheme transforms what layers get."""
+    """The places where a scheme transforms inputs."""
     scheme.only("type", "apply", "randomize", "requires_grad", "head_dim", "precision")
     applied = scheme.values.get("apply") or []
     if not isinstance(applied, list) or not all(isinstance(each, Mapping) for each in applied):
@@ -108,7 +108,7 @@ def _places_of(scheme: Settings) -> list[_Place]:
 
 
 def _layers(part: Settings, key: str) -> tuple[str, ...]:
-    """Names, patterns and types; one may stand without a list."""
+    """Names, patterns and types; a single one needs no list."""
     one = part.values.get(key)
     found = (one,) if isinstance(one, str) else part.names(key)
     for name in found:
@@ -126,11 +126,11 @@ def _head_dim(scheme: Settings) -> int:
 
 
 def transform_settings(blocks: Mapping[str, int], ignore: list[str]) -> dict[str, Any]:
-    """The setting of layers' transforms, by its key; empty where there are none.
+    """The ``transform_config`` of layers' transforms, under its key; empty if there are none.
 
     Args:
-        blocks: layer's name -> inputs of a block, or 0.
-        ignore: layers that no setting is for.
+        blocks: name of a layer -> block size, or 0.
+        ignore: layers without quantization.
     """
     layers: dict[int, list[str]] = {}
     for layer, block in blocks.items():

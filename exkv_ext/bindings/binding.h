@@ -136,6 +136,19 @@ inline std::optional<FloatType> KernelFloatType(ScalarType dtype) {
   }
 }
 
+// Contiguous, and in a type that kernels know; as in the reference, any other is taken as float32.
+inline Tensor KernelInput(const Tensor& x) {
+  const bool known = KernelFloatType(x.scalar_type()).has_value();
+  return Contiguous(known ? x : torch::stable::to(x, ScalarType::Float));
+}
+
+inline FloatType CheckFloats(const std::string& op, const char* name, ScalarType dtype) {
+  const std::optional<FloatType> type = KernelFloatType(dtype);
+  STD_TORCH_CHECK(type.has_value(), op, ": ", name, " is ", torch::headeronly::toString(dtype),
+                  "; it must be float32, float16 or bfloat16");
+  return *type;
+}
+
 // Scales that a vector of this length needs.
 inline int64_t NumGroups(int64_t dim) { return (dim + kGroup - 1) / kGroup; }
 

@@ -48,12 +48,9 @@ Tensor GatedDelta(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
   params.q = ViewOf(queries);
   params.k = ViewOf(keys);
   params.v = ViewOf(values);
-  params.decay = static_cast<const float*>(decays.const_data_ptr());
-  params.beta = static_cast<const float*>(betas.const_data_ptr());
-  params.new_lens = lens ? static_cast<const int32_t*>(lens->const_data_ptr()) : nullptr;
-  params.state = static_cast<float*>(state.mutable_data_ptr());
-  params.state_row = state.stride(0);
-  params.out = out.mutable_data_ptr();
+  params.decay = FloatsOf(decays);
+  params.beta = FloatsOf(betas);
+  FillState(params, state, lens, out);
   launch(params);
   return out;
 }

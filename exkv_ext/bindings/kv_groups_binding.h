@@ -19,12 +19,6 @@ inline void CheckBits(int64_t bits) {
 
 inline int64_t PackedBytes(int64_t dim, int64_t bits) { return (dim * bits + 7) / 8; }
 
-// Contiguous, and in a type that kernels know; as in the reference, any other is taken as float32.
-inline Tensor KernelInput(const Tensor& x) {
-  const bool known = KernelFloatType(x.scalar_type()).has_value();
-  return Contiguous(known ? x : torch::stable::to(x, ScalarType::Float));
-}
-
 inline std::vector<int64_t> WithLast(const Tensor& x, int64_t last) {
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = last;

@@ -14,9 +14,7 @@ namespace exkv {
 template <typename Launch>
 std::tuple<Tensor, Tensor> QuantizeKv(const Tensor& x, const Launch& launch) {
   STD_TORCH_CHECK(x.dim() >= 1, "quantize_kv: x needs a dimension to group along; it has none");
-  // As in the reference, any other type is taken as float32.
-  const bool known = KernelFloatType(x.scalar_type()).has_value();
-  const Tensor input = Contiguous(known ? x : torch::stable::to(x, ScalarType::Float));
+  const Tensor input = KernelInput(x);
   const std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   std::vector<int64_t> scale_shape = shape;
   scale_shape.back() = NumGroups(shape.back());

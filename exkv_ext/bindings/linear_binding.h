@@ -15,6 +15,16 @@
 
 namespace exkv {
 
+// Some rows of a packed matrix as floats.
+template <typename Matrix, typename Launch>
+Tensor DequantizedRows(const char* op, const Tensor& like, const Matrix& m, int64_t rows,
+                       ScalarType dtype, const Launch& launch) {
+  const FloatType type = CheckFloats(op, "dtype", dtype);
+  Tensor out = NewEmpty(like, {rows, m.inputs}, dtype);
+  if (out.numel() > 0) launch(m, type, out.mutable_data_ptr());
+  return out;
+}
+
 inline void CheckLinear(const char* op, const Tensor& x, const Tensor& weight,
                         const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() >= 1, op, ": x needs a dimension to multiply along; it has none");

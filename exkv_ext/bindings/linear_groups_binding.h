@@ -52,12 +52,8 @@ class GroupsTensors {
     m.group = group_ == 0 ? m.inputs : group_;
     m.groups = (m.inputs + m.group - 1) / m.group;
     Check("codes", codes, ScalarType::Byte, {m.blocks(), m.chunks(), kGroupsChunk * bits_});
-    const auto type = KernelFloatType(scale.scalar_type());
-    STD_TORCH_CHECK(type.has_value(), name_, ": scale is ",
-                    torch::headeronly::toString(scale.scalar_type()),
-                    "; it must be float32, float16 or bfloat16");
+    m.scale_type = CheckFloats(name_, "scale", scale.scalar_type());
     Check("scale", scale, scale.scalar_type(), {m.outputs, m.groups});
-    m.scale_type = *type;
     m.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
     m.scale = scale.const_data_ptr();
     if (beside_ == GroupsShift::kOffset) {
@@ -104,9 +100,7 @@ inline void CheckGroupsInput(const char* op, const Tensor& x, const Tensor& code
                              const GroupsMatrix& m, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == m.inputs, op, ": x ", ShapeText(x),
                   " must end in ", m.inputs, ", the weight's inputs");
-  STD_TORCH_CHECK(KernelFloatType(x.scalar_type()).has_value(), op, ": x is ",
-                  torch::headeronly::toString(x.scalar_type()),
-                  "; it must be float32, float16 or bfloat16");
+  CheckFloats(op, "x", x.scalar_type());
   CheckSameDevice(op, "x", x, "codes", codes);
   if (!bias.has_value()) return;
   CheckSameDevice(op, "x", x, "bias", *bias);
@@ -170,12 +164,7 @@ Tensor DequantizeWeight(const std::vector<Tensor>& tensors, const std::vector<in
   STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= m.outputs && begin % kGroupsBlock == 0, op,
                   ": rows ", begin, " to ", end, " of ", m.outputs,
                   "; the first must be a multiple of ", kGroupsBlock);
-  const auto type = KernelFloatType(dtype);
-  STD_TORCH_CHECK(type.has_value(), op, ": dtype is ", torch::headeronly::toString(dtype),
-                  "; it must be float32, float16 or bfloat16");
-  Tensor out = NewEmpty(tensors[0], {end - begin, m.inputs}, dtype);
-  if (out.numel() > 0) launch(m, *type, out.mutable_data_ptr());
-  return out;
+  return DequantizedRows(op, tensors[0], m, end - begin, dtype, launch);
 }
 
 // The reference is an op of its own (exkv/ops/registry.py), reached through torch's dispatcher.

@@ -231,10 +231,7 @@ Tensor LinearPacked(const Tensor& x, const std::vector<Tensor>& tensors,
   p.matrix = PackedMatrixOf(op, tensors, layout, outputs);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.matrix.inputs, op, ": x ", ShapeText(x),
                   " must end in ", p.matrix.inputs, ", the weight's inputs");
-  const auto dtype = KernelFloatType(x.scalar_type());
-  STD_TORCH_CHECK(dtype.has_value(), op, ": x is ", torch::headeronly::toString(x.scalar_type()),
-                  "; it must be float32, float16 or bfloat16");
-  p.dtype = *dtype;
+  p.dtype = CheckFloats(op, "x", x.scalar_type());
   CheckSameDevice(op, "x", x, "weight", tensors[0]);
   std::optional<Tensor> added;
   if (bias) {
@@ -270,12 +267,7 @@ Tensor DequantizePacked(const std::vector<Tensor>& tensors, const std::vector<in
   STD_TORCH_CHECK(begin >= 0 && begin <= end, op, ": rows ", begin, " to ", end);
   const PackedMatrix m = PackedMatrixOf(op, tensors, layout, end);
   STD_TORCH_CHECK(m.inputs == inputs, op, ": rows have ", m.inputs, " inputs, not ", inputs);
-  const auto type = KernelFloatType(dtype);
-  STD_TORCH_CHECK(type.has_value(), op, ": dtype is ", torch::headeronly::toString(dtype),
-                  "; it must be float32, float16 or bfloat16");
-  Tensor out = NewEmpty(tensors[0], {end - begin, m.inputs}, dtype);
-  if (out.numel() > 0) launch(m, *type, out.mutable_data_ptr());
-  return out;
+  return DequantizedRows(op, tensors[0], m, end - begin, dtype, launch);
 }
 
 }  // namespace exkv

@@ -1,4 +1,4 @@
-// What the bindings of ops over a recurrent state check alike.
+// Checks and params shared by the bindings of ops over a recurrent state.
 #pragma once
 
 #include <initializer_list>
@@ -8,8 +8,8 @@
 
 namespace exkv {
 
-// A float32 tensor of this shape on the device of `x`, the argument called `first`; `like` says in
-// words what its sizes are.
+// Checks for a float32 tensor of this shape on the device of `x`, the argument called `first`;
+// `like` describes its sizes.
 inline void CheckFloats(const char* op, const char* first, const Tensor& x, const char* name,
                         const Tensor& y, std::initializer_list<int64_t> shape, const char* like) {
   CheckSameDevice(op, first, x, name, y);
@@ -21,7 +21,7 @@ inline void CheckFloats(const char* op, const char* first, const Tensor& x, cons
                   torch::headeronly::toString(y.scalar_type()), " ", ShapeText(y));
 }
 
-// Rows may lie apart, as in a cache that has more of them.
+// Rows may be apart, as in a cache with more of them.
 inline void CheckContiguousRows(const char* op, const Tensor& state) {
   if (state.numel() == 0) return;
   int64_t stride = 1;
@@ -38,6 +38,34 @@ inline std::optional<Tensor> CheckedLens(const char* op, const char* first, cons
   if (!new_lens) return std::nullopt;
   CheckRowNumbers(op, "new_lens", *new_lens, first, x, x.size(0));
   return Contiguous(*new_lens);
+}
+
+// The inputs and outputs of a state space, b and c, are alike, and of x's dtype and device.
+inline void CheckInputsAndOutputs(const char* op, const Tensor& x, const Tensor& b,
+                                  const Tensor& c) {
+  CheckSameShape(op, "b", b, "c", c);
+  CheckAlike(op, "x", x, "b", b);
+  CheckAlike(op, "x", x, "c", c);
+}
+
+inline const float* FloatsOf(const Tensor& x) {
+  return static_cast<const float*>(x.const_data_ptr());
+}
+
+template <typename Params>
+void FillStateSpace(Params& params, const Tensor& dt, const Tensor& a, const Tensor& d) {
+  params.dt = FloatsOf(dt);
+  params.a = FloatsOf(a);
+  params.d = FloatsOf(d);
+}
+
+template <typename Params>
+void FillState(Params& params, const Tensor& state, const std::optional<Tensor>& lens,
+               Tensor& out) {
+  params.new_lens = lens ? static_cast<const int32_t*>(lens->const_data_ptr()) : nullptr;
+  params.state = static_cast<float*>(state.mutable_data_ptr());
+  params.state_row = state.stride(0);
+  params.out = out.mutable_data_ptr();
 }
 
 }  // namespace exkv

@@ -18,9 +18,7 @@ Tensor SelectiveScan(const Tensor& x, const Tensor& dt, const Tensor& a, const T
   STD_TORCH_CHECK(x.dim() == 3 && b.dim() == 3 && b.size(0) == x.size(0) && b.size(1) == x.size(1),
                   op, ": x must be (B, T, C) and b (B, T, N); they are ", ShapeText(x), " and ",
                   ShapeText(b));
-  CheckSameShape(op, "b", b, "c", c);
-  CheckAlike(op, "x", x, "b", b);
-  CheckAlike(op, "x", x, "c", c);
+  CheckInputsAndOutputs(op, x, b, c);
   const int64_t rows = x.size(0), length = x.size(1), channels = x.size(2), inner = b.size(2);
   const auto check = [&](const char* name, const Tensor& y, std::initializer_list<int64_t> shape) {
     CheckFloats(op, "x", x, name, y, shape, "x's rows and channels, and b's last size");
@@ -43,13 +41,8 @@ Tensor SelectiveScan(const Tensor& x, const Tensor& dt, const Tensor& a, const T
   params.x = values.const_data_ptr();
   params.b = inputs.const_data_ptr();
   params.c = outputs.const_data_ptr();
-  params.dt = static_cast<const float*>(steps.const_data_ptr());
-  params.a = static_cast<const float*>(rates.const_data_ptr());
-  params.d = static_cast<const float*>(skips.const_data_ptr());
-  params.new_lens = lens ? static_cast<const int32_t*>(lens->const_data_ptr()) : nullptr;
-  params.state = static_cast<float*>(state.mutable_data_ptr());
-  params.state_row = state.stride(0);
-  params.out = out.mutable_data_ptr();
+  FillStateSpace(params, steps, rates, skips);
+  FillState(params, state, lens, out);
   launch(params);
   return out;
 }

@@ -136,12 +136,7 @@ Tensor DequantizeSections(const std::vector<Tensor>& tensors, const std::vector<
   STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= m.outputs && m.inputs == inputs, op,
                   ": rows ", begin, " to ", end, " of ", inputs, " inputs, of a matrix of ",
                   m.outputs, " and ", m.inputs);
-  const auto type = KernelFloatType(dtype);
-  STD_TORCH_CHECK(type.has_value(), op, ": dtype is ", torch::headeronly::toString(dtype),
-                  "; it must be float32, float16 or bfloat16");
-  Tensor out = NewEmpty(tensors[0], {end - begin, m.inputs}, dtype);
-  if (out.numel() > 0) launch(m, *type, out.mutable_data_ptr());
-  return out;
+  return DequantizedRows(op, tensors[0], m, end - begin, dtype, launch);
 }
 
 }  // namespace exkv

@@ -18,9 +18,7 @@ Tensor StateSpaceDuality(const Tensor& x, const Tensor& dt, const Tensor& a, con
   STD_TORCH_CHECK(x.dim() == 4 && b.dim() == 4, op,
                   ": x and b must be (B, T, heads or groups, D); they are ", ShapeText(x), " and ",
                   ShapeText(b));
-  CheckSameShape(op, "b", b, "c", c);
-  CheckAlike(op, "x", x, "b", b);
-  CheckAlike(op, "x", x, "c", c);
+  CheckInputsAndOutputs(op, x, b, c);
   const int64_t rows = x.size(0), length = x.size(1), heads = x.size(2), dim = x.size(3);
   const int64_t groups = b.size(2), inner = b.size(3);
   STD_TORCH_CHECK(b.size(0) == rows && b.size(1) == length && groups > 0 && heads % groups == 0, op,
@@ -48,13 +46,8 @@ Tensor StateSpaceDuality(const Tensor& x, const Tensor& dt, const Tensor& a, con
   params.x = ViewOf(values);
   params.b = ViewOf(inputs);
   params.c = ViewOf(outputs);
-  params.dt = static_cast<const float*>(steps.const_data_ptr());
-  params.a = static_cast<const float*>(rates.const_data_ptr());
-  params.d = static_cast<const float*>(skips.const_data_ptr());
-  params.new_lens = lens ? static_cast<const int32_t*>(lens->const_data_ptr()) : nullptr;
-  params.state = static_cast<float*>(state.mutable_data_ptr());
-  params.state_row = state.stride(0);
-  params.out = out.mutable_data_ptr();
+  FillStateSpace(params, steps, rates, skips);
+  FillState(params, state, lens, out);
   launch(params);
   return out;
 }

@@ -1,5 +1,5 @@
-"""Caches whose keys and values have other bits in each layer: what is stored, and that all that
-caches do holds; and how a plan chooses them."""
+"""Caches with a bit width per layer for keys and for values: storage, every cache operation, and
+how a plan chooses the widths."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_pages_and_a_generator_answer_as_rows_do(folder):
 
 
 def test_a_layers_loss_is_the_divergence_from_transformers_probabilities(folder):
-    """Of tokens that see each other through the cache, with this layer alone in fewer bits."""
+    """The divergence with this layer alone in fewer bits, each token read through the cache."""
     model = Model(folder, calibration=TEXT)
     found = model.cache_losses()
     ids = torch.tensor([Tokenizer(folder).encode(TEXT)[: losses.MOST_TOKENS]])
@@ -179,7 +179,7 @@ def scenario(model: Model, tokens: int = 512) -> Scenario:
 
 
 def with_room(roomy: Scenario, share: float) -> Scenario:
-    """With so much of its cache's bytes."""
+    """The scenario on a device with room for this share of the cache's bytes."""
     (plan,) = plans_for(roomy)
     (ledger,) = plan.ledgers
     size = ledger.total - int(ledger.cache * (1 - share))
@@ -236,7 +236,7 @@ def best_bits_of_weights(small: Scenario) -> float | None:
     return weights_loss(tried) if tried.fits() else None
 
 
-def test_the_command_says_bits_by_layer_that_make_the_same_cache(folder, tmp_path, capsys):
+def test_plan_command_prints_bits_that_rebuild_the_cache(folder, tmp_path, capsys):
     text = tmp_path / "text"
     text.write_text(TEXT)
     model = Model(folder, max_input_len=16)
@@ -256,7 +256,7 @@ def test_the_command_says_bits_by_layer_that_make_the_same_cache(folder, tmp_pat
     assert json.loads(capsys.readouterr().out)["found"]["cache"] == "8bit"
 
 
-def test_pairs_are_said_by_ranges_of_layers():
+def test_pairs_are_described_by_ranges_of_layers():
     assert described(["8/8", "8/8", "8/4", "", "8/8"]) == "8/8 (layers 0-1, 4), 8/4 (2)"
 
 

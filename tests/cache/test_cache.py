@@ -1,4 +1,4 @@
-"""What every kind of cache promises; the tests run over the table of kinds."""
+"""The contract of every kind of cache, run over the table of kinds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def combined(**properties) -> type[KVCache]:
-    """A kind of cache that has no name."""
+    """A combination of properties without a name in the table."""
 
     class Combined(KVCache):
         @classmethod
@@ -63,11 +63,11 @@ def ids(length: int, rows: int = 1) -> Tensor:
 
 
 def assert_near(logits: Tensor, expected: Tensor) -> None:
-    """Equal but for the order of summation; in 8 bits that may turn a value's last bit over."""
+    """Equal up to the order of summation, which in 8 bits may flip a value's last bit."""
     assert (logits - expected).abs().max() <= 2e-4 * expected.abs().max()
 
 
-def test_how_a_prompt_is_cut_into_calls_does_not_matter(model, kind):
+def test_prompts_may_be_split_into_any_calls(model, kind):
     whole = model.forward(ids(12), kind(model, 32))
     for cut in ([8, 4], [1] * 12, [5, 1, 6]):
         cache = kind(model, 32)
@@ -76,7 +76,7 @@ def test_how_a_prompt_is_cut_into_calls_does_not_matter(model, kind):
         assert cache.current_seq_len == 12
 
 
-def test_trim_and_crop_forget_the_end_and_only_the_end(model, kind):
+def test_trim_and_crop_drop_only_the_end(model, kind):
     cache = kind(model, 32)
     model.forward(ids(10), cache)
     expected = model.forward(ids(12)[:, 10:], cache)
@@ -92,14 +92,14 @@ def test_trim_and_crop_forget_the_end_and_only_the_end(model, kind):
     assert cache.current_seq_len == 0
 
 
-def test_reset_forgets_everything(model, kind):
+def test_reset_drops_everything(model, kind):
     cache = kind(model, 32)
     expected = model.forward(ids(9), cache)
     cache.reset()
     assert torch.equal(model.forward(ids(9), cache), expected)
 
 
-def test_a_clone_goes_its_own_way(model, kind):
+def test_clone_is_independent(model, kind):
     cache = kind(model, 32)
     model.forward(ids(9), cache)
     other = cache.clone()
@@ -111,7 +111,7 @@ def test_a_clone_goes_its_own_way(model, kind):
 
 
 def filled(model, kind, rows: int = 3, lengths=(9, 4, 7), capacity: int = 4):
-    """A cache whose rows share a beginning and go on unlike each other."""
+    """A cache whose rows share a prefix and then differ."""
     cache = kind(model, 40, capacity)
     tokens = torch.cat((ids(3).expand(rows, 3), ids(6, rows)), dim=1)
     model.forward(tokens, cache, new_lens=lengths)
@@ -119,7 +119,7 @@ def filled(model, kind, rows: int = 3, lengths=(9, 4, 7), capacity: int = 4):
 
 
 def answers(model, cache, rows: int) -> Tensor:
-    """What each row says to the next token; the cache is left as it was."""
+    """Each row's logits for a next token; the cache is restored afterwards."""
     before = cache.seq_lens
     logits = model.forward(torch.full((rows, 1), 7), cache)
     cache.crop(before)
@@ -129,7 +129,7 @@ def answers(model, cache, rows: int) -> Tensor:
 @pytest.mark.parametrize(
     "rows", [[2, 0, 1], [1, 1, 1], [0, 1, 2], [2], [0, 0, 2, 2], [3, 1], []], ids=str
 )
-def test_reorder_makes_each_row_what_another_was(model, kind, rows):
+def test_reorder_permutes_rows(model, kind, rows):
     cache = filled(model, kind)
     before, sequences = answers(model, cache, 4), [list(row) for row in cache.sequences]
     cache.reorder(torch.tensor(rows, dtype=torch.int64))
@@ -138,8 +138,8 @@ def test_reorder_makes_each_row_what_another_was(model, kind, rows):
         assert_near(answers(model, cache, len(rows)), before[rows])
 
 
-def test_what_rows_have_in_common_is_not_moved(model, kind):
-    """Planted in the first row's beginning, a mark stays there, and nowhere else."""
+def test_common_prefixes_are_not_moved(model, kind):
+    """A mark written into the first row's prefix appears in no other row."""
     cache = filled(model, kind)
     marked = []
     for layer in cache.layers:
@@ -191,7 +191,7 @@ def test_a_deep_copy_is_a_clone(model, kind):
 # Files ----------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_comes_back_in_a_cache_of_another_size(model, kind, tmp_path):
+def test_save_and_load_into_another_size(model, kind, tmp_path):
     cache = filled(model, kind)
     expected = answers(model, cache, 3)
     cache.save(tmp_path / "cache.safetensors")
@@ -212,9 +212,7 @@ def test_an_empty_cache_can_be_saved_too(model, kind, tmp_path):
     assert cache.seq_lens == [0]
 
 
-def test_a_file_that_does_not_belong_here_is_refused_and_nothing_changes(
-    model, kind, tmp_path, monkeypatch
-):
+def test_foreign_files_are_refused_without_change(model, kind, tmp_path, monkeypatch):
     file = tmp_path / "cache"
     filled(model, kind).save(file)
     good = file.read_bytes()
@@ -259,14 +257,14 @@ def test_bytes_are_those_of_the_shapes(model):
     assert Cache(model, 256, 3, dtype=torch.bfloat16).nbytes() == {CPU: float_bytes // 2}
 
 
-def test_a_narrower_dtype_stays_near(model):
+def test_narrower_dtype_is_close(model):
     exact = model.forward(ids(12), Cache(model, 32))
     narrow = model.forward(ids(12), Cache(model, 32, dtype=torch.bfloat16))
     assert narrow.dtype == exact.dtype
     assert 0 < (narrow - exact).abs().max() / exact.abs().max() < 0.02
 
 
-def test_8_bits_stay_near_and_no_full_copy_is_ever_made(model):
+def test_8_bits_are_close_without_a_full_copy(model):
     """The largest tensor that attention makes is far smaller than the cache as floats."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -299,7 +297,7 @@ def test_8_bits_stay_near_and_no_full_copy_is_ever_made(model):
     assert largest < k.nbytes / 8
 
 
-def test_a_cache_that_dies_is_forgotten_by_its_model(model, kind):
+def test_model_forgets_dead_caches(model, kind):
     gc.collect()
     before = len(model.caches)
     cache = kind(model, 32)
@@ -309,7 +307,7 @@ def test_a_cache_that_dies_is_forgotten_by_its_model(model, kind):
     assert len(model.caches) == before
 
 
-def test_a_cache_outlives_an_unload_and_comes_back_empty(tmp_path, kind):
+def test_cache_survives_unload_and_is_empty(tmp_path, kind):
     model = Model(save(reference(llama()), tmp_path))
     cache = kind(model, 32)
     assert cache.nbytes() == {}
@@ -325,7 +323,7 @@ def test_a_cache_outlives_an_unload_and_comes_back_empty(tmp_path, kind):
     assert torch.equal(model.forward(ids(9), cache), expected)
 
 
-def test_a_call_that_fails_half_way_leaves_the_tokens_as_they_were(model, kind, monkeypatch):
+def test_failed_call_leaves_tokens_unchanged(model, kind, monkeypatch):
     cache = kind(model, 64)
     model.forward(ids(5), cache)
     layer, calls = model.units[1].module, []
@@ -344,7 +342,7 @@ def test_a_call_that_fails_half_way_leaves_the_tokens_as_they_were(model, kind, 
     assert cache.sequences == [ids(5)[0].tolist()]
 
 
-def test_storage_that_is_missing_allocates_itself(model, kind):
+def test_missing_storage_is_allocated_on_use(model, kind):
     cache = kind(model, 32)
     expected = model.forward(ids(9), cache)
     cache.free()
@@ -352,7 +350,7 @@ def test_storage_that_is_missing_allocates_itself(model, kind):
     assert torch.equal(model.forward(ids(9), cache), expected)
 
 
-def test_what_cannot_be_is_refused_with_its_numbers(model, kind):
+def test_invalid_arguments_are_refused_with_numbers(model, kind):
     with pytest.raises(ValueError, match="max_seq_len is 0"):
         kind(model, 0)
     with pytest.raises(ValueError, match="batch_size is -1"):

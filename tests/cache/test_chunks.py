@@ -1,5 +1,5 @@
-"""Attention to a token's own chunk of positions (Llama 4): in caches of any make, however the text
-is cut into calls, and in forks."""
+"""Attention limited to a token's own chunk of positions (Llama 4), in every kind of cache and in
+forks, however the text is split into calls."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def names(request):
     return request.param
 
 
-test_however_a_text_is_cut_into_calls = test_composition.test_however_a_text_is_cut_into_calls
-test_rows_of_unlike_length = test_composition.test_rows_of_unlike_length_are_what_each_is_alone
+test_split_into_calls_is_irrelevant = test_composition.test_split_into_calls_is_irrelevant
+test_ragged_rows = test_composition.test_ragged_rows_equal_single_rows
 
 
 @pytest.mark.parametrize("cut", [[60], [1] * 60, [4, 1, 9, 46]], ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", ["float", "4bit", "8bit but for recent ones"])
-def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
+def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     properties = STORAGES[storage], RETENTIONS[retention]
     cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
     found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
@@ -71,8 +71,8 @@ def test_forks_share_a_prefix_that_crosses_chunks(model):
     assert near(found, model.forward(whole, Cache(model, 64, 2))[:, 30:])
 
 
-def test_within_the_first_chunk_and_for_one_token_no_chunk_is_asked_about(model, monkeypatch):
-    """Kernels know windows only, and most texts are shorter than a chunk."""
+def test_chunks_are_dropped_where_they_make_no_difference(model, monkeypatch):
+    """Kernels support windows only, and most texts are shorter than a chunk."""
     asked = []
     within = AttentionParams.within
 
@@ -114,7 +114,7 @@ def _logits_of_rows(model, kind: str, new: list[int]) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["fp16", "8bit", "4bit", "paged"])
-def test_kernels_that_know_no_chunks_run_each_chunks_queries(tmp_path, monkeypatch, kind):
+def test_kernels_without_chunks_run_each_chunks_queries(tmp_path, monkeypatch, kind):
     config = TINY["Llama4ForCausalLM"](attention_chunk_size=32, moe_layers=[], head_dim=32)
     model, new = loaded(config, tmp_path, max_input_len=50), [50, 20, 31]
     with _Asked() as asked:
@@ -130,7 +130,7 @@ def test_kernels_that_know_no_chunks_run_each_chunks_queries(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("past", [[0, 0], [5, 41], [24, 23]])
-def test_a_part_since_the_chunks_beginning_is_sdpa_with_a_mask(past):
+def test_part_since_a_chunks_start_is_sdpa_with_a_mask(past):
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(2, 9, 4, 16, generator=generator)
     k, v = (torch.randn(2, 56, 2, 16, generator=generator) for _ in "kv")

@@ -1,5 +1,5 @@
-"""Any storage with any retention, residence and growth: what a cache of such a make answers is
-what full attention answers under the same mask, however the text is cut into calls."""
+"""Every combination of storage, retention, residence and growth against full attention under the
+same mask, however the text is split into calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from arithmetic import near
 from tiny import llama, loaded
 from torch import Tensor
 from written_out import written_out
@@ -34,7 +35,7 @@ AXES = (STORAGES, RETENTIONS, RESIDENCES, GROWTHS)
 
 
 def goes_together(storage: str, retention: str, residence: str, growth: str) -> bool:
-    """Pages hold every token by itself, of all tokens or of a window."""
+    """Pages store single tokens: no sinks, and no group of recent ones."""
     if growth != "paged":
         return True
     return retention != "sinks" and not STORAGES[storage].recent
@@ -61,12 +62,8 @@ def make(model, names, rows: int = 1, length: int = 64) -> KVCache:
     return KVCache(model, length, rows, **dict(zip(axes, values, strict=True)))
 
 
-def near(logits: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
-
-
 @pytest.mark.sweep(30)
-def test_however_a_text_is_cut_into_calls(model, names):
+def test_split_into_calls_is_irrelevant(model, names):
     expected = model.forward(IDS[:1], make(model, names))
     for cut in ([1, 1, 38, 1, 1, 1, 17], [2, 5, 6, 1, 46]):
         cache = make(model, names)
@@ -75,7 +72,7 @@ def test_however_a_text_is_cut_into_calls(model, names):
 
 
 @pytest.mark.sweep(30)
-def test_rows_of_unlike_length_are_what_each_is_alone(model, names):
+def test_ragged_rows_equal_single_rows(model, names):
     together, alone = make(model, names, 3), [make(model, names) for _ in range(3)]
     for new in ([21, 2, 0], [1, 1, 1], [2, 30, 1], [1, 0, 1], [7, 7, 9], [1, 1, 1]):
         ids = IDS[:, : max(new)]
@@ -89,17 +86,22 @@ def test_rows_of_unlike_length_are_what_each_is_alone(model, names):
 # Beside attention that is written out -----------------------------------------------------------
 
 
+def in_calls(model, storage: Storage, retention, cut) -> Tensor:
+    """Logits of a text that is split into calls of these lengths."""
+    cache = KVCache(model, 64, storage=storage, retention=retention)
+    return torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+
+
 @functools.cache
 def definition(model, storage: Storage, retention) -> Tensor:
-    """What cuts have in common."""
+    """Computed once for all splits."""
     return written_out(model, IDS[:1], storage, retention)
 
 
 @pytest.mark.parametrize("cut", [[60], [1] * 60, [4, 1, 9, 46]], ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
+def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     properties = STORAGES[storage], RETENTIONS[retention]
-    cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
-    found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+    found = in_calls(model, *properties, cut)
     assert near(found, definition(model, *properties), TOLERANCES[storage])

@@ -1,7 +1,7 @@
-"""The demo model through exkv: a trained model shows what a cache forgets.
+"""The trained demo model shows what each cache loses.
 
-Answers and perplexity beside full precision, and that beside transformers. Bounds leave a margin to
-what ``python -m tests.bench quality`` measured, on other chats than these.
+Answers and perplexity are compared with full precision, which is compared with transformers. The
+bounds leave a margin to what ``python -m tests.bench quality`` measured on other chats.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def answers(model, kind, tokenizer, questions) -> list[str]:
 
 
 def perplexity(model, kind, tokenizer) -> float:
-    """Over held-out text, each half seen through the cache of the half before it."""
+    """On held-out text, each half read through the cache of the half before it."""
     ids = torch.tensor([tokenizer.encode(toy_world.heldout_text(5, 1500))])[:, :1500]
     cache = kind(model, 2048)
     logits = torch.cat([model.forward(part, cache).float() for part in ids.split(250, 1)], 1)
@@ -99,7 +99,7 @@ def bounds(spec: LayerSpec) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def wide():
-    """In float32, so that nothing but the cache rounds."""
+    """In float32, so that only the cache rounds."""
     return on_cpu(DEMO, dtype=torch.float32, max_input_len=SETTINGS.chunk)
 
 
@@ -110,13 +110,13 @@ def texts(wide, tokenizer):
 
 @pytest.fixture(scope="module")
 def full(texts, wide):
-    """With a float32 cache, the nats by which each token was unforeseen."""
+    """The negative log-likelihood of each token, in nats, with a float32 cache."""
     return texts.judge(quality.REFERENCE.build(wide, TOKENS))[0]
 
 
 @pytest.mark.parametrize("kind", [*CACHES, *MIXED])
 def test_a_kind_loses_no_more_than_was_measured(kind, texts, full, wide):
-    """Beside full precision; a kind that forgets tokens of the texts, beside floats that do."""
+    """Against full precision; a kind that evicts tokens, against floats evicted likewise."""
     cache = quality.MAKES[kind].build(wide, TOKENS)
     spec = cache.layers[0].spec
     surprise, apart = texts.judge(cache)
@@ -130,7 +130,7 @@ def test_a_kind_loses_no_more_than_was_measured(kind, texts, full, wide):
 
 
 @pytest.mark.parametrize("name", quality.WINDOWS)
-def test_a_window_answers_from_what_it_holds_and_from_nothing_else(name, wide, tokenizer):
+def test_window_answers_only_from_its_tokens(name, wide, tokenizer):
     make = quality.WINDOWS[name]
     size = make.options["window_length"]
     near = toy_world.heldout(3, 20, size - 40)  # the value is said some tokens after the question
@@ -144,7 +144,7 @@ def test_a_window_answers_from_what_it_holds_and_from_nothing_else(name, wide, t
 
 
 def is_answer(tokenizer: Tokenizer, ids: list[int]) -> list[bool]:
-    """For each token, whether the assistant says it."""
+    """For each token, whether it is part of the assistant's answer."""
     begin, end = (tokenizer.id_of(mark) for mark in ("<|assistant|>", "<|end|>"))
     found, answering = [], False
     for token in ids:

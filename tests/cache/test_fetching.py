@@ -1,4 +1,5 @@
-"""A cache in host memory: what travels, in which pieces, and that nobody waits for it."""
+"""A cache in host memory: what is copied, in which pieces, and that computation doesn't wait for
+it."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def ragged_calls(model, cache):
 
 
 def host_and_device(folder, make):
-    """Logits of both residences, copies of whole keys and values, and the storage afterwards."""
+    """Logits with both residences, copies of whole keys and values, and the storage afterwards."""
     model = Model(folder, max_input_len=32)
     caches = [KVCache(model, 64, 3, residence=residence, **MAKES[make])
               for residence in (OnHost(), KVCache(model, 4).layers[0].spec.residence)]  # fmt: skip
@@ -77,7 +78,7 @@ def host_and_device(folder, make):
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_rows_travel_whole_without_a_wait_and_come_back_to_their_places(tmp_path, make):
+def test_prefetch_and_write_back_round_trip_without_synchronization(tmp_path, make):
     folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path / "model"))
     difference, same, copies, _ = run_sim(host_and_device, "64M", args=[folder, make])
     assert difference == 0 and same
@@ -86,7 +87,7 @@ def test_rows_travel_whole_without_a_wait_and_come_back_to_their_places(tmp_path
         assert len(kept) >= 2 * 2 and all(whole for _, whole, _ in kept)
 
 
-def test_only_the_tokens_that_a_row_has_travel(tmp_path):
+def test_only_stored_tokens_are_copied(tmp_path):
     folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path / "model"))
     *_, sent = run_sim(host_and_device, "64M", args=[folder, "float"])
     tokens = [21 + 1 + 2 + 1 + 7 + 1 + 1, 2 + 1 + 30 + 0 + 7 + 1 + 1, 0 + 1 + 1 + 1 + 9 + 1 + 1]
@@ -94,8 +95,8 @@ def test_only_the_tokens_that_a_row_has_travel(tmp_path):
     assert kept <= sent < kept + 2000  # ids, lengths and rotary factors besides
 
 
-def test_new_values_wait_for_whoever_looks_at_the_storage():
-    """As on a device, whose copies end later."""
+def test_pending_write_backs_finish_on_access():
+    """As on a device, whose copies finish later."""
     finished = []
     back = WriteBack({"k": torch.ones(1, 1, 2, 4)}, Lengths.uniform(1, 0, 1), torch.device("cpu"))
     back._copies.synchronize = lambda: finished.append(True)
@@ -104,7 +105,7 @@ def test_new_values_wait_for_whoever_looks_at_the_storage():
     assert finished
 
 
-def test_what_lies_behind_the_tokens_of_a_row_is_zero():
+def test_slots_after_a_rows_tokens_are_zero():
     class Stored:
         @staticmethod
         def slots(name, first, last):
@@ -122,7 +123,7 @@ def test_what_lies_behind_the_tokens_of_a_row_is_zero():
 
 
 class NoCopies:
-    """What nobody waits for."""
+    """An event whose ``wait`` returns at once."""
 
     def wait(self) -> None:
         pass
@@ -165,14 +166,14 @@ def with_streams_that_lag(folder, make, broken):
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_copies_that_end_late_change_nothing_and_take_turns_in_two_buffers(tmp_path, make):
+def test_late_copies_alternate_between_two_buffers(tmp_path, make):
     folder = str(save(reference(llama(num_hidden_layers=5)), tmp_path / "model"))
     difference, lost, buffers = run_sim(with_streams_that_lag, "64M", args=[folder, make, ""])
     assert (difference, lost, buffers) == (0, 0, 2)
 
 
 @pytest.mark.parametrize("broken", ["not waited for", "freed early"])
-def test_streams_that_lag_find_who_reads_or_frees_too_early(tmp_path, broken):
+def test_lagging_streams_reveal_early_reads_and_frees(tmp_path, broken):
     folder = str(save(reference(llama(num_hidden_layers=3)), tmp_path / "model"))
     difference, lost, _ = run_sim(with_streams_that_lag, "64M", args=[folder, "float", broken])
     assert difference > 0
@@ -180,7 +181,7 @@ def test_streams_that_lag_find_who_reads_or_frees_too_early(tmp_path, broken):
 
 
 def left_to_a_stream(recorded):
-    """A copy that is waited for, and one whose source is gone before."""
+    """A copy that is waited for, and one whose source is freed before."""
     sim.let_streams_lag()
     device, host = torch.device("sim:0"), torch.ones(4)
     here, stream = torch.zeros(4, device=device), torch.Stream(device)
@@ -200,7 +201,7 @@ def left_to_a_stream(recorded):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_a_stream_that_lags_copies_when_it_is_waited_for(recorded):
+def test_lagging_stream_copies_when_waited_for(recorded):
     seen, lost = run_sim(left_to_a_stream, "64M", args=[recorded])
     assert seen == [[0.0] * 4, [1.0] * 4]
     assert lost == (0 if recorded else 1)

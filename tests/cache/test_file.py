@@ -1,4 +1,5 @@
-"""A saved cache on disk: all of it or what was there before, and only for the weights it is of."""
+"""Saved caches: a write is atomic, and a file is accepted only for the weights it was computed
+with."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_the_safetensors_library_reads_what_is_written(model, tmp_path, kind):
             assert torch.equal(found[f"layers.{index}.{name}"], tensor[:, :20])
 
 
-def test_a_byte_that_has_changed_is_told_wherever_it_is(model, tmp_path):
+def test_any_changed_byte_is_detected(model, tmp_path):
     cache, file = filled(model), tmp_path / "cache"
     cache.save(file)
     kept, good = [layer.tensors["k"].clone() for layer in cache.layers], file.read_bytes()
@@ -65,7 +66,7 @@ def test_a_byte_that_has_changed_is_told_wherever_it_is(model, tmp_path):
     assert cache.sequences[1] == IDS[1, :9].tolist()
 
 
-def test_a_symbolic_link_stays_one_and_permissions_stay(model, tmp_path):
+def test_symbolic_links_and_permissions_are_kept(model, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     target, link = tmp_path / "elsewhere" / "real", tmp_path / "link"
     link.symlink_to(target)
@@ -80,9 +81,7 @@ def test_a_symbolic_link_stays_one_and_permissions_stay(model, tmp_path):
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["without a name", "with one"])
-def test_where_writing_fails_the_file_is_as_it_was_and_nothing_lies_beside_it(
-    model, tmp_path, monkeypatch, named
-):
+def test_failed_write_leaves_the_old_file_and_no_other(model, tmp_path, monkeypatch, named):
     if named:
         monkeypatch.setattr(cache_file, "_without_name", lambda folder: None)
     cache = filled(model)
@@ -122,9 +121,7 @@ def knows_files_without_names(folder) -> bool:
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["without a name", "with one"])
-def test_what_a_process_that_is_killed_while_it_writes_leaves_is_gone_after_the_next(
-    model, tmp_path, monkeypatch, named
-):
+def test_leftovers_of_killed_writers_are_removed(model, tmp_path, monkeypatch, named):
     (tmp_path / "cache").write_text("before")
     (tmp_path / ".cache.of another").write_text("stays")
     program = KILLED.format(path=str(tmp_path / "cache"), named=named)
@@ -157,8 +154,8 @@ except OSError as error:
 """
 
 
-def test_a_disk_that_takes_no_more_is_told_with_the_bytes_that_it_was_to_take(folder, tmp_path):
-    """The kernel's own refusal, in the middle of the file."""
+def test_full_disk_error_has_the_number_of_bytes(folder, tmp_path):
+    """The operating system's own error, in the middle of the file."""
     (tmp_path / "cache").write_text("before")
     program = FULL.format(folder=str(folder), path=str(tmp_path / "cache"))
     done = run_apart(f"import resource, signal, torch\n{program}")
@@ -166,7 +163,7 @@ def test_a_disk_that_takes_no_more_is_told_with_the_bytes_that_it_was_to_take(fo
     assert os.listdir(tmp_path) == ["cache"] and (tmp_path / "cache").read_text() == "before"
 
 
-def test_what_is_no_regular_file_is_refused(model, tmp_path):
+def test_non_regular_files_are_refused(model, tmp_path):
     cache = filled(model)
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", tmp_path, tmp_path / "pipe"):
@@ -199,7 +196,7 @@ def test_a_fingerprint_is_that_of_the_weights_not_of_their_files(folder, tmp_pat
     assert Checkpoint(save(model, tmp_path / "changed")).fingerprint != whole.fingerprint
 
 
-def test_a_file_of_another_version_is_refused_in_a_line(model, tmp_path, monkeypatch):
+def test_files_of_other_versions_are_refused(model, tmp_path, monkeypatch):
     cache = filled(model)
     monkeypatch.setattr(cache_file, "_FORMAT", "exkv cache 1")
     cache.save(tmp_path / "cache")

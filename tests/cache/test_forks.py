@@ -1,9 +1,11 @@
-"""Forks share a prompt's storage, and a live cache is converted: the tokens stay what they were."""
+"""Forks share a prompt's storage, and converting a live cache to another kind keeps its tokens."""
 
 from __future__ import annotations
 
 import copy
+import functools
 
+import arithmetic
 import pytest
 import torch
 from cases import KINDS
@@ -45,26 +47,25 @@ def kind(request):
     return KINDS[request.param]
 
 
-def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = 3e-3) -> bool:
-    """Equal but for the order of sums, which may turn a quantized value's last step over."""
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
+#: Equal but for the order of sums, which may turn over a quantized value's last step.
+near = functools.partial(arithmetic.near, tolerance=3e-3)
 
 
 def prompts(model, kind, rows: int = 2):
-    """Two prompts of unlike length in a cache."""
+    """Two prompts of different lengths in a cache."""
     cache = kind(model, 64, rows)
     model.forward(IDS[:2, :30], cache, new_lens=[30, 17])
     return cache
 
 
 def plain(model, kind):
-    """The same, each twice, with nothing shared."""
+    """The same prompts, each twice, without sharing."""
     cache = kind(model, 64, 4)
     model.forward(IDS[[0, 0, 1, 1], :30], cache, new_lens=[30, 30, 17, 17])
     return cache
 
 
-def test_a_fork_goes_on_as_a_cache_that_ran_the_prompt(model, kind):
+def test_fork_continues_like_a_cache_that_ran_the_prompt(model, kind):
     fork, expected = prompts(model, kind).fork(2), plain(model, kind)
     assert fork.sequences == expected.sequences
     for new in ([9, 9, 9, 9], [1, 1, 1, 1], [3, 0, 5, 1]):
@@ -76,7 +77,7 @@ def test_a_fork_goes_on_as_a_cache_that_ran_the_prompt(model, kind):
         assert near(one[rows], two[rows])
 
 
-def test_a_forks_rows_change_places_and_go_back_into_the_prompt(model, kind):
+def test_forks_reorder_and_crop_into_the_prompt(model, kind):
     fork, expected = prompts(model, kind).fork(2), plain(model, kind)
     for cache in (fork, expected):
         model.forward(IDS[:, 30:36], cache)
@@ -91,7 +92,7 @@ def test_a_forks_rows_change_places_and_go_back_into_the_prompt(model, kind):
     assert near(model.forward(IDS[:, :9], fork), model.forward(IDS[:, :9], kind(model, 64, 4)))
 
 
-def test_rows_of_a_fork_are_chosen_from_behind(model, kind):
+def test_fork_selects_rows_in_reverse(model, kind):
     fork, expected = prompts(model, kind).fork(2), plain(model, kind)
     for cache in (fork, expected):
         model.forward(IDS[:, 30:36], cache)
@@ -101,8 +102,8 @@ def test_rows_of_a_fork_are_chosen_from_behind(model, kind):
     assert near(one, two)
 
 
-def test_reordering_does_not_look_at_a_prompt_again(model, monkeypatch):
-    """Host work, too, depends on what follows the prompt only."""
+def test_reorder_cost_is_independent_of_the_prompt(model, monkeypatch):
+    """The host's work, too, depends only on what follows the prompt."""
     looked_at = []
 
     def spy(first, second):
@@ -122,7 +123,7 @@ def test_reordering_does_not_look_at_a_prompt_again(model, monkeypatch):
     assert 0 < max(looked_at) <= 5
 
 
-def test_the_cache_that_lends_may_go_on_go_back_and_go_away(model, kind):
+def test_owner_of_forks_may_continue_crop_and_die(model, kind):
     cache, expected = prompts(model, kind), plain(model, kind)
     fork, other = cache.fork(2), cache.fork(2)
     cache.reorder([1, 0])
@@ -136,7 +137,7 @@ def test_the_cache_that_lends_may_go_on_go_back_and_go_away(model, kind):
     assert near(model.forward(IDS[:, 30:33], other), model.forward(IDS[:, 30:33], expected))
 
 
-def test_copies_of_forks_go_their_own_way(model, kind):
+def test_copies_of_forks_are_independent(model, kind):
     fork = prompts(model, kind).fork(2)
     model.forward(IDS[:, 30:36], fork)
     other = copy.deepcopy(fork)
@@ -148,7 +149,7 @@ def test_copies_of_forks_go_their_own_way(model, kind):
     assert near(model.forward(IDS[:, 36:39], fork), model.forward(IDS[:, 36:39], expected))
 
 
-def test_a_fork_takes_memory_for_what_comes_after_only(model):
+def test_fork_allocates_only_what_follows_the_prompt(model):
     cache = Cache(model, 64)
     model.forward(IDS[:1, :50], cache)
     fork = cache.fork(10, max_seq_len=56)
@@ -160,7 +161,7 @@ def test_a_fork_takes_memory_for_what_comes_after_only(model):
 
 
 @pytest.mark.parametrize("kind", [SlidingWindowCache, SinkCache])
-def test_a_fork_that_outgrows_the_window_of_its_prompt_forgets_as_its_cache_would(model, kind):
+def test_fork_beyond_the_prompts_window_evicts_like_its_cache(model, kind):
     short, long = (kind(model, length, window_length=32) for length in (24, 60))
     model.forward(IDS[:1, :20], short)
     model.forward(IDS[:1, :20], long)
@@ -169,7 +170,7 @@ def test_a_fork_that_outgrows_the_window_of_its_prompt_forgets_as_its_cache_woul
         assert near(model.forward(new, fork), model.forward(new, long))
 
 
-def test_what_cannot_be_forked_says_so(model, tmp_path):
+def test_invalid_forks_are_refused(model, tmp_path):
     cache = Cache(model, 64)
     with pytest.raises(ValueError, match="the cache must not be empty"):
         cache.fork(2)
@@ -188,7 +189,7 @@ def test_what_cannot_be_forked_says_so(model, tmp_path):
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_cache_in_host_memory_answers_the_very_same(model, kind, forked):
+def test_cache_converted_to_host_memory_is_bit_identical(model, kind, forked):
     cache = prompts(model, kind).fork(2) if forked else plain(model, kind)
     twin = cache.clone()
     cache.convert(residence=OnHost())
@@ -201,7 +202,7 @@ def test_a_cache_in_host_memory_answers_the_very_same(model, kind, forked):
 
 @pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_converted_cache_is_one_that_stored_so_from_the_start(model, storage, forked):
+def test_converted_cache_equals_one_stored_that_way(model, storage, forked):
     def made(**properties) -> KVCache:
         cache = KVCache(model, 64, 2, **properties)
         model.forward(IDS[:2, :30], cache, new_lens=[30, 17])
@@ -219,7 +220,7 @@ def test_a_converted_cache_is_one_that_stored_so_from_the_start(model, storage, 
     assert near(model.forward(ids, cache), model.forward(ids, expected), 0.2)
 
 
-def test_all_forks_are_converted_with_the_cache_that_they_came_from(model):
+def test_forks_are_converted_with_their_owner(model):
     cache = prompts(model, Cache)
     first, second = cache.fork(2), cache.fork(2)
     first.convert(storage=INT8)
@@ -231,7 +232,7 @@ def test_all_forks_are_converted_with_the_cache_that_they_came_from(model):
     assert near(logits, model.forward(IDS[:, 30:36], plain(model, Cache8bit)), 0.05)
 
 
-def test_windows_are_converted_too_but_nothing_comes_back(model):
+def test_windows_are_converted_but_retention_is_fixed(model):
     cache = SinkCache(model, 64, window_length=20)
     model.forward(IDS[:1, :50], cache)
     twin = cache.clone()
@@ -264,7 +265,7 @@ def test_only_new_tokens_are_written_back_to_the_host(folder, kind):
 
 
 def converted_without_room(folder):
-    """Every step of a conversion hits a full device once; the cache answers as before."""
+    """Every step of a conversion once meets a full device; the logits stay the same."""
     model = Model(folder, max_input_len=32)
     cache = Cache(model, 64, 2)
     model.load_autosplit(cache)
@@ -303,14 +304,14 @@ def converted_without_room(folder):
     return seen
 
 
-def test_a_conversion_that_finds_no_room_leaves_a_cache_that_works(folder):
+def test_conversion_out_of_memory_leaves_a_usable_cache(folder):
     seen = run_sim(converted_without_room, "64M", args=[folder])
     assert seen.pop("failed") >= 8
     assert seen == {"same": True, "moved": True, "same bits": True, "back": True, "plan": True}
 
 
 def forks_at_the_edge(folder):
-    """A device with room for exactly what a fork was planned to take."""
+    """A device with exactly the memory planned for a fork."""
     model = Model(folder, max_input_len=32)
     cache = Cache(model, 64)
     model.load_autosplit(cache)

@@ -1,4 +1,4 @@
-"""How many tokens there is room for as they come."""
+"""How capacity grows as tokens arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAPACITIES = st.integers(1, 2000)
     growth=st.sampled_from([Static(), Dynamic(), Dynamic(16), Dynamic(first=32), Dynamic(96, 8)]),
     capacity=CAPACITIES,
 )
-def test_there_is_room_for_every_token_and_the_last_step_leads_to_all_of_it(growth, capacity):
+def test_growth_has_room_for_every_token_up_to_capacity(growth, capacity):
     rooms = [growth.room_for(tokens, capacity) for tokens in range(capacity + 1)]
     assert all(tokens <= room <= capacity for tokens, room in enumerate(rooms))
     assert rooms == sorted(rooms) and rooms[-1] == capacity
@@ -23,7 +23,7 @@ def test_there_is_room_for_every_token_and_the_last_step_leads_to_all_of_it(grow
     assert growth.last_room(capacity) == max(before, default=0)
 
 
-def test_a_first_block_comes_in_its_own_steps():
+def test_first_block_grows_in_smaller_steps():
     growth = Dynamic(256, first=32)
     rooms = [growth.room_for(tokens, 1 << 20) for tokens in (0, 32, 33, 256, 257, 513)]
     assert rooms == [32, 32, 64, 256, 512, 768]
@@ -33,6 +33,6 @@ def test_a_first_block_comes_in_its_own_steps():
     ("block", "first", "says"),
     [(0, None, "a block of 0"), (256, 0, "first steps of 0"), (256, 48, "48 tokens in a block")],
 )
-def test_steps_that_cannot_be_are_refused(block, first, says):
+def test_invalid_steps_are_refused(block, first, says):
     with pytest.raises(ValueError, match=says):
         Dynamic(block, first)

@@ -1,16 +1,16 @@
-"""Caches of latent attention, whose values are its keys: one tensor for both, whatever the kind."""
+"""Caches of latent attention, whose values are the keys: one stored tensor serves as both, in every
+kind of cache."""
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 
 import pytest
 import torch
+from arithmetic import near
 from cases import KINDS, small_pages
-from test_composition import RETENTIONS, STORAGES, TOLERANCES
+from test_composition import RETENTIONS, STORAGES, TOLERANCES, definition, in_calls
 from tiny import LATENT, ROUTED, loaded, small
-from torch import Tensor
-from written_out import written_out
 
 from exkv import CACHES, Cache, KVCache, QuantizedCache
 from exkv.cache import HostTier, Paged, Storage
@@ -25,10 +25,6 @@ IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(6))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return loaded(DENSE(), tmp_path_factory.mktemp("latent"), max_input_len=32)
-
-
-def near(logits: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -46,30 +42,19 @@ def test_bytes_are_those_of_the_latent_vector_and_the_shared_key(model):
     assert packed == {torch.device("cpu"): tokens * layers * (STORED + STORED // 32 * 2)}
 
 
-@functools.cache
-def definition(model, storage: Storage, retention) -> Tensor:
-    return written_out(model, IDS[:1], storage, retention)
-
-
 @pytest.mark.parametrize("cut", [[60], [4, 1, 9, 46]], ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize("retention", RETENTIONS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
-    """Values are what the keys' format gives back, whatever was said of values."""
-    properties = STORAGES[storage], RETENTIONS[retention]
-    cache = KVCache(model, 64, storage=properties[0], retention=properties[1])
-    found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
-    one_format = Storage(
-        keys=properties[0].keys,
-        values=properties[0].keys,
-        rotate=properties[0].rotate,
-        recent=properties[0].recent,
-    )
-    assert near(found, definition(model, one_format, properties[1]), TOLERANCES[storage])
+def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
+    """Values are the dequantized keys, whatever format the storage names for values."""
+    two_formats, kept = STORAGES[storage], RETENTIONS[retention]
+    one_format = replace(two_formats, values=two_formats.keys)
+    found = in_calls(model, two_formats, kept, cut)
+    assert near(found, definition(model, one_format, kept), TOLERANCES[storage])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_saved_forked_and_moved_goes_on_alike(model, kind, tmp_path):
+def test_saved_forked_and_moved_caches_continue_alike(model, kind, tmp_path):
     cache = KINDS[kind](model, 64, 2)
     model.forward(IDS[:, :40], cache)
     cache.save(tmp_path / "cache")
@@ -95,7 +80,7 @@ def test_keys_and_values_are_shown_as_one(model):
     assert torch.equal(layer.keys, layer.values)
 
 
-def test_a_cache_that_is_converted_is_one_that_stored_so(model):
+def test_converted_cache_equals_a_stored_one(model):
     cache, stored_so = Cache(model, 64), CACHES["8bit"](model, 64)
     for each in (cache, stored_so):
         model.forward(IDS[:1, :40], each)

@@ -1,4 +1,4 @@
-"""A cache has one user at a time, and the second is told who that is."""
+"""A cache has one user at a time; the error for a second names the first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ids(length: int) -> torch.Tensor:
 
 
 def texts(model, cache, prompt, user):
-    """A loop over a cache as a stream is one: a token at a time, anything else in between."""
+    """Generate one token at a time, like a stream, so that other code runs in between."""
     lease = cache.lease(user)
     try:
         with lease:
@@ -39,7 +39,7 @@ def texts(model, cache, prompt, user):
         lease.release()
 
 
-def test_of_two_interleaved_users_the_second_is_refused_by_name_and_the_first_goes_on(model):
+def test_second_of_two_interleaved_users_is_refused_by_name(model):
     alone = texts(model, Cache(model, 32), ids(5), "alone")
     expected = [next(alone) for _ in range(6)]
     cache = Cache(model, 32)
@@ -68,7 +68,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_nobody_else_changes_a_cache_that_is_in_use(model, change):
+def test_leased_cache_cannot_be_changed_by_others(model, change):
     cache = Cache(model, 32)
     stream = texts(model, cache, ids(5), "a stream")
     next(stream)
@@ -93,7 +93,7 @@ def test_between_two_calls_of_its_user_a_cache_can_be_read(model, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["unload", "free"])
-def test_whoever_uses_a_cache_that_is_freed_is_told_by_whom(model, end):
+def test_user_of_a_freed_cache_is_told_who_freed_it(model, end):
     cache = Cache(model, 32)
     stream = texts(model, cache, ids(5), "a stream")
     next(stream)
@@ -105,7 +105,7 @@ def test_whoever_uses_a_cache_that_is_freed_is_told_by_whom(model, end):
     next(texts(model, cache, ids(5), "the next one"))
 
 
-def test_a_user_whose_cache_is_freed_within_its_own_call_is_told_at_the_next(model):
+def test_cache_freed_within_a_call_raises_at_the_next(model):
     cache = Cache(model, 32)
     with pytest.raises(CacheUseError, match="unload freed"), cache.use("generate"):
         model.unload()
@@ -114,7 +114,7 @@ def test_a_user_whose_cache_is_freed_within_its_own_call_is_told_at_the_next(mod
     model.forward(ids(3), cache)
 
 
-def test_of_two_threads_one_runs_and_the_other_is_told(model, monkeypatch):
+def test_second_of_two_threads_is_refused(model, monkeypatch):
     cache, within, go_on = Cache(model, 32), threading.Event(), threading.Event()
     forward = type(model).forward_chunk
 
@@ -135,7 +135,7 @@ def test_of_two_threads_one_runs_and_the_other_is_told(model, monkeypatch):
     assert cache.seq_lens == [5] and model.loaded
 
 
-def test_a_cache_can_be_taken_back_once_the_call_that_uses_it_has_ended(model):
+def test_lease_can_be_revoked_after_the_running_call(model):
     cache = Cache(model, 32)
     within, seen, lease = threading.Event(), [], cache.lease("me")
 
@@ -158,7 +158,7 @@ def test_a_cache_can_be_taken_back_once_the_call_that_uses_it_has_ended(model):
     cache.free()
 
 
-def test_a_lease_is_good_for_calls_within_calls_and_ends_once(model):
+def test_leases_nest_and_end_once(model):
     cache = Cache(model, 32)
     lease = cache.lease("me")
     with lease, lease, cache.use("inner"):

@@ -1,5 +1,5 @@
-"""A format of keys and values that is written in plain PyTorch and entered in the table: one class
-and one entry, and all that caches promise holds for it too."""
+"""Adding a format of keys and values in plain PyTorch takes one class and one table entry, and
+every cache guarantee then holds for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from arithmetic import near
 from simproc import run_sim
 from tiny import llama, loaded, reference, save
 from written_out import written_out
@@ -66,10 +67,6 @@ def model(tmp_path_factory):
     return loaded(llama(num_hidden_layers=2), tmp_path_factory.mktemp("model"), max_input_len=32)
 
 
-def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> bool:
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
-
-
 #: Alone, beside formats that have kernels, rotated, and behind recent tokens as floats.
 STORAGES = {
     "alone": {"keys": "fp8", "values": "fp8"},
@@ -85,7 +82,7 @@ MAKES = {
 
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_it_goes_with_every_property_however_a_text_is_cut(model, storage, make):
+def test_new_format_combines_with_every_property(model, storage, make):
     stored, ids = Storage(**STORAGES[storage]), IDS[:1]
     expected = written_out(model, ids, stored, MAKES[make].get("retention"))
     for cut in ([60], [2, 5, 1, 1, 51]):
@@ -94,7 +91,7 @@ def test_it_goes_with_every_property_however_a_text_is_cut(model, storage, make)
         assert near(found, expected, 3e-3)
 
 
-def test_what_holds_its_tokens_is_saved_loaded_forked_and_converted(model, tmp_path):
+def test_new_format_is_saved_loaded_forked_and_converted(model, tmp_path):
     ids, storage = IDS[:1], Storage(keys="fp8", values="fp8")
     cache = KVCache(model, 64, storage=storage)
     model.forward(ids[:, :40], cache)
@@ -115,7 +112,7 @@ def test_what_holds_its_tokens_is_saved_loaded_forked_and_converted(model, tmp_p
         assert near(model.forward(ids[:, 41:42], floats), found, 10)
 
 
-def test_it_generates(model):
+def test_new_format_generates(model):
     cache = KVCache(model, 64, storage=Storage(keys="fp8", values="fp8"))
     ids = IDS[:1, :20]
     tokens = model.generate(ids, cache=cache, max_new_tokens=8, do_sample=False)
@@ -137,7 +134,7 @@ def parts(dtype: torch.dtype) -> list:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_code_hands_attention_over_it_on_to_the_reference(dtype):
+def test_attention_over_a_new_format_falls_back_to_the_reference(dtype):
     args = parts(dtype)
     found = torch.ops.exkv.attention_part(*args)
     expected = REFERENCES["attention_part"](*args)
@@ -147,7 +144,7 @@ def test_native_code_hands_attention_over_it_on_to_the_reference(dtype):
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
-def test_native_code_hands_storing_in_it_on_to_the_reference():
+def test_append_to_a_new_format_falls_back_to_the_reference():
     k, v = torch.randn(2, 2, 5, 3, 32).unbind()
     stores = [
         [torch.zeros(shape, dtype=dtype) for shape, dtype in FORMATS[kind].layout((2, 16, 3, 32),
@@ -161,7 +158,7 @@ def test_native_code_hands_storing_in_it_on_to_the_reference():
             assert torch.equal(tensor[0, :5], new[0]) and torch.equal(tensor[1, 7:12], new[1])
 
 
-def test_a_name_that_nobody_entered_is_refused():
+def test_unknown_format_names_are_refused():
     args = parts(torch.float32)
     args[2] = "int5"
     with pytest.raises((ValueError, RuntimeError), match="k_format is 'int5'.*float, int8"):

@@ -1,5 +1,5 @@
-"""Rows in pages of a pool: what they hold, share, copy and give back, and that a cache in pages is
-like any other."""
+"""Rows in pages of a pool: contents, sharing, copying, freeing, and the same results as in other
+caches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pool_of(cache: KVCache) -> PagePool:
 # What a cache in pages is -----------------------------------------------------------------------
 
 
-def test_it_answers_what_a_static_one_does_to_the_bit(model, storage):
+def test_paged_is_bit_identical_to_static(model, storage):
     paged = KVCache(model, 64, 3, growth=Paged(PAGE), storage=storage)
     static = KVCache(model, 64, 3, storage=storage)
     for new in ([21, 2, 0], [1, 1, 1], [2, 30, 1], [1, 0, 1], [7, 7, 9], [1, 1, 1]):
@@ -69,7 +69,7 @@ def test_decoding_in_pages_is_a_bound_run(model, storage, monkeypatch):
     model.forward(ids(1, 20)[:2], cache)
 
 
-def test_what_a_row_answers_is_the_same_whatever_rows_are_beside_it(model, storage):
+def test_row_is_independent_of_other_rows(model, storage):
     lens = [3, 50, 17, 33]
     together = KVCache(model, 64, 4, growth=Paged(PAGE), storage=storage)
     alone = [KVCache(model, 64, 1, growth=Paged(PAGE), storage=storage) for _ in lens]
@@ -135,7 +135,7 @@ def test_a_plan_counts_pages_to_the_byte(model):
     assert [u.cache for u in static.units] == [u.cache for u in paged.units]
 
 
-def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model):
+def test_out_of_pages_error_has_numbers_and_changes_nothing(model):
     cache = KVCache(model, 64, 3, growth=Paged(PAGE, pages=5))
     model.forward(ids(30)[:2], cache)
     with pytest.raises(OutOfPagesError, match="needs 2 more pages, and 1 of the pool's 5 of 16"):
@@ -149,12 +149,12 @@ def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model)
 @pytest.mark.parametrize(
     "properties", [{"retention": Sinks(8, 2)}, {"storage": Storage(keys="int4c", recent=32)}]
 )
-def test_what_pages_cannot_hold_is_refused(model, properties):
+def test_unsupported_properties_with_pages_are_refused(model, properties):
     with pytest.raises(ValueError, match="can't be paged"):
         KVCache(model, 64, growth=Paged(PAGE), **properties)
 
 
-def test_a_page_that_makes_no_sense_is_refused(model):
+def test_invalid_page_sizes_are_refused(model):
     with pytest.raises(ValueError, match="pages of 20 tokens: it must be a multiple of 16"):
         Paged(20)
     with pytest.raises(ValueError, match="0 pages: there must be at least 1"):
@@ -175,7 +175,7 @@ def test_a_window_over_pages_sees_what_a_ring_does(model):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_row_that_goes_back_and_on_is_one_that_was_never_there(model):
+def test_cropped_row_continues_like_a_fresh_one(model):
     cache = Runner(model, KVCache(model, 64, 2, growth=Paged(PAGE))).cache
     model.forward(ids(40)[:2], cache)
     cache.crop([17, 5])
@@ -215,7 +215,7 @@ def test_a_plan_counts_tiers_in_host_memory_to_the_byte(tmp_path):
 
 
 def remembered(cache: KVCache, text: list[int]) -> None:
-    """Run a text in row 0, let its full pages be found again, and forget it."""
+    """Run a text in row 0, register its full pages for reuse, and clear the row."""
     model = cache.model
     model.forward(torch.tensor([text]), cache)
     before = None
@@ -235,7 +235,7 @@ def found(cache: KVCache, text: list[int]) -> list:
     return chain
 
 
-def test_pages_come_back_from_host_memory_as_they_were(model, storage):
+def test_pages_return_from_host_memory_unchanged(model, storage):
     cache = KVCache(model, 64, growth=Paged(PAGE, 4, (HostTier(pages=6),)), storage=storage)
     texts = [row[:48].tolist() for row in IDS]
     remembered(cache, texts[0])
@@ -258,7 +258,7 @@ def test_pages_come_back_from_host_memory_as_they_were(model, storage):
     assert cache.layers[1].keys.isfinite().all()
 
 
-def test_the_last_tier_rounds_and_says_so(model):
+def test_last_tier_rounds_pages_and_marks_them(model):
     tiers = (HostTier(pages=1), HostTier(pages=4, storage=STORAGES["8bit"]))
     cache = KVCache(model, 64, growth=Paged(PAGE, 4, tiers))
     texts = [row[:48].tolist() for row in IDS]
@@ -279,7 +279,7 @@ def test_the_last_tier_rounds_and_says_so(model):
     assert all(known.exact for known in found(cache, texts[0]))
 
 
-def test_tiers_that_make_no_sense_are_refused(model):
+def test_invalid_tiers_are_refused(model):
     with pytest.raises(ValueError, match="a tier of 0 pages"):
         HostTier(pages=0)
     with pytest.raises(ValueError, match="a tier of -1 pages"):
@@ -308,7 +308,7 @@ class Memory:
 
 
 def check_places(pool: PagePool) -> None:
-    """Every page of every tier is free, or held, or known for one thing; once."""
+    """Every page of every tier is free, held, or registered under one key, exactly once."""
     known = list(pool._found.values())
     for number, tier in enumerate(pool._tiers):
         mine = {each.page: each for each in known if each.tier == number}
@@ -324,8 +324,8 @@ def check_places(pool: PagePool) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from([(), (3,), (5, 4)]))
-def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed, tiers):
-    """Random rows that grow, go back, take each other's place, and remember and find pages."""
+def test_reference_counts_are_exact_and_no_page_leaks(seed, tiers):
+    """Random rows that grow, shrink, replace each other, and register and find pages."""
     rng, size = random.Random(seed), 4
     pool = PagePool(rng.randint(3, 20), size, [(pages, i == 1) for i, pages in enumerate(tiers)])
     tables = [PageTable(pool, 3), PageTable(pool, 2)]
@@ -405,7 +405,7 @@ def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed, tiers):
 
 
 @pytest.mark.parametrize(("released", "order"), [((0, 1), "bac"), ((1, 0), "cba")])
-def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first(released, order):
+def test_eviction_is_leaf_first_and_least_recently_used(released, order):
     pool = PagePool(5, 2)
     table = PageTable(pool, 2)
     for row, tokens in enumerate(([1, 2, 3, 4], [5, 6])):
@@ -425,7 +425,7 @@ def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first(release
         pool.take()
 
 
-def test_texts_that_have_one_hash_by_chance_are_told_apart(monkeypatch):
+def test_hash_collisions_are_resolved(monkeypatch):
     monkeypatch.setattr("exkv.cache.paging.pool._key", lambda before, tokens: 7)
     pool = PagePool(3, 2)
     table = PageTable(pool, 2)

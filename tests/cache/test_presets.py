@@ -1,4 +1,4 @@
-"""Caches by their familiar names, with the arguments that people know."""
+"""Caches under transformers' names, with transformers' arguments."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def model(tmp_path_factory):
         *CACHES.items(),
     ],
 )
-def test_hugging_faces_names_and_our_own(model, name, kind):
+def test_names_of_hugging_face_and_exkv(model, name, kind):
     cache = make_cache(name, model, max_seq_len=64, batch_size=2)
     assert type(cache) is kind
     assert (cache.max_seq_len, cache.batch_size) == (64, 2)
 
 
-def test_what_a_kind_takes_is_passed_on(model):
+def test_options_reach_the_kind(model):
     sinks = make_cache("sink", model, max_seq_len=64, window_length=20, num_sink_tokens=2)
     assert sinks.layers[0].spec.retention == Sinks(18, 2)
     window = make_cache("sliding_window", model, max_seq_len=64, window_length=20)
@@ -86,7 +86,7 @@ def test_what_a_kind_takes_is_passed_on(model):
             "no 'bits'; it takes max_seq_len, .* nbits, key_bits",
         ),
         ("static", {"head_dim": 4}, TypeError, "Cache has no 'head_dim'"),
-        ("kivi", {"nbit": 2}, TypeError, "KiviCache has no 'nbit'; .* axis, nbits, .* rotate$"),
+        ("kivi", {"nbit": 2}, TypeError, "KiviCache has no 'nbit'; .* nbits, .* axis, .* rotate$"),
         ("static", {"max_seq_len": 10**10}, ValueError, "max_seq_len is 10000000000.*2,147,483"),
         ("static", {"max_seq_len": 10**5000}, ValueError, "max_seq_len is 10[*][*]18 or more"),
         ("static", {"batch_size": 10**9}, ValueError, "batch_size is 1000000000.*16,384 at most"),
@@ -103,13 +103,13 @@ def test_what_a_kind_takes_is_passed_on(model):
         ("sink", {"num_sink_tokens": None}, TypeError, "num_sink_tokens is None"),
     ],
 )
-def test_what_makes_no_sense_is_refused(model, name, config, error, match):
+def test_invalid_options_are_refused(model, name, config, error, match):
     with pytest.raises(error, match=match):
         make_cache(name, model, **config)
     assert not model.caches
 
 
-def test_the_guides_cache_config_is_taken_as_it_is_with_a_note_once(model, caplog, monkeypatch):
+def test_ignored_options_are_logged_once(model, caplog, monkeypatch):
     monkeypatch.setattr(base, "_noted", set())
     guides = {
         "nbits": 4,
@@ -131,7 +131,7 @@ def test_the_guides_cache_config_is_taken_as_it_is_with_a_note_once(model, caplo
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_what_is_held_can_be_looked_at_as_in_transformers(model, kind):
+def test_keys_and_values_read_like_transformers(model, kind):
     cache = CACHES[kind](model, max_seq_len=64, batch_size=3)
     assert cache.get_seq_length() == 0 and cache.layers[0].keys.shape == (3, 2, 0, 32)
     seen = transformers.DynamicCache()
@@ -149,7 +149,7 @@ def test_what_is_held_can_be_looked_at_as_in_transformers(model, kind):
             assert (found[:1] - expected).abs().max() <= coarse * expected.abs().max()
 
 
-def test_of_windows_and_forks_what_is_held_is_in_the_order_of_the_text(model):
+def test_keys_of_windows_and_forks_are_in_text_order(model):
     whole, sink = Cache(model, 64), SinkCache(model, 64, window_length=20, num_sink_tokens=2)
     for cache in (whole, sink):
         for part in IDS[:1].split(7, dim=1):
@@ -184,7 +184,7 @@ def test_bits_a_value(model, kind, bits):
     assert kind(model, 256).nbytes() == {CPU: values * bits / 8}
 
 
-def test_windows_take_memory_for_a_window_however_long_the_text(model):
+def test_memory_of_windows_is_independent_of_length(model):
     token = Cache(model, 64).nbytes()[CPU] // 64
     for kind in (SlidingWindowCache, SinkCache):
         cache = kind(model, 60, window_length=20)

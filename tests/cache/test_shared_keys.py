@@ -1,5 +1,5 @@
-"""Layers that attend to earlier layers' keys and values: one storage for both on a device, and the
-bits of a cache in which each has its own."""
+"""Layers that attend to an earlier layer's keys and values: one storage on a device, and results
+equal to the bit to a cache with a copy for each layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 
 
 def apart(model: Model, kind: type[KVCache], *sizes: int, **options: object) -> KVCache:
-    """A cache in which each layer has a storage of its own."""
+    """A cache with separate storage for each layer."""
     specs = kind.layer_specs(model, *sizes, **options)
     cache = kind.of(model, [spec.alone for spec in specs])
     assert not any(layer.shares for layer in cache.layers)
@@ -66,7 +66,7 @@ def use(model: Model, cache: KVCache) -> list[Tensor]:
     return out
 
 
-def test_the_config_says_whose_keys_layers_attend_to():
+def test_config_names_the_source_of_shared_keys():
     config = ModelConfig.from_dict({**CONFIG.to_dict(), "architectures": ["Gemma4ForCausalLM"]})
     assert [config.kv_source(layer) for layer in range(7)] == [None] * 4 + [2, 3, 2]
     assert [config.reads(layer) for layer in range(7)] == [None] * 4 + [2, 3, 4]
@@ -115,9 +115,7 @@ def test_a_saved_cache_goes_on_alike(model, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fp16", "paged", "4bit"])
-def test_a_file_has_shared_keys_once_and_older_ones_with_all_are_read(
-    model, kind, tmp_path, monkeypatch
-):
+def test_files_have_shared_keys_once_and_older_files_are_read(model, kind, tmp_path, monkeypatch):
     cache, alone = KINDS[kind](model, 96, 2), apart(model, KINDS[kind], 96, 2)
     for each in (cache, alone):
         model.forward(IDS[:, :40], each)
@@ -189,8 +187,8 @@ def test_over_two_devices_each_has_one_storage_of_shared_keys(tmp_path, kind):
     assert result["bits"] and all(result["bytes"])
 
 
-def test_layers_that_move_share_what_lies_where_they_come_to(model):
-    """A cluster moves layers; what stays has its tokens, and one storage on a device."""
+def test_moved_layers_share_storage_on_their_new_device(model):
+    """A cluster moves layers; tokens are kept, with one storage on each device."""
     cpu = torch.device("cpu")
     cache = KVCache(model, 96, 2)
     expected = [model.forward(IDS[:, :40], cache), model.forward(IDS[:, 40:60], cache)][1]

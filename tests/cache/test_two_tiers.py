@@ -1,5 +1,5 @@
-"""Old tokens in groups, recent ones as floats (KIVI's arrangement): texts of several groups, beside
-attention that is written out, and whatever may be done to rows meanwhile."""
+"""Quantized old tokens and float recent ones (as in KIVI), against attention written out, while
+rows are copied, trimmed and moved."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import functools
 from dataclasses import replace
 
+import arithmetic
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -49,8 +50,7 @@ def kivi(model, rows: int = 1, length: int = LENGTH + 20, **properties) -> KVCac
     return KVCache(model, length, rows, **{"storage": KIVI, **properties})
 
 
-def near(logits: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
+near = functools.partial(arithmetic.near, tolerance=TOLERANCE)
 
 
 # Beside attention that is written out -----------------------------------------------------------
@@ -71,7 +71,7 @@ RETENTIONS = [
 
 @functools.cache
 def definition(model, storage: Storage, retention) -> Tensor:
-    """What cuts have in common."""
+    """Computed once for all splits."""
     return written_out(model, IDS[:1], storage, retention)
 
 
@@ -87,14 +87,14 @@ def definition(model, storage: Storage, retention) -> Tensor:
     ],
     ids=str,
 )
-def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
+def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     cache = KVCache(model, LENGTH, storage=storage, retention=retention)
     found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
     assert near(found, definition(model, storage, retention))
 
 
-def test_what_is_old_is_rounded_and_what_is_forgotten_is_forgotten(model):
-    """Lest the comparison compares nothing."""
+def test_old_tokens_are_rounded_and_evicted_ones_gone(model):
+    """Otherwise the comparison above would be empty."""
     everything = written_out(model, IDS[:1], Storage())
     assert near(everything, model.forward(IDS[:1], Cache(model, LENGTH)), 1e-5)
     for storage, retention in [(KIVI, KeepAll()), (KIVI, Window(100)), (KIVI, Sinks(70, 5))]:
@@ -126,7 +126,7 @@ def test_a_models_own_window_cuts_either_tier(tmp_path_factory, window, cut):
 
 
 def reach(model, cache, rows: list[list[int]]) -> None:
-    """Let the rows hold these tokens, one call."""
+    """Extend the rows to these tokens in one call."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[3] * (width - len(row))] for row in rows])
     model.forward(ids, cache, new_lens=list(map(len, rows)))
@@ -154,7 +154,7 @@ def right(model, cache, make=None) -> bool:
 
 
 def filled(model, lens=(150, 77, 120), rows: int = 4, **properties) -> KVCache:
-    """Rows that share a beginning of 70 tokens and go on unlike each other."""
+    """Rows that share a prefix of 70 tokens and then differ."""
     cache = kivi(model, rows, **properties)
     reach(model, cache, beginnings(lens))
     return cache
@@ -175,7 +175,7 @@ def test_reordered_rows(model, retention, rows, lens):
     assert right(model, cache)
 
 
-def test_a_row_becomes_the_beginning_of_another_whose_ring_went_on(model, retention):
+def test_row_becomes_the_prefix_of_a_longer_row(model, retention):
     """Nothing differs in their common tokens but what the ring has overwritten."""
     for short in (39, 40, 41, 70, 96):
         cache = kivi(model, 2, retention=retention)
@@ -184,7 +184,7 @@ def test_a_row_becomes_the_beginning_of_another_whose_ring_went_on(model, retent
         assert right(model, cache)
 
 
-def test_groups_that_rows_have_in_common_are_not_moved(model):
+def test_common_groups_are_not_moved(model):
     cache = filled(model)
     marked = [
         layer.tensors[name] for layer in cache.layers for name in ("k", "k_scale", "v_offset")
@@ -196,7 +196,7 @@ def test_groups_that_rows_have_in_common_are_not_moved(model):
         assert (tensor[2, :2] == 0).all() and (tensor[0, :2] != 0).any()
 
 
-def test_going_back(model, retention):
+def test_crop_and_trim(model, retention):
     for length, kept in [(150, 149), (150, 148), (150, 33), (64, 63), (104, 40), (41, 39), (40, 5)]:
         cache = kivi(model, retention=retention)
         reach(model, cache, [IDS[0, :length].tolist()])
@@ -243,7 +243,7 @@ def test_a_file_goes_into_a_cache_of_another_size(model, retention, tmp_path, le
 @pytest.mark.parametrize("growth", [Static(), Dynamic(16)], ids=str)
 @pytest.mark.parametrize("lens", [(150, 77, 120), (31, 32, 20), (40, 41, 12)])
 @pytest.mark.parametrize("values", ["int2", "int8"])
-def test_a_live_cache_is_converted_to_tiers_and_back(model, retention, lens, growth, values):
+def test_conversion_to_tiers_and_back(model, retention, lens, growth, values):
     """Recent tokens and sinks are what they were, and old ones what the formats give back."""
     storage = replace(KIVI, values=values)
     cache = filled(model, lens, storage=Storage(), growth=growth, retention=retention)
@@ -293,7 +293,7 @@ def go_on(model, cache, tokens: int = 20) -> Tensor:
     return model.forward(IDS[: cache.batch_size, 100 : 100 + tokens], other)
 
 
-def test_what_rows_share_cannot_be_converted_to_tiers(model):
+def test_shared_rows_cannot_be_converted_to_tiers(model):
     cache = Cache(model, LENGTH)
     model.forward(IDS[:1, :50], cache)
     fork = cache.fork(2)
@@ -338,7 +338,7 @@ steps = st.one_of(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(steps, min_size=2, max_size=7))
-def test_rows_are_what_their_tokens_say_whatever_was_done(model, make, done):
+def test_rows_match_their_tokens_after_any_operations(model, make, done):
     cache = make(model, 3)
     reach(model, cache, [[5], [5, 6], [5, 6, 8]])
     for what, how in done:
@@ -428,7 +428,7 @@ def at_the_edge(folder, edge):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("edge", EDGES)
-def test_a_group_finds_its_memory_whenever_it_becomes_complete(tmp_path, edge):
+def test_growth_has_room_for_each_completed_group(tmp_path, edge):
     """With so narrow a model and so long a text, attention is what takes most."""
     shape = {"intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 8}
     folder = save(reference(llama(**shape)), tmp_path)
@@ -439,7 +439,7 @@ def test_a_group_finds_its_memory_whenever_it_becomes_complete(tmp_path, edge):
 # What users get wrong ---------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused_with_its_remedy(model):
+def test_invalid_options_are_refused_with_a_remedy(model):
     def refused(match: str, **options) -> None:
         with pytest.raises(ValueError, match=match):
             QuantizedCache(model, 100, **options)
@@ -466,12 +466,12 @@ def test_what_cannot_be_is_refused_with_its_remedy(model):
     "axis, asked, stored",
     [("head", 0, 0), ("head", 5, 32), ("channel", 0, 32), ("channel", 40, 40)],
 )
-def test_a_group_of_tokens_is_the_least_that_stays_in_full_precision(model, axis, asked, stored):
+def test_residual_length_is_at_least_a_group(model, axis, asked, stored):
     cache = QuantizedCache(model, 100, axis=axis, residual_length=asked)
     assert cache.layers[0].spec.storage.recent == stored
 
 
-def test_by_the_names_that_users_know(model):
+def test_kivi_by_the_names_that_users_know(model):
     channel = {"nbits": 2, "axis": "channel", "residual_length": 64}
     by_name = make_cache("quantized", model, max_seq_len=90, **channel)
     specs = [layer.spec for layer in by_name.layers]

@@ -1,10 +1,11 @@
-"""Caches that keep a ring of a window's tokens: what they answer is what a cache that keeps all
-does, whatever is forgotten, taken back, moved or saved."""
+"""Sliding-window caches against caches that keep every token, after eviction, trimming, moving and
+saving."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from arithmetic import near
 from hypothesis import given
 from hypothesis import strategies as st
 from on_cpu import on_cpu
@@ -23,10 +24,6 @@ def model(request, tmp_path_factory):
     model = on_cpu(save(theirs, tmp_path_factory.mktemp("model")), max_input_len=32)
     assert 0 < model.config.sliding_window < 60
     return model
-
-
-def near(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    return ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-4
 
 
 def both(model, rows: int = 1):
@@ -52,14 +49,14 @@ def test_only_layers_with_a_window_keep_a_ring(model):
 
 
 @pytest.mark.parametrize("cut", [[120], [1] * 120, [60, 60], [5, 1, 90, 1, 23], [31, 33, 1, 55]])
-def test_however_a_text_is_cut_into_calls(model, cut):
+def test_split_into_calls_is_irrelevant(model, cut):
     ring, full = both(model)
     expected = model.forward(IDS[:1], full)
     parts = [model.forward(part, ring) for part in IDS[:1].split(cut, dim=1)]
     assert near(torch.cat(parts, dim=1), expected)
 
 
-def test_rows_of_unlike_length(model):
+def test_ragged_rows(model):
     ring, full = both(model, 3)
     for new in ([50, 3, 0], [1, 1, 1], [2, 40, 1], [1, 0, 1], [30, 30, 30], [1, 1, 1]):
         ids = IDS[:, : max(new)]
@@ -72,8 +69,8 @@ def test_rows_of_unlike_length(model):
 
 
 @pytest.mark.parametrize("kept", [2, 30, 70, 78])
-def test_tokens_that_are_taken_back_are_seen_again(model, kept):
-    """The ring has forgotten what the token after ``kept`` sees; the model computes it again."""
+def test_cropped_tokens_become_visible_again(model, kept):
+    """The ring has evicted tokens that the one after ``kept`` sees; the model recomputes them."""
     ring, full = both(model)
     model.forward(IDS[:1, :80], ring)
     model.forward(IDS[:1, :80], full)
@@ -86,8 +83,8 @@ def test_tokens_that_are_taken_back_are_seen_again(model, kept):
     assert ring.sequences == full.sequences
 
 
-def test_tokens_that_are_taken_back_one_by_one(model, tmp_path):
-    """What a ring overwrote is lost, even if the row was cut in between to what fits."""
+def test_tokens_cropped_one_by_one(model, tmp_path):
+    """Overwritten tokens are lost, even if the row was cropped in between."""
     ring, full = both(model)
     length = model.config.sliding_window + 1
     for cache in (ring, full):
@@ -106,7 +103,7 @@ def test_tokens_that_are_taken_back_one_by_one(model, tmp_path):
         assert near(model.forward(IDS[:1, 90:93], cache), expected)
 
 
-def test_a_row_that_was_cut_becomes_another_with_the_same_beginning(model):
+def test_cropped_row_becomes_another_with_its_prefix(model):
     ring, full = both(model, 2)
     length = model.config.sliding_window + 1
     ids = torch.cat((IDS[:1, :2].expand(2, 2), IDS[:2, 2:length]), dim=1)
@@ -117,7 +114,7 @@ def test_a_row_that_was_cut_becomes_another_with_the_same_beginning(model):
     same_answer(model, ring, full, IDS[:2, 90:93])
 
 
-def test_a_row_that_becomes_one_that_was_cut_knows_what_is_lost(model):
+def test_row_that_becomes_a_cropped_one_is_stale(model):
     ring, full = both(model, 2)
     length = model.config.sliding_window + 1
     for cache in (ring, full):
@@ -129,7 +126,7 @@ def test_a_row_that_becomes_one_that_was_cut_knows_what_is_lost(model):
     same_answer(model, ring, full, IDS[:2, 90:93])
 
 
-def test_a_text_that_fits_its_window_is_taken_back_for_nothing(model):
+def test_crop_within_the_window_reruns_nothing(model):
     ring, full = both(model)
     length = model.config.sliding_window
     model.forward(IDS[:1, :length], ring)
@@ -142,7 +139,7 @@ def test_a_text_that_fits_its_window_is_taken_back_for_nothing(model):
     assert ring.stale == set() and ring.seq_lens == [0]
 
 
-def test_a_call_that_fails_after_it_has_overwritten_tokens(model, monkeypatch):
+def test_failed_call_that_overwrote_tokens_is_rolled_back(model, monkeypatch):
     ring, full = both(model)
     model.forward(IDS[:1, :70], ring)
     model.forward(IDS[:1, :70], full)
@@ -159,7 +156,7 @@ def test_a_call_that_fails_after_it_has_overwritten_tokens(model, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [0, 2]], ids=str)
-def test_rows_change_places(model, rows):
+def test_reorder(model, rows):
     ring, full = both(model, 3)
     for cache in (ring, full):
         model.forward(IDS[:, :80], cache, new_lens=[80, 20, 60])
@@ -189,8 +186,8 @@ def test_copies_and_files(model, tmp_path):
 
 
 @given(st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
-def test_what_is_lost_is_what_was_overwritten_and_is_still_seen(size, kept, more):
-    """Against a ring of positions, written one by one."""
+def test_lost_tokens_are_overwritten_and_visible_ones(size, kept, more):
+    """Against a ring of positions that is written one by one."""
     ring = [-1] * size
     for position in range(kept + more):
         ring[position % size] = position
@@ -208,7 +205,7 @@ def test_a_window_of_one_token(tmp_path):
         assert near(model.forward(ids, ring), model.forward(ids, full))
 
 
-def test_a_window_makes_room_for_more(tmp_path):
+def test_window_grows(tmp_path):
     """On a card too small for all tokens the ring fits, and the refusal says so."""
     model = Model(save(reference(TINY["MistralForCausalLM"]()), tmp_path), max_input_len=32)
     ring = HybridCache(model, 5000)

@@ -1,4 +1,4 @@
-"""Checkpoint: the same bits as other readers give, and a clear error for every bad file."""
+"""Checkpoint: tensors equal other readers' to the bit, and a clear error for every damaged file."""
 
 import json
 import mmap
@@ -44,7 +44,7 @@ def write_index(folder, weight_map):
 
 
 def as_bytes(tensor):
-    """What is stored, NaNs and signs of zero included."""
+    """The stored bytes, so that NaNs and signs of zero compare, too."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -123,7 +123,7 @@ def test_names_come_in_the_order_of_the_disk(sharded):
     assert places == sorted(places)
 
 
-def test_any_single_file_will_do_and_the_usual_name_goes_first(tmp_path):
+def test_any_single_file_suffices_and_the_usual_name_wins(tmp_path):
     save_file({"other": torch.ones(1)}, tmp_path / "weights.safetensors")
     assert Checkpoint(tmp_path).names() == ["other"]
     save_file({"usual": torch.ones(1)}, tmp_path / SINGLE_NAME)
@@ -140,7 +140,7 @@ def test_files_may_be_symbolic_links_out_of_the_folder(sharded, tmp_path_factory
             assert_same_bits(checkpoint.tensor(name), expected)
 
 
-def test_a_tensor_is_a_view_over_the_mapping_and_no_copy(tmp_path):
+def test_tensor_is_a_view_over_the_mapping(tmp_path):
     save_file({"a": torch.arange(4.0)}, tmp_path / SINGLE_NAME)
     with Checkpoint(tmp_path) as checkpoint:
         assert checkpoint.tensor("a").data_ptr() == checkpoint.tensor("a").data_ptr()
@@ -155,7 +155,7 @@ def test_a_write_to_a_tensor_never_reaches_the_file(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shift", range(1, 8))
-def test_data_that_is_not_aligned_is_read_all_the_same(shift, tmp_path):
+def test_misaligned_data_is_read(shift, tmp_path):
     values = torch.arange(5, dtype=torch.float64)
     text = json.dumps({"a": entry("F64", (5,), 0, 40)}).encode()
     text += b" " * (-(8 + len(text)) % 8 + shift)
@@ -180,7 +180,7 @@ def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path):
         assert checkpoint.tensor("a")[-1] == 0
 
 
-def test_tensors_outlive_the_checkpoint_but_a_closed_one_gives_no_more(tmp_path):
+def test_tensors_outlive_the_closed_checkpoint(tmp_path):
     save_file({"a": torch.arange(4.0)}, tmp_path / SINGLE_NAME)
     with Checkpoint(tmp_path) as checkpoint:
         tensor = checkpoint.tensor("a")
@@ -191,7 +191,7 @@ def test_tensors_outlive_the_checkpoint_but_a_closed_one_gives_no_more(tmp_path)
     checkpoint.close()
 
 
-def test_close_lets_the_mapping_go_with_its_last_tensor(tmp_path, monkeypatch):
+def test_mapping_ends_with_its_last_tensor(tmp_path, monkeypatch):
     import weakref
 
     from exkv.checkpoint import open_file as module
@@ -211,7 +211,7 @@ def test_close_lets_the_mapping_go_with_its_last_tensor(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["before the first tensor", "between two tensors"])
-def test_a_file_truncated_after_it_was_opened_is_an_error_and_no_crash(when, tmp_path):
+def test_file_truncated_after_opening_raises(when, tmp_path):
     save_file({"a": torch.ones(9000), "b": torch.ones(9000)}, tmp_path / SINGLE_NAME)
     with Checkpoint(tmp_path) as checkpoint:
         if when == "between two tensors":
@@ -223,7 +223,7 @@ def test_a_file_truncated_after_it_was_opened_is_an_error_and_no_crash(when, tmp
 
 
 @pytest.mark.parametrize("how", ["another file in its place", "written to"])
-def test_a_file_of_the_same_size_that_is_not_the_one_that_was_checked_is_refused(how, tmp_path):
+def test_replaced_file_of_the_same_size_is_refused(how, tmp_path):
     file = tmp_path / SINGLE_NAME
     save_file({"a": torch.ones(9), "b": torch.ones(9)}, file)
     with Checkpoint(tmp_path) as checkpoint:
@@ -239,7 +239,7 @@ def test_a_file_of_the_same_size_that_is_not_the_one_that_was_checked_is_refused
             checkpoint.check(["a"])
 
 
-def test_a_file_that_was_deleted_can_be_read_on(tmp_path):
+def test_deleted_file_can_still_be_read(tmp_path):
     save_file({"a": torch.ones(9)}, tmp_path / SINGLE_NAME)
     with Checkpoint(tmp_path) as checkpoint:
         (tmp_path / SINGLE_NAME).unlink()
@@ -250,7 +250,7 @@ def test_a_file_that_was_deleted_can_be_read_on(tmp_path):
         assert target.tolist() == checkpoint.tensor("a").tolist() == [1] * 9
 
 
-def test_an_unknown_name_is_told_what_is_near(tmp_path):
+def test_unknown_name_error_suggests_similar_ones(tmp_path):
     save_file({"model.norm.weight": torch.ones(1)}, tmp_path / SINGLE_NAME)
     checkpoint = Checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weigth'.*model\.norm\.weight"):
@@ -298,11 +298,11 @@ BAD_FILES = {
     "a number without end": (pack(b'{"a":' + b"9" * 5000 + b"}"), ["not valid JSON"]),
     "a tensor twice": (
         pack(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
-        ["'a' is there twice"],
+        ["'a' occurs twice"],
     ),
     "a key of a tensor twice": (
         pack(b'{"a":{"dtype":"F32","dtype":"F16","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
-        ["'dtype' is there twice"],
+        ["'dtype' occurs twice"],
     ),
     "metadata is no object": (pack({"__metadata__": 3}), ["__metadata__"]),
     "metadata null": (pack({"__metadata__": None}), ["__metadata__"]),
@@ -408,7 +408,7 @@ def test_a_file_without_tensors_is_a_checkpoint_without_names(tmp_path):
 def test_an_index_that_leaves_its_folder_is_refused(shard, sharded):
     folder, _, shards = sharded
     index = write_index(folder, shards | {"b": shard})
-    with pytest.raises(CheckpointError, match="tensor 'b'.*no plain name") as caught:
+    with pytest.raises(CheckpointError, match="tensor 'b'.*not a plain name") as caught:
         Checkpoint(folder)
     assert str(caught.value).startswith(f"{index}: ")
 
@@ -421,7 +421,7 @@ def test_an_index_that_leaves_its_folder_is_refused(shard, sharded):
         ("{}", "weight_map"),
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": ["m-1.safetensors"]}', "weight_map"),
-        ('{"weight_map": {"a": "m-1.safetensors", "a": "m-2.safetensors"}}', "'a' is there twice"),
+        ('{"weight_map": {"a": "m-1.safetensors", "a": "m-2.safetensors"}}', "'a' occurs twice"),
         ('{"weight_map":' * 100_000, "nested too deeply"),
     ],
 )
@@ -471,7 +471,7 @@ def test_a_bad_shard_is_named(sharded):
         Checkpoint(folder)
 
 
-def test_a_tensor_that_the_index_leaves_out_is_left_alone_and_listed(sharded):
+def test_unindexed_tensors_are_ignored_and_listed(sharded):
     folder, _, shards = sharded
     write_index(folder, {name: shard for name, shard in shards.items() if name != "b"})
     checkpoint = Checkpoint(folder)
@@ -489,11 +489,11 @@ def test_several_files_without_an_index_are_refused_with_their_names(sharded):
 
 def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*safetensors only.*Convert"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*only safetensors.*Convert"):
         Checkpoint(tmp_path)
 
 
-def test_an_empty_or_missing_folder_is_told_what_it_should_hold(tmp_path):
+def test_empty_or_missing_folder_is_refused_with_a_remedy(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
         Checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
@@ -505,7 +505,7 @@ def test_an_empty_or_missing_folder_is_told_what_it_should_hold(tmp_path):
 
 
 def check_any_file(folder, content):
-    """Either a CheckpointError, or tensors that lie inside of the file, apart from each other."""
+    """Raises CheckpointError, or has tensors that lie inside the file and don't overlap."""
     file = folder / SINGLE_NAME
     file.unlink(missing_ok=True)  # the last example's file may still be mapped
     file.write_bytes(content)
@@ -594,7 +594,7 @@ slips = st.tuples(
 
 @fuzzed
 @given(st.integers(0, 2**32), st.lists(slips, min_size=1, max_size=2))
-def test_fuzz_one_slip_in_a_valid_header_is_read_right_or_refused(fuzz_folder, seed, changes):
+def test_fuzz_one_change_in_a_valid_header_is_read_right_or_refused(fuzz_folder, seed, changes):
     entries, data = valid_file(seed)
     for key, kind, which, place, number in changes:
         for described in list(entries.values())[which : which + 1]:
@@ -640,7 +640,7 @@ spans = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, ma
 @fuzzed
 @given(spans, st.integers(0, 12))
 def test_fuzz_layouts_with_holes_and_overlaps_are_refused(fuzz_folder, places, length):
-    """Headers that are right but for where their tensors lie."""
+    """Headers that are valid except for their tensors' offsets."""
     entries = {f"t{i}": entry("U8", [n], at, at + n) for i, (at, n) in enumerate(places)}
     covered = sorted(byte for at, n in places for byte in range(at, at + n))
     accepted = check_any_file(fuzz_folder, pack(entries, bytes(length)))

@@ -1,4 +1,4 @@
-"""ModelConfig: both spellings of config.json, transformers' defaults, and every refusal."""
+"""ModelConfig: both spellings of config.json, transformers' defaults, and every error."""
 
 import copy
 import json
@@ -152,7 +152,7 @@ def test_dtype_is_read_under_both_keys_and_with_its_prefix(key, text):
     assert ModelConfig.from_dict({"dtype": "bfloat16", key: text}).dtype is torch.bfloat16
 
 
-def test_whole_numbers_stand_for_floats():
+def test_integers_are_accepted_as_floats():
     config = ModelConfig.from_dict({"rope_theta": 500000, "rope_scaling": LINEAR | {"factor": 2}})
     assert isinstance(config.rope_theta, float) and config.rope_theta == 500000.0
     assert isinstance(config.rope_scaling.factor, float)
@@ -370,7 +370,7 @@ NO_CONFIG = {
     "half a file": (b'{"hidden_size": 4096', "char 20"),
     "a list": (b"[1, 2]", "object, not a list"),
     "not UTF-8": (b'{"a": "\xff"}', "byte 7"),
-    "a key twice": (b'{"vocab_size": 5, "vocab_size": 6}', "'vocab_size' is there twice"),
+    "a key twice": (b'{"vocab_size": 5, "vocab_size": 6}', "'vocab_size' occurs twice"),
     "nested without end": (b'{"a":' * 200_000, "nested too deeply"),
     "a number without end": (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
 }
@@ -378,9 +378,7 @@ NO_CONFIG = {
 
 @pytest.mark.parametrize("name", ["config.json", GENERATION_CONFIG_NAME])
 @pytest.mark.parametrize(("data", "said"), NO_CONFIG.values(), ids=NO_CONFIG)
-def test_a_file_that_is_no_json_object_is_refused_with_its_name_and_position(
-    data, said, name, tmp_path
-):
+def test_non_json_files_are_refused_with_name_and_position(data, said, name, tmp_path):
     write_json(tmp_path / "config.json", {})
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError) as caught:
@@ -398,7 +396,7 @@ def test_a_bad_end_in_generation_config_is_blamed_on_that_file(end, tmp_path):
     assert str(caught.value).startswith(f"{file}: ")
 
 
-def test_a_folder_without_a_config_is_told_what_it_should_hold(tmp_path):
+def test_folder_without_a_config_is_refused_with_a_remedy(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing.*model\.safetensors"):
         ModelConfig.from_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):

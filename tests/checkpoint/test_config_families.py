@@ -1,4 +1,4 @@
-"""config.json by architecture: transformers' defaults, well-known models' files, and refusals."""
+"""config.json by architecture: transformers' defaults, published models' files, and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WITHOUT_DEFAULTS = UNEVEN | {"DeepseekV2ForCausalLM", "Dots1ForCausalLM"}
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """What each layer sees, None for everything."""
+    """Each layer's window, None for full attention."""
     layers = range(config.num_hidden_layers)
     return [config.sliding_window if config.slides(layer) else None for layer in layers]
 
@@ -60,7 +60,7 @@ def windows_of_theirs(config: transformers.PreTrainedConfig) -> list[int | None]
 
 
 def known(key: str, value: object, theirs: transformers.PreTrainedConfig) -> object:
-    """The value; None for a token outside of the vocabulary, which some of their defaults are."""
+    """The value; None for a token outside of the vocabulary, as in some of their defaults."""
     return None if key.endswith("token_id") and (value or 0) >= theirs.vocab_size else value
 
 
@@ -148,13 +148,13 @@ def check_same_heads(config: ModelConfig, theirs: transformers.PreTrainedConfig)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WITHOUT_DEFAULTS])
-def test_keys_left_out_mean_what_they_mean_to_transformers(name):
-    """A config.json that states the architecture and nothing else."""
+def test_missing_keys_mean_what_they_mean_to_transformers(name):
+    """A config.json with nothing but the architecture."""
     check_same(ModelConfig.from_dict({"architectures": [name]}), CLASSES[name]())
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in UNEVEN])
-def test_the_model_type_alone_will_do(name):
+def test_model_type_alone_suffices(name):
     config = ModelConfig.from_dict({"model_type": CLASSES[name].model_type})
     assert config == ModelConfig.from_dict({"architectures": [name]})
 
@@ -409,12 +409,12 @@ def test_a_well_known_models_file_reads_as_transformers_reads_it(name):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_well_known_models_file_has_no_key_that_nobody_knows(name, caplog):
+def test_well_known_models_have_no_unknown_key(name, caplog):
     ModelConfig.from_dict(KNOWN[name])
     assert caplog.messages == []
 
 
-def test_keys_that_nobody_knows_are_named_unless_they_say_nothing(caplog):
+def test_unknown_keys_are_reported_unless_empty(caplog):
     silent = {"clip_qkv": None, "lm_head_bias": False, "z_loss": 0.0, "tags": []}
     read("LlamaForCausalLM", **silent)
     assert caplog.messages == []
@@ -481,7 +481,7 @@ def test_older_keys_mean_what_they_mean_to_transformers(name):
     check_same(read(name, **OLDER[name]), theirs)
 
 
-def test_layer_types_go_before_the_older_keys():
+def test_layer_types_override_older_keys():
     types = [FULL, SLIDING, FULL]
     config = read("Gemma3ForCausalLM", num_hidden_layers=3, layer_types=types)
     assert windows(config) == [None, 4096, None]
@@ -497,7 +497,7 @@ def test_layer_types_go_before_the_older_keys():
 
 
 @pytest.mark.parametrize("spelling", ["old", "new", "both"])
-def test_gemma_3_says_its_two_kinds_of_positions_in_two_spellings(spelling):
+def test_gemma_3_states_its_positions_in_two_spellings(spelling):
     linear = {"rope_type": "linear", "factor": 8.0}
     old = {"rope_theta": 2e6, "rope_local_base_freq": 5000, "rope_scaling": linear}
     new = {
@@ -750,7 +750,7 @@ def test_a_contradiction_is_refused_with_its_keys_values_and_remedy(name, values
         assert text in message
 
 
-def test_the_constructor_asks_for_what_an_architecture_cannot_do_without():
+def test_constructor_requires_an_architectures_settings():
     with pytest.raises(ValueError, match="MixtralForCausalLM needs specific to be a ExpertsConfig"):
         ModelConfig(architecture="MixtralForCausalLM")
     with pytest.raises(ValueError, match="layer_types names 1 layers"):

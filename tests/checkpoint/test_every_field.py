@@ -1,8 +1,8 @@
-"""Every field of transformers' config classes: read, harmless or refused, and none of them changes
+"""Every field of transformers' config classes is read, harmless or refused; none changes
 transformers' logits but not exkv's.
 
-The second half sweeps over tiny models: a field at a time gets another value, and where that
-changes what transformers answers, exkv answers the same or refuses the config.
+The second half sweeps over tiny models: each field in turn gets another value, and where that
+changes transformers' logits, exkv's agree or the config is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def text_fields(name: str) -> dict[str, Any]:
 
 
 def harmless(name: str) -> set[str]:
-    """What changes no logits of this architecture, which may read a key that others don't."""
+    """Fields that change no logits of this architecture, which may read a key that others don't."""
     kind = FAMILIES[name].specific
     own = () if kind is None else dataclasses.fields(kind)
     return set(HARMLESS) - {each.name for each in own}
@@ -86,7 +86,7 @@ def test_every_field_of_transformers_class_is_read_harmless_or_refused(name):
 
 
 def others(key: str, value: Any) -> tuple[Any, ...]:
-    """Other values for the field; none for what the sweep leaves alone."""
+    """Other values for the field; none for fields that the sweep skips."""
     if key in SHAPES or key.endswith("token_id"):
         return ()
     if value is None:
@@ -131,7 +131,7 @@ def agree(ours: torch.Tensor | None, theirs: torch.Tensor) -> bool:
 @pytest.mark.sweep(6)
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_field_means_more_to_transformers_than_to_exkv_or_less(name, tmp_path):
+def test_fields_mean_the_same_to_transformers_and_exkv(name, tmp_path):
     for key, value in text_fields(name).items():
         for new in () if key in harmless(name) else others(key, value):
             model = theirs(name, **{key: new})
@@ -151,7 +151,7 @@ def test_harmless_fields_change_nothing(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_other_architectures_fields_mean_as_much_to_exkv_as_to_transformers(name, tmp_path):
+def test_other_architectures_fields_mean_the_same_to_both(name, tmp_path):
     """transformers makes attributes of fields that a class doesn't have, and may look them up."""
     foreign = {key: value for other in FAMILIES for key, value in text_fields(other).items()}
     known = text_fields(name).keys() | FAMILIES[name].aliases.keys() | HARMLESS | REFUSED

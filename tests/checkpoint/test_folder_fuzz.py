@@ -1,4 +1,4 @@
-"""Folders of which one file is spoilt, at random and in ways that went wrong before."""
+"""Folders with one damaged file, at random and as in past bugs."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ SMALL += ["special_tokens_map.json", "added_tokens.json"]
 
 @pytest.mark.parametrize("kind", ["fifo", "folder"])
 @pytest.mark.parametrize("name", SMALL)
-def test_what_is_no_file_is_called_that(folders, tmp_path, name, kind):
+def test_non_files_are_reported_as_such(folders, tmp_path, name, kind):
     for file in folders[0].iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name) if kind == "fifo" else (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match="is no regular file") as caught:
+    with pytest.raises(ValueError, match="is not a regular file") as caught:
         OurTokenizer(tmp_path)
         Model(tmp_path)
     assert str(tmp_path / name) in str(caught.value)
@@ -121,9 +121,7 @@ def copy(source: Path, target: Path) -> Path:
         ("tokenizer_config.json", lambda v: v.update(chat_template=[7]), "chat_template must be"),
     ],
 )
-def test_tokenizer_files_that_libraries_trip_over_are_refused(
-    folders, tmp_path, name, edit, message
-):
+def test_tokenizer_files_that_crash_libraries_are_refused(folders, tmp_path, name, edit, message):
     folder = copy(folders[0], tmp_path)
     change(folder, name, edit)
     with pytest.raises(ValueError, match=message) as caught:
@@ -147,7 +145,7 @@ def test_deep_json_and_a_shard_of_5000_characters_are_refused(folders, tmp_path)
     value["weight_map"] = dict.fromkeys(value["weight_map"], "m" * 5000 + ".safetensors")
     index.write_text(json.dumps(value))
     model = Model(folder)
-    with pytest.raises(CheckpointError, match="no plain name") as caught:
+    with pytest.raises(CheckpointError, match="not a plain name") as caught:
         model.load(devices=["cpu"])
     assert len(str(caught.value)) < 700 + len(str(folder))
     index.write_text('{"weight_map":' * 100_000)

@@ -1,4 +1,4 @@
-"""GGUF files with packed blocks, hostile files, parts, folders; every architecture is in
+"""GGUF files: packed blocks, hostile files, split files, folders. Architectures are in
 test_llama_cpp_converter.py."""
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ BLOCKS = {**dict.fromkeys(LATENT, 32), "num_key_value_heads": 4}
 
 @pytest.mark.parametrize("of_heads", [True, False], ids=["of heads", "in one matrix"])
 @pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
-def test_packed_latent_attention_answers_as_its_floats(tmp_path, monkeypatch, name, of_heads):
-    """In one matrix, as files were until April 2025, and then without what they didn't state."""
+def test_packed_latent_attention_matches_its_floats(tmp_path, monkeypatch, name, of_heads):
+    """In one matrix, as in files until April 2025, which also lacked some metadata."""
     changes = {"q_lora_rank": None} if name == "DeepseekV2ForCausalLM" else {}
     theirs = reference(TINY[name](**ONE_TEMPERATURE, **{**BLOCKS, **changes}))
     tensors = load_file(save(theirs, tmp_path / "saved") / "model.safetensors")
@@ -83,7 +83,7 @@ def test_packed_latent_attention_answers_as_its_floats(tmp_path, monkeypatch, na
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_experts_in_mxfp4_answer_as_the_floats_that_they_stand_for(tmp_path):
+def test_experts_in_mxfp4_match_their_dequantized_floats(tmp_path):
     """As gpt-oss's files have them."""
     theirs, tensors = saved("GptOssForCausalLM", tmp_path / "saved")
     packed = gguf.GGMLQuantizationType.MXFP4
@@ -96,7 +96,7 @@ def test_experts_in_mxfp4_answer_as_the_floats_that_they_stand_for(tmp_path):
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_a_window_that_no_file_says_is_a_warning(tmp_path, caplog):
+def test_unstated_window_is_a_warning(tmp_path, caplog):
     theirs, tensors = saved("LlamaForCausalLM", tmp_path / "saved")
     for name, warned in (("Mistral-7B-Instruct-v0.1", True), ("Mistral-7B-v0.3", False)):
         caplog.clear()
@@ -108,8 +108,8 @@ def test_a_window_that_no_file_says_is_a_warning(tmp_path, caplog):
         assert ("its layers see 4096 tokens" in caplog.text) == warned
 
 
-def test_layers_that_predict_several_tokens_are_left_alone(tmp_path, caplog):
-    """They lie behind the others, and count as blocks."""
+def test_mtp_layers_are_ignored(tmp_path, caplog):
+    """They follow the other layers, and count as blocks."""
     theirs, tensors = saved("Glm4MoeForCausalLM", tmp_path / "saved")
     file = tmp_path / "model.gguf"
 
@@ -145,7 +145,7 @@ def quantized(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_packed_blocks_answer_as_the_floats_that_they_stand_for(quantized, name):
+def test_packed_blocks_match_their_dequantized_floats(quantized, name):
     file = quantized[name]
     found = logits_of(quantized_model(file))
     expected = logits_of(on_cpu(file.parent / f"{name}-floats"))
@@ -169,12 +169,12 @@ def test_a_tensor_for_each_expert_is_the_same_model(tmp_path):
         writer.add_tensor("blk.0.ffn_up_exps.weight", torch.zeros(2, 64, 64).numpy())
 
     write_gguf(file, theirs.config, tensors, tokenizer=twice, experts_apart=True)
-    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up.0.weight' is model.layers.0"):
+    with pytest.raises(CheckpointError, match="'blk.0.ffn_up.0.weight' has the weights model"):
         open_checkpoint(file)
 
 
 @pytest.mark.parametrize("name", ["wide", "points"])
-def test_packed_blocks_are_bound_with_the_readable_ways_bits(quantized, name):
+def test_packed_blocks_are_bit_identical_in_bound_runs(quantized, name):
     model = quantized_model(quantized[name])
     ids = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(2))
 
@@ -191,7 +191,7 @@ def test_packed_blocks_are_bound_with_the_readable_ways_bits(quantized, name):
 
 
 def planned_and_measured(files: list[str]) -> list[dict]:
-    """On one device, and on three."""
+    """Bytes on one device, and on three."""
     return [planned_and_measured_one(file) for file in files]
 
 
@@ -221,7 +221,7 @@ def test_a_file_is_planned_to_the_byte_and_split_over_devices(quantized):
 
 
 def test_bytes_on_a_device_are_those_of_the_file(quantized):
-    """But for floats, which are cast."""
+    """Except for floats, which are cast."""
     model = Model(quantized["wide"], dtype=torch.float32)
     with open_checkpoint(quantized["wide"]) as checkpoint:
         stored = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
@@ -256,8 +256,8 @@ def test_a_plan_reads_the_header_alone(small, tmp_path, capsys):
     assert stored <= weights <= stored + 512 * len(small.tensors)
 
 
-def test_a_tensor_without_a_place_is_refused(tmp_path):
-    """A model would answer something else without it."""
+def test_unknown_tensor_is_refused(tmp_path):
+    """Without it, the model's logits would differ."""
     theirs, tensors = saved("LlamaForCausalLM", tmp_path / "saved")
     extra = {"model.layers.1.self_attn.v_proj.bias": torch.ones(64)}
     write_gguf(tmp_path / "m.gguf", theirs.config, {**tensors, **extra})
@@ -286,7 +286,7 @@ def small(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(data=data, begin=begin, tensors=made, folder=folder)
 
 
-def test_a_file_is_not_quantized_anew(small, tmp_path, capsys):
+def test_quantized_file_is_not_quantized_again(small, tmp_path, capsys):
     file = small.folder / "small.gguf"
     assert main(["quantize", str(file), str(tmp_path / "out"), "--weights", "int4"]) == 2
     assert f"{file} is no folder of safetensors" in capsys.readouterr().err
@@ -301,7 +301,7 @@ def _write_words(writer) -> None:
 
 
 def outcome(path: Path, small: SimpleNamespace) -> None:
-    """The file is refused by its name, or loads as the tensors that the bytes say."""
+    """The file is refused by its name, or loads as the stored tensors."""
     for use in (use_weights, use_words):
         try:
             use(path, small)
@@ -379,9 +379,9 @@ BAD = {
     "version 1 of GGUF": header(version=1),
     "big endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
     "18446744073709551615 tensors": header(count=2**64 - 1),
-    "the key 'general.architecture' is there twice": header(ARCH, ARCH),
+    "the key 'general.architecture' occurs twice": header(ARCH, ARCH),
     "'x' is of the type 77": header(pair("x", 77, b"")),
-    "'x' holds the type 77": header(pair("x", 9, array(77, 1, b""))),
+    "'x' has elements of the type 77": header(pair("x", 9, array(77, 1, b""))),
     "entries of 'x' of at least": header(pair("x", 9, array(8, 2**60, b""))),
     "numbers of 'x' of at least": header(pair("x", 9, array(12, 2**61, b""))),
     "arrays 5 deep": header(pair("x", 9, DEEP)),
@@ -399,7 +399,7 @@ BAD = {
     "and the file has": header(tensors=tensor("a", [2**62, 2**62]), count=1),
     "overlaps with": header(tensors=tensor("a", [8]) + tensor("b", [8]), count=2) + bytes(256),
     "follows a hole": header(tensors=tensor("a", [8], 0, 64), count=1) + bytes(256),
-    "is there twice": header(tensors=tensor("a", [8]) + tensor("a", [8], 0, 32), count=2)
+    "occurs twice": header(tensors=tensor("a", [8]) + tensor("a", [8], 0, 32), count=2)
     + bytes(200),
     "belong to none": header(tensors=tensor("a", [8]), count=1) + bytes(512),
     "general.architecture is None": header(),
@@ -423,7 +423,7 @@ def test_what_the_format_forbids_is_refused(tmp_path, message):
 def test_a_folder_with_several_models_lists_them(small, tmp_path):
     for name in ("a.gguf", "b.gguf", "mmproj-a.gguf"):
         (tmp_path / name).write_bytes(small.data)
-    with pytest.raises(CheckpointError, match=r"2 models in GGUF: a.gguf, b.gguf. Name the file"):
+    with pytest.raises(CheckpointError, match=r"2 GGUF models: a.gguf, b.gguf. Name one"):
         Model(tmp_path)
     (tmp_path / "b.gguf").unlink()
     assert Model(tmp_path).config.path == tmp_path / "a.gguf"
@@ -451,7 +451,7 @@ def split(small: SimpleNamespace, folder: Path, numbers=(0, 1), count=2) -> Path
     return folder / "m-00001-of-00002.gguf"
 
 
-def test_parts_are_one_model_whichever_is_named(small, tmp_path):
+def test_any_part_names_the_whole_model(small, tmp_path):
     first = split(small, tmp_path)
     assert find_gguf(tmp_path) == find_gguf(tmp_path / "m-00002-of-00002.gguf") == first
     with open_checkpoint(tmp_path) as checkpoint:
@@ -460,7 +460,7 @@ def test_parts_are_one_model_whichever_is_named(small, tmp_path):
     Model(tmp_path).load(devices=["cpu"])
 
 
-def test_parts_that_are_missing_or_mixed_are_refused(small, tmp_path):
+def test_missing_or_mixed_parts_are_refused(small, tmp_path):
     split(small, tmp_path, numbers=(0, 0))
     with pytest.raises(CheckpointError, match=r"split.no and split.count are \(0, 2\)"):
         Model(tmp_path)
@@ -469,7 +469,7 @@ def test_parts_that_are_missing_or_mixed_are_refused(small, tmp_path):
         Model(tmp_path)
 
 
-def test_a_piece_of_reordered_rows_is_that_of_the_whole(small):
+def test_pieces_of_reordered_rows_equal_the_whole(small):
     name = "model.layers.0.self_attn.q_proj.weight"
     with open_checkpoint(small.folder / "small.gguf") as checkpoint:
         whole = checkpoint.tensor(name).view(-1)

@@ -1,5 +1,5 @@
-"""Tensors in a checkpoint that nothing reads: refused where they would change an answer, named in
-a warning where they are another model's, and passed over where they change nothing."""
+"""Tensors in a checkpoint that no layer reads: refused where they would change the output, named in
+a warning where they belong to another model, and ignored where they change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER = "model.layers.1"
 
 
 def with_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> Model:
-    """A tiny Llama whose checkpoint has these, too."""
+    """A tiny Llama whose checkpoint also has these tensors."""
     save(reference(TINY["LlamaForCausalLM"](num_hidden_layers=2)), folder)
     file = folder / "model.safetensors"
     save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
@@ -33,14 +33,14 @@ def with_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> Model:
         "model.norm.bias",
     ],
 )
-def test_a_tensor_of_a_layer_that_nothing_reads_is_refused(name, tmp_path):
+def test_unread_tensors_of_layers_are_refused(name, tmp_path):
     model = with_tensors(tmp_path, {name: torch.ones(4)})
     with pytest.raises(ValueError, match=f"no place for 1 of its tensors: {name}"):
         model.load(devices=["cpu"])
 
 
-def test_keys_of_layers_that_take_others_are_passed_over(tmp_path, caplog):
-    """As published checkpoints of Gemma 3n and 4 have them."""
+def test_unused_keys_of_sharing_layers_are_ignored(tmp_path, caplog):
+    """Published checkpoints of Gemma 3n and 4 contain them."""
     folder = save(reference(gemma4(**GEMMA4_SHARED)), tmp_path)
     file = folder / "model.safetensors"
     tensors = {f"model.layers.{i}.self_attn.k_proj.weight": torch.ones(32, 64) for i in (4, 6)}
@@ -60,7 +60,7 @@ def test_tensors_of_another_model_are_named_in_a_warning(tmp_path, caplog):
     assert "2 tensors are not read, e.g. mtp.weight" in message
 
 
-def test_tensors_that_change_nothing_are_passed_over(tmp_path, caplog):
+def test_tensors_without_effect_are_ignored(tmp_path, caplog):
     harmless = {
         f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(4),
         f"{LAYER}.attention.masked_bias": torch.tensor(-1e9),

@@ -53,7 +53,7 @@ def test_blocks_of_a_constant_round_to_it(name, fill):
 
 
 def test_unsuitable_matrices_are_refused():
-    with pytest.raises(ValueError, match="576 inputs are no blocks of 256, as Q4_K has"):
+    with pytest.raises(ValueError, match="576 inputs are not a multiple of Q4_K's blocks of 256"):
         blocks_with_factor(torch.eye(576), torch.ones(1, 576), "Q4_K")
     with pytest.raises(ValueError, match="too large for Q8_0"):
         blocks_with_factor(torch.eye(32), torch.full((1, 32), 1e6), "Q8_0")

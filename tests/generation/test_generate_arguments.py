@@ -1,5 +1,5 @@
-"""``generate`` takes transformers' arguments with transformers' results, and says where those went
-that it doesn't take."""
+"""``generate`` accepts transformers' arguments with the same results; errors for those it lacks
+name the alternative."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A model that never ends by itself, its tokenizer, and transformers' of both."""
+    """A model that never emits an end token and its tokenizer, in exkv and in transformers."""
     folder = tmp_path_factory.mktemp("model")
     theirs = reference(llama(eos_token_id=None))
     file = save(theirs, folder) / "tokenizer.json"
@@ -72,13 +72,13 @@ FIELDS = [
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", FIELDS, ids=lambda options: str(options)[:60])
-def test_a_field(pair, options, mode):
+def test_field(pair, options, mode):
     # One row: transformers counts the padding of the others as tokens of the prompt.
     check_equal(pair, ROWS[:1], max_new_tokens=14, **MODES[mode], **options)
 
 
 @pytest.mark.parametrize("options", FIELDS[:7], ids=lambda options: str(options)[:60])
-def test_a_field_changes_something(pair, options):
+def test_field_has_an_effect(pair, options):
     call = {"max_new_tokens": 14}
     prompt = [*ROWS, [*ROWS[0], 18, 18]]  # which one of them goes on with
     without = pair[1].generate(prompt, **call).tolist()
@@ -183,7 +183,7 @@ def test_a_config_of_transformers_leaves_the_rest_to_the_checkpoint(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_what_is_not_taken_says_where_it_went(pair, options, said):
+def test_unsupported_arguments_name_an_alternative(pair, options, said):
     with pytest.raises((ValueError, TypeError), match=said):
         pair[1].generate(ROWS, **options)
 
@@ -225,7 +225,7 @@ def spoiled(value: float) -> Any:
 
 @pytest.mark.parametrize("mode", [*MODES, "groups"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_scores_that_no_token_can_be_chosen_by_are_refused(pair, mode, value):
+def test_invalid_scores_are_refused(pair, mode, value):
     groups = {"num_beams": 3, "num_beam_groups": 3, "diversity_penalty": 1.0}
     options = {**MODES, "groups": groups}[mode]
     processor = spoiled(value)
@@ -277,7 +277,7 @@ def test_suppressing_every_token_is_refused(pair):
     ],
     ids=str,
 )
-def test_a_number_out_of_range_is_named_before_memory_is_asked_for(pair, monkeypatch, field):
+def test_numbers_out_of_range_are_refused_before_allocation(pair, monkeypatch, field):
     monkeypatch.setattr(Cache, "of", lambda *args: pytest.fail("asked for a cache"))
     with pytest.raises(ValueError, match=f"^{next(iter(field))} is "):
         pair[1].generate(ROWS, **field)
@@ -329,7 +329,7 @@ def test_a_generators_bad_argument_is_named(texts, options, said):
         generator.generate_simple(**{"prompt": "where", **options})
 
 
-def test_more_tokens_than_a_cache_holds_take_no_memory(texts):
+def test_more_tokens_than_capacity_are_refused_without_allocation(texts):
     ours = texts[1]
     generator = Generator(ours, Cache(ours, 16), Tokenizer(ours.config))
     generator.generate_simple("where", num_tokens=2**31 - 1)
@@ -348,7 +348,7 @@ def test_a_stop_may_be_one_text(texts):
     assert found == whole[: whole.index(whole[3:5])]
 
 
-def test_pickling_says_what_to_do_instead(texts):
+def test_pickling_error_names_an_alternative(texts):
     ours = texts[1]
     cache = Cache(ours, 16)
     generator = Generator(ours, cache, Tokenizer(ours.config))
@@ -367,7 +367,7 @@ def test_no_warning_comes_without_a_reason(pair):
 
 
 def test_a_loop_written_for_transformers_runs_here(pair):
-    """The same lines for both models: a cache that grows, masks and positions that grow with it."""
+    """The same loop for both models, whose cache, mask and positions grow."""
     theirs, ours = pair
     prompt = torch.tensor([ROWS[0], ROWS[0][::-1]])
 
@@ -403,8 +403,8 @@ def test_a_loop_written_for_transformers_runs_here(pair):
     [
         ({"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask hides .*new_lens"),
         ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
-        ({"position_ids": torch.tensor([[1, 2, 3]])}, "position_ids is not where"),
-        ({"cache_position": torch.tensor([1, 2, 3])}, "cache_position is not where"),
+        ({"position_ids": torch.tensor([[1, 2, 3]])}, "position_ids doesn.t match"),
+        ({"cache_position": torch.tensor([1, 2, 3])}, "cache_position doesn.t match"),
         ({"logits_to_keep": 2}, "logits_to_keep is 2"),
         ({"output_hidden_states": True}, "output_hidden_states = True"),
         ({"labels": torch.ones(1, 3)}, "labels"),
@@ -412,6 +412,6 @@ def test_a_loop_written_for_transformers_runs_here(pair):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_what_a_loop_passes_that_is_not_so_is_refused(pair, options, said):
+def test_contradicting_arguments_of_a_loop_are_refused(pair, options, said):
     with pytest.raises((ValueError, TypeError), match=said):
         pair[1].forward(torch.tensor([[5, 6, 7]]), **options)

@@ -157,7 +157,7 @@ CONTRADICTIONS = {
     "kv_lora_rank": (32, r"kv_b_proj.weight in .*is \[104, 24\], expected \[104, 32\]"),
     "q_lora_rank": (None, "q_proj.weight is missing"),
     "qk_rope_head_dim": (7, "qk_rope_head_dim 7 must be even"),
-    "qk_nope_head_dim": (16, "qk_head_dim 20 is not qk_nope_head_dim 16 and qk_rope_head_dim 8"),
+    "qk_nope_head_dim": (16, "qk_head_dim 20 is not qk_nope_head_dim 16 plus qk_rope_head_dim 8"),
     "v_head_dim": (16, r"kv_b_proj.weight in .*is \[104, 24\], expected \[112, 24\]"),
     "num_attention_heads": (8, r"kv_b_proj.weight in .*is \[104, 24\], expected \[208, 24\]"),
     "qk_head_dim": (192, "qk_head_dim 192 is not"),

@@ -44,7 +44,7 @@ def test_configs_of_transformers_4_name_layers_otherwise_and_leave_out_heads_siz
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"mamba_d_head": 8}, "4 of mamba_d_head 8 features must be mamba_expand . hidden_size"),
+        ({"mamba_d_head": 8}, "4 times mamba_d_head 8 is not mamba_expand . hidden_size"),
         ({"mamba_n_groups": 3}, "mamba_n_heads 4 is not a multiple of mamba_n_groups 3"),
         ({"mamba_d_conv": 1}, "mamba_d_conv 1: a convolution is over at least 2 tokens"),
         ({"time_step_limit": [1, 0]}, "time_step_limit must be two numbers"),
@@ -85,8 +85,8 @@ def test_a_state_beside_keys_and_values_is_a_cache_layer_on_their_device(kind):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"mamba_d_ssm": 100}, "4 of mamba_d_head 24 features must be mamba_d_ssm 100"),
-        ({"mamba_d_ssm": None}, "must be mamba_expand . hidden_size 128"),
+        ({"mamba_d_ssm": 100}, "4 times mamba_d_head 24 is not mamba_d_ssm 100"),
+        ({"mamba_d_ssm": None}, "is not mamba_expand . hidden_size 128"),
         ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be 5 numbers, not 4"),
         ({"mlp_multipliers": 2.0}, "mlp_multipliers must be a list of numbers, not 2.0"),
         ({"key_multiplier": "1"}, "key_multiplier must be a positive number"),

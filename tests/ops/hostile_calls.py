@@ -1,9 +1,9 @@
-"""Calls of exkv's ops as nobody should make them, next to memory that can't be read: a program for
-``test_hostile_calls.py``, which runs it in a process of its own, since a fault ends it.
+"""Invalid calls of exkv's ops, beside unreadable memory: a program that ``test_hostile_calls.py``
+runs in a process of its own, since a fault ends it.
 
-Each call begins as one that is right, with every tensor's memory up against a guard page; up to two
-of its arguments are then changed. It must give a result or refuse with an error that is meant for
-people. What ends the process, and any other error, is a defect.
+Each call starts out valid, with every tensor's memory up against a guard page; up to two of its
+arguments are then changed. It must return a result or raise an error written for users; a crash or
+any other error is a defect.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Guarded:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Random sizes and tensors for one call that is right."""
+    """Random sizes and tensors for one valid call."""
 
     rng: random.Random
 
@@ -197,7 +197,7 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[Tensor], str, list[in
 
 
 def random_packed(format: Any, size: tuple[int, int]) -> list[Tensor]:
-    """Random tensors of a format that it takes; scales are small numbers."""
+    """Random tensors that are valid for a format; scales are small."""
     tensors = [
         torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
         if dtype.itemsize == 1
@@ -329,7 +329,7 @@ def _dequantize_groups(m: Maker) -> list:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of one call of attention."""
+    """Sizes of one attention call."""
 
     rows: int
     length: int
@@ -606,7 +606,7 @@ def guard(arguments: list, memory: Guarded) -> list:
 
 
 def one_call(name: str, seed: int, ops: Any) -> str | None:
-    """What is wrong with the outcome of one call; None if nothing is."""
+    """The defect in the outcome of one call; None if there is none."""
     rng = random.Random(f"{name} {seed}")
     torch.manual_seed(seed)
     arguments = MAKERS[name](Maker(rng))
@@ -628,7 +628,7 @@ def one_call(name: str, seed: int, ops: Any) -> str | None:
 
 
 def run(names: list[str], seeds: range, ops: Any = torch.ops.exkv) -> None:
-    """Make the calls; the last lines say which one was under way, or what was wrong."""
+    """Make the calls; the last lines printed name the current one, or the defect."""
     faulthandler.enable()
     for name in names:
         for seed in seeds:

@@ -1,4 +1,4 @@
-"""One table of activations: configs, MLPs, experts and the native side agree on it."""
+"""Configs, MLPs, experts and native code agree on one table of activations."""
 
 from __future__ import annotations
 

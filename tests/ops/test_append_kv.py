@@ -1,5 +1,5 @@
-"""Storing new keys and values in one op, beside the ops that it is made of and plain indexing: the
-same bits where tokens go, and nothing touched elsewhere."""
+"""Storing new keys and values in one op, against the ops it fuses and plain indexing: equal to the
+bit where tokens go, and nothing else written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS = 2
 
 
 def random_stores(kinds, shape, dtype, generator):
-    """Stores for keys and for values in which something lies already."""
+    """Stores for keys and for values with earlier contents."""
     return [
         list(FORMATS[kind].encode(torch.randn(shape, generator=generator).to(dtype)).values())
         for kind in kinds
@@ -49,7 +49,7 @@ def encoded(kind, x):
 
 
 def expected(k, v, factors, stores, kinds, past, new, table, ring, hadamard):
-    """One token after the other."""
+    """The result of storing token by token."""
     stores = [[x.clone() for x in store] for store in stores]
     for x, turn, store, kind in zip((k, v), (factors, None), stores, kinds, strict=True):
         tensors = encoded(kind, prepared(x, turn, hadamard))
@@ -132,7 +132,7 @@ def check_append(
         assert all(map(same, found, wanted))
 
 
-def test_what_is_stored_is_the_other_ops_to_the_bit_and_nothing_else_is_touched(ops):
+def test_append_is_bit_identical_to_the_other_ops_and_writes_nothing_else(ops):
     check_cases(check_append, CASES, ops.append_kv, examples=60 if emulated(ops) else 200)
 
 
@@ -142,7 +142,7 @@ def test_the_reference_does_the_same():
 
 @given(past=CASES["past"], length=CASES["length"], ring=st.integers(1, 9), seed=CASES["seed"])
 def test_no_place_is_written_twice_in_a_call(past, length, ring, seed):
-    """On a GPU the last one to write would be any of them."""
+    """On a GPU the order of the writes would be undefined."""
     k = torch.zeros(len(past), length, 1, 1)
     new = torch.randint(0, length + 1, (len(past),), generator=torch.Generator().manual_seed(seed))
     for lens in (None, new.int()):
@@ -164,7 +164,7 @@ def test_special_values_are_stored_as_the_formats_say(ops):
 
 
 def check_cpu(**case):
-    """Writing past a tensor's end is deadly here: run it in a process of its own."""
+    """A write past a tensor's end crashes here: run it in a process of its own."""
     check_append(torch.ops.exkv.append_kv, **case, place=at_the_end_of_memory)
 
 
@@ -181,7 +181,7 @@ def test_each_instruction_set_stores_the_same_bits_within_its_tensors(isa):
     assert_right_on(isa, ISA_PROGRAM)
 
 
-def test_what_was_appended_is_what_torchs_attention_sees():
+def test_appended_keys_are_seen_by_torchs_attention():
     """Floats in pages, rotated by plain complex numbers: attention_part over them is SDPA."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 2, 21, HEADS, 16, generator=generator)
@@ -221,7 +221,7 @@ def arguments(kinds=("int4", "int8"), *, paged=False):
 
 
 @pytest.mark.parametrize("way", ["op", "reference"])
-def test_what_does_not_fit_is_refused_by_name_and_number_and_nothing_is_written(way):
+def test_mismatched_arguments_are_refused_and_write_nothing(way):
     op = torch.ops.exkv.append_kv if way == "op" else REFERENCES["append_kv"]
     compiled = way == "op" and has_kernel("append_kv", "cpu")
     error = RuntimeError if compiled else ValueError

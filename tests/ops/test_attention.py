@@ -1,7 +1,6 @@
-"""The attention ops against torch's own SDPA and plain arithmetic: lengths, windows, soft caps,
-rows of unlike length, for the float and the 8-bit storage; and the native kernels of each
-instruction set and of CUDA, whose error may be at most twice that of the plain way to compute in
-the same type."""
+"""The attention ops against torch's SDPA and plain arithmetic: lengths, windows, soft caps and
+ragged rows, for float and 8-bit storage; and the native kernels of each instruction set and of
+CUDA, whose error may be at most twice that of plain computation in the same dtype."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ import ctypes
 import mmap
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +40,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (8, 32, 36, 64, 80, 96, 100, 128, 256)
 
 HEAD_DIM = 32
+quantize_kv = torch.ops.exkv.quantize_kv
 
 
 def dense(q, k, v, past, window, softcap):
@@ -56,22 +57,29 @@ def dense(q, k, v, past, window, softcap):
     return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
+def encoded(storage, k, v) -> list[Tensor]:
+    """The tensors of a store of keys and values."""
+    return [k, v] if storage == "float" else [x for y in (k, v) for x in quantize_kv(y)]
+
+
+def attend(storage, q, kv, lens, kv_len, ragged, *params, ops=torch.ops.exkv) -> Tensor:
+    """The op of a storage, over encoded keys and values."""
+    if storage == "float":
+        return ops.attention(q, *kv, lens, kv_len, ragged, *params)
+    return ops.attention_int8(q, *kv, lens, kv_len, *params)
+
+
 def run(storage, q, k, v, pasts, window=0, softcap=0.0, ops=torch.ops.exkv):
     lens = torch.tensor(pasts, dtype=torch.int32)
-    kv_len, ragged = max(pasts) + q.shape[1], len(set(pasts)) > 1
-    params = (q.shape[-1] ** -0.5, window, softcap)
-    if storage == "float":
-        return ops.attention(q, k, v, lens, kv_len, ragged, *params)
-    stored = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
-    return ops.attention_int8(q, *stored, lens, kv_len, *params)
+    how = max(pasts) + q.shape[1], len(set(pasts)) > 1, q.shape[-1] ** -0.5, window, softcap
+    return attend(storage, q, encoded(storage, k, v), lens, *how, ops=ops)
 
 
 def stored(storage, k, v):
-    """Keys and values as float32 once they were in the cache: that is the truth."""
+    """Keys and values as float32 after storage: the expected inputs."""
     if storage == "float":
         return k.float(), v.float()
-    widen, narrow = torch.ops.exkv.dequantize_kv, torch.ops.exkv.quantize_kv
-    return tuple(widen(*narrow(x), torch.float32) for x in (k, v))
+    return tuple(torch.ops.exkv.dequantize_kv(*quantize_kv(x), torch.float32) for x in (k, v))
 
 
 CASES = {
@@ -163,7 +171,7 @@ LENGTHS = ((1, 0), (1, 1), (1, 700), (3, 130), (16, 64), (40, 75))
 
 
 def check_error(dtypes=DTYPES, head_dims=HEAD_DIMS, lengths=LENGTHS, ops=torch.ops.exkv):
-    """What is run for each instruction set: every type, head size and ratio of heads."""
+    """Run for each instruction set: every dtype, head size and ratio of heads."""
     ratios = [(1, 1), (3, 3), (4, 2), (7, 1), (8, 2), (16, 2)]
     for storage in ("float", "int8"):
         for index, head_dim in enumerate(head_dims):
@@ -175,8 +183,8 @@ def check_error(dtypes=DTYPES, head_dims=HEAD_DIMS, lengths=LENGTHS, ops=torch.o
                         assert_as_good_as_plain(storage, dtype, *case, past, **params, ops=ops)
 
 
-def test_the_error_is_at_most_twice_the_plain_one(ops):
-    if isinstance(ops, OnCuda):  # few queries: with many, this would be a test of torch's own
+def test_error_is_at_most_twice_plain_precision(ops):
+    if isinstance(ops, OnCuda):  # with many queries this would test torch's own kernels
         return check_error(lengths=((1, 0), (1, 1), (1, 700), (2, 130)), ops=ops)
     if not emulated(ops):
         return check_error(ops=ops)
@@ -187,7 +195,7 @@ def test_the_error_is_at_most_twice_the_plain_one(ops):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 12, 16, 40])
 def test_any_number_of_heads_shares_keys(ops, group):
-    """Rows of queries fill tiles and blocks to any extent."""
+    """Rows of queries fill tiles and blocks partly or wholly."""
     for length in (1, max(16 // group, 1)):
         case = random_case(group, torch.float32, 1, length, 70, group, 1, 32)
         for storage in ("float", "int8"):
@@ -204,7 +212,7 @@ def test_heads_of_latent_attention(ops, storage, dtype):
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_many_heads_of_one_key_head_make_masks_of_few_queries(window):
+def test_masks_are_bounded_with_many_heads_a_key_head(window):
     """Latent attention has 128, and keys of 576 features; the reference, which serves more than 16
     queries on CUDA."""
     generator = torch.Generator().manual_seed(3)
@@ -246,19 +254,16 @@ def at_the_end_of_memory(x: Tensor) -> Tensor:
 
 
 def check_ends(ops=torch.ops.exkv):
-    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    """Reads past a tensor's end crash here: run it in a process of its own."""
     for dtype in DTYPES:
         for head_dim in (8, 36, 64, 80, 100):
             for length, past in [(1, 0), (1, 62), (2, 129), (20, 45)]:
                 q, k, v = random_case(0, dtype, 1, length, past, 4, 2, head_dim)
-                kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
-                rest = (torch.tensor([past], dtype=torch.int32), past + length)
-                for op, args, params in [
-                    (ops.attention, (q, k, v), (False, 0.1)),
-                    (ops.attention_int8, (q, *kv), (0.1,)),
-                ]:
-                    out = op(*map(at_the_end_of_memory, args), *rest, *params)
-                    assert torch.equal(out, op(*args, *rest, *params))
+                how = torch.tensor([past], dtype=torch.int32), past + length, False, 0.1
+                for storage in ("float", "int8"):
+                    expected = attend(storage, q, encoded(storage, k, v), *how, ops=ops)
+                    q1, *kv = map(at_the_end_of_memory, (q, *encoded(storage, k, v)))
+                    assert torch.equal(attend(storage, q1, kv, *how, ops=ops), expected)
 
 
 ISA_PROGRAM = """
@@ -279,8 +284,8 @@ def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(i
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_long_context_in_rows_of_unlike_length(ops, storage, dtype):
-    """Long enough to be cut into ranges of keys, some of them for some rows only."""
+def test_long_context_in_ragged_rows(ops, storage, dtype):
+    """Long enough to be split into ranges of keys, some of them only for some rows."""
     pasts = [400, 0, 1, 63, 64, 140] if emulated(ops) else [5000, 0, 1, 63, 64, 2049]
     q, k, v = random_case(0, dtype, len(pasts), 2, max(pasts), 8, 2, 64)
     out = run(storage, q, k, v, pasts, ops=ops)
@@ -294,8 +299,8 @@ def test_a_long_context_in_rows_of_unlike_length(ops, storage, dtype):
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_key_that_outweighs_thousands(ops, storage, dtype):
-    """Weights of a millionth, thousands of them, still count: attention sinks look like this."""
+def test_one_dominant_key(ops, storage, dtype):
+    """Thousands of weights of a millionth still count, as with attention sinks."""
     past = 2047 if emulated(ops) else 8191
     q, k, v = random_case(0, dtype, 1, 1, past, 4, 1, 64)
     k *= 0.1
@@ -305,7 +310,7 @@ def test_one_key_that_outweighs_thousands(ops, storage, dtype):
 
 
 def check_poison(ops=torch.ops.exkv):
-    """NaN in keys past a row's end, and in memory that is handed out, must not be seen."""
+    """NaN in keys past a row's end, and in allocated memory, must not be visible."""
     torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     try:
         for storage in ("float", "int8"):
@@ -313,11 +318,8 @@ def check_poison(ops=torch.ops.exkv):
                 q, k, v = random_case(0, dtype, 2, 3, 100, 4, 2, 64)
                 lens = torch.tensor([40, 97], dtype=torch.int32)
                 k[0, 43:], v[0, 43:], k[1, 100:], v[1, 100:] = [float("nan")] * 4
-                if storage == "float":
-                    out = ops.attention(q, k, v, lens, 100, True, 0.1)
-                else:
-                    kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
-                    out = ops.attention_int8(q, *kv, lens, 100, 0.1)
+                kv = encoded(storage, k, v)
+                out = attend(storage, q, kv, lens, 100, True, 0.1, ops=ops)
                 assert out[1].isfinite().all()
                 reference = ops is torch.ops.exkv and not has_kernel("attention", "cpu")
                 assert out[0].isfinite().all() or reference
@@ -325,18 +327,18 @@ def check_poison(ops=torch.ops.exkv):
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_lies_past_a_rows_end_is_never_seen(kernels):
+def test_keys_past_a_rows_end_are_invisible(kernels):
     check_poison(kernels)
 
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_that_is_seen_is_told(kernels, storage, dtype):
+def test_visible_nan_propagates(kernels, storage, dtype):
     check_nan(kernels, storage, dtype, 2, 200)
 
 
 def check_nan(kernels, storage, dtype, tokens, past):
-    """It is told in the heads that see it, and nowhere else."""
+    """NaN appears only in the heads that see it."""
     for tensor in range(3):
         q, k, v = random_case(0, dtype, 2, tokens, past, 4, 2, 64)
         (q, k, v)[tensor][0, 1, 1, 3] = float("nan")
@@ -350,7 +352,7 @@ def check_nan(kernels, storage, dtype, tokens, past):
 
 
 def check_strides(ops=torch.ops.exkv, length=3):
-    """Tensors as they come: rows and tokens of larger ones, heads first, parts of a projection."""
+    """Rows and tokens of larger tensors, heads first, parts of a projection."""
     past = 160 - length
     for storage in ("float", "int8"):
         q, k, v = random_case(0, torch.bfloat16, 2, length, past, 6, 2, 40)
@@ -358,11 +360,6 @@ def check_strides(ops=torch.ops.exkv, length=3):
         wide = torch.randn(2, length, 10, 40).bfloat16()
         wide[:, :, 2:8] = q
         assert torch.equal(run(storage, wide[:, :, 2:8], k, v, [past, past], ops=ops), expected)
-        parts = (
-            [k, v]
-            if storage == "float"
-            else [x for y in (k, v) for x in torch.ops.exkv.quantize_kv(y)]
-        )
         layouts = {
             "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
             "of more rows": lambda x: torch.cat((x, x, x))[2:4],
@@ -371,11 +368,8 @@ def check_strides(ops=torch.ops.exkv, length=3):
         }
         lens = torch.tensor([past, past], dtype=torch.int32)
         for name, layout in layouts.items():
-            kv = [layout(x) for x in parts]
-            if storage == "float":
-                out = ops.attention(q, *kv, lens, 160, False, 40**-0.5)
-            else:
-                out = ops.attention_int8(q, *kv, lens, 160, 40**-0.5)
+            kv = [layout(x) for x in encoded(storage, k, v)]
+            out = attend(storage, q, kv, lens, 160, False, 40**-0.5, ops=ops)
             assert torch.equal(out, expected), (storage, name)
 
 
@@ -407,10 +401,10 @@ def test_threads_make_no_difference(length):
 def test_empty_batches_and_chunks_give_empty_outputs(ops):
     for rows, length in ((0, 3), (2, 0)):
         q, k, v = random_case(0, torch.float32, rows, length, 5, 4, 2, 32)
-        lens = torch.full((rows,), 5, dtype=torch.int32)
-        assert ops.attention(q, k, v, lens, 5 + length, False, 0.1).shape == q.shape
-        kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
-        assert ops.attention_int8(q, *kv, lens, 5 + length, 0.1).shape == q.shape
+        how = torch.full((rows,), 5, dtype=torch.int32), 5 + length, False, 0.1
+        for storage in ("float", "int8"):
+            out = attend(storage, q, encoded(storage, k, v), *how, ops=ops)
+            assert out.shape == q.shape
 
 
 def test_wrong_tensors_are_refused_by_name_and_number(kernels):
@@ -433,7 +427,7 @@ def test_wrong_tensors_are_refused_by_name_and_number(kernels):
     refused("kv_len 11 must be at most the 10 tokens", q, k, v, lens, 11, False, 0.1)
     refused("kv_len 2 must count the keys of q's own 3", q, k, v, lens, 2, False, 0.1)
     refused(r"past_lens must be int32 \(2,\)", q, k, v, lens.long(), 10, True, 0.1)
-    if kernels is torch.ops.exkv:  # on a GPU, nobody looks at them
+    if kernels is torch.ops.exkv:  # on a GPU they are not checked
         refused(
             "past_lens is -1 in row 1", q, k, v, lens - torch.tensor([0, 8]).int(), 10, True, 0.1
         )
@@ -441,7 +435,7 @@ def test_wrong_tensors_are_refused_by_name_and_number(kernels):
     refused("softcap inf", q, k, v, lens, 10, False, 0.1, 0, float("inf"))
     refused("last dimension of k must be contiguous",
             q, k.mT.contiguous().mT, v, lens, 10, False, 0.1)  # fmt: skip
-    kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+    kv = encoded("int8", k, v)
     refused("k_scale must be Half, not Float", q, kv[0], kv[1].float(), *kv[2:], lens, 10, 0.1, 0)
     refused("k must be Char, not Float", q, k, *kv[1:], lens, 10, 0.1, 0, 0.0)
 
@@ -479,7 +473,7 @@ for length in (1, 16, 64):
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_copy_of_the_cache_is_made():
-    """Its 32 MiB of keys would be 64 in bfloat16."""
+    """32 MiB of keys would be 64 MiB in bfloat16."""
     result = run_apart(MEMORY_PROGRAM)
     assert result.returncode == 0, result.stderr
     assert max(map(int, result.stdout.split())) < 16 << 10
@@ -487,23 +481,19 @@ def test_no_copy_of_the_cache_is_made():
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
 def test_the_reference_agrees_with_the_kernel(storage):
-    """The tests above look at the kernel where there is one: this is for the other."""
+    """The tests above use the kernel if there is one; this one is for the reference."""
     q, k, v = random_case(0, torch.float32, 3, 5, 60, 4, 2, 64)
-    lens, params = torch.tensor([60, 3, 0], dtype=torch.int32), (0.1, 20, 5.0)
-    if storage == "float":
-        args = (q, k, v, lens, 65, True, *params)
-    else:
-        kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
-        args = (q, *kv, lens, 65, *params)
-    name = "attention" if storage == "float" else "attention_int8"
-    torch.testing.assert_close(REFERENCES[name](*args), getattr(torch.ops.exkv, name)(*args))
+    lens = torch.tensor([60, 3, 0], dtype=torch.int32)
+    args = (storage, q, encoded(storage, k, v), lens, 65, True, 0.1, 20, 5.0)
+    found = attend(*args, ops=SimpleNamespace(**REFERENCES))
+    torch.testing.assert_close(found, attend(*args))
 
 
 @pytest.mark.parametrize("length", [2, 256, 700])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (6, 1)])
 @pytest.mark.parametrize("window", [0, 900])
 def test_a_fresh_prompt_is_read_without_a_mask(length, heads, window):
-    """Which keeps SDPA on its flash kernels, in the reference that serves it on CUDA."""
+    """This keeps SDPA on its flash kernels, in the reference that CUDA uses."""
     generator = torch.Generator().manual_seed(length)
     q, k, v = (
         torch.randn(2, length, count, 32, generator=generator)
@@ -519,7 +509,7 @@ def test_a_fresh_prompt_is_read_without_a_mask(length, heads, window):
 
 
 class Dtypes(TorchDispatchMode):
-    """Of whatever is made while it is on."""
+    """Collects the dtypes of all tensors made while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -541,7 +531,7 @@ KERNEL_ARGUMENTS = {
 
 
 def predicted_use(name, rows, queries, heads, kv_heads, head_dim, kv_len, dtype=torch.float32):
-    """What a plan for CUDA thinks of a call of this shape."""
+    """A CUDA plan's prediction for a call of this shape."""
     tensors = {
         "q": torch.empty(rows, queries, heads, head_dim, dtype=dtype, device="meta"),
         "k": torch.empty(rows, kv_len, kv_heads, head_dim, device="meta"),
@@ -561,7 +551,7 @@ def predicted_use(name, rows, queries, heads, kv_heads, head_dim, kv_len, dtype=
 @needs_cxx
 @pytest.mark.parametrize("name", KERNEL_ARGUMENTS)
 def test_a_prediction_is_not_below_what_the_kernel_allocates(name):
-    """In this call, or one with fewer queries; on small GPUs and on large ones."""
+    """For this call, or one with fewer queries; on small GPUs and on large ones."""
     scratch = ops_of("emulated").decode_scratch
     taken_by_another = ops_of("emulated").prefill_taken
 
@@ -594,7 +584,7 @@ def test_a_prediction_is_not_below_what_the_kernel_allocates(name):
 def test_a_plan_for_kernels_over_floats_counts_their_scratch_or_the_reference(
     monkeypatch, length, past
 ):
-    """The reference serves fresh prompts, by torch's flash kernels."""
+    """Fresh prompts use the reference, with torch's flash kernels."""
 
     def peak(kernels):
         monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda *_: kernels)
@@ -614,7 +604,7 @@ def test_a_plan_for_kernels_over_floats_counts_their_scratch_or_the_reference(
 
 @pytest.mark.parametrize("length", [1, 2, 40, 2000])
 def test_a_plan_for_a_quantized_cache_counts_no_widened_tile(monkeypatch, length):
-    """A kernel takes queries in any number: there are the results, and what few queries need."""
+    """A kernel serves any number of queries: it takes the results, and scratch for few queries."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda *_: True)
     with DryRun("cpu", kernels="cuda") as tracker:
         q = torch.empty(2, length, 8, 64)

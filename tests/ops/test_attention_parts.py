@@ -1,5 +1,5 @@
-"""Attention over parts of a sequence, merged, against torch's own softmax over all of it: any
-split, formats of any kind for keys and values, parts that all rows share."""
+"""Attention over parts of a sequence, merged, against torch's softmax over the whole: any split,
+any format of keys and values, and parts shared by all rows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def row_of(parts, row):
 
 
 def dense(q, parts, row, past, window, softcap, dtype=torch.float32):
-    """One row in the plain way: out (T, H, D), lse (T, H); out is 0 where nothing is seen."""
+    """Plain attention of one row: out (T, H, D), lse (T, H); out is 0 where no key is visible."""
     k, v, positions = row_of(parts, row)
     own = (past + torch.arange(len(q))).unsqueeze(-1)
     mask = positions <= own
@@ -218,7 +218,7 @@ def check_error(head_dims, keys=700, ops=torch.ops.exkv, ways=3):
                 assert_as_good_as_plain(part, q, pasts, window, softcap, plain, ops)
 
 
-def test_the_error_is_at_most_twice_the_plain_one(ops):
+def test_error_is_at_most_twice_plain_precision(ops):
     check_error(head_dims=(8, 100), keys=150 if emulated(ops) else 700, ops=ops)
 
 
@@ -236,7 +236,7 @@ def test_keys_and_values_of_any_bits_are_read_together(groups):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_parts_in_which_nothing_is_seen_weigh_nothing(ops, kind):
+def test_invisible_parts_have_no_weight(ops, kind):
     generator = torch.Generator().manual_seed(0)
     q, pasts = torch.randn(2, 3, 4, HEAD_DIM), [60, 20]
     some = make_part(generator, [kind] * 2, [0, 0], [63, 23])
@@ -255,7 +255,7 @@ def test_parts_in_which_nothing_is_seen_weigh_nothing(ops, kind):
     assert torch.equal(merge_parts(nowhere, torch.bfloat16), torch.zeros_like(q).bfloat16())
 
 
-def test_a_part_behind_the_window_weighs_nothing(ops):
+def test_part_outside_the_window_has_no_weight(ops):
     """Its last key is 16 before the first query."""
     part = make_part(torch.Generator().manual_seed(0), ["float"] * 2, [0], [85])
     q = torch.randn(1, 3, 4, HEAD_DIM)
@@ -264,17 +264,17 @@ def test_a_part_behind_the_window_weighs_nothing(ops):
     assert lse[0, 0].isfinite().all() and (lse[0, 1:] == -torch.inf).all()
 
 
-def test_merging_gives_the_type_that_is_asked_for():
+def test_merge_returns_the_given_dtype():
     parts = [(torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)) for _ in range(3)]
     for count in (1, 3):
         wide = merge_parts(parts[:count], torch.float32)
         assert torch.equal(merge_parts(parts[:count], torch.bfloat16), wide.bfloat16())
-    with pytest.raises(ValueError, match="one part at least"):
+    with pytest.raises(ValueError, match="at least one part"):
         merge_parts([], torch.float32)
 
 
 def test_merging_survives_scores_of_any_size():
-    """exp of either would be infinite or zero."""
+    """exp of these scores would be infinite or zero."""
     outs = torch.randn(2, 1, 1, 1, 8)
     for size in (1e4, -1e4, 3e38, -3e38):
         lse = torch.full((1, 1, 1), size)
@@ -306,7 +306,7 @@ def test_no_rows_or_no_queries(ops, shape):
 
 
 def arguments(kinds, rows, length, kv_len, *, shared=False, heads=4, head_dim=HEAD_DIM):
-    """Zeros, for what looks at shapes only."""
+    """Zeros, for tests of shapes only."""
     shape = (1 if shared else rows, -(-kv_len // 32) * 32, KV_HEADS, head_dim)
     stores = [
         [torch.zeros(size, dtype=dtype) for size, dtype in layout.values()]
@@ -360,7 +360,7 @@ def check_refusals(op, errors):
 
 
 def check_strides(ops=torch.ops.exkv, length=3):
-    """Tensors as they come, parts of larger ones or heads first: no bit differs."""
+    """Strided tensors, parts of larger ones or heads first, give equal bits."""
     generator = torch.Generator().manual_seed(0)
     layouts = {
         "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -383,7 +383,7 @@ def check_strides(ops=torch.ops.exkv, length=3):
 
 
 def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv, length=2, dims=(8, 36, 64, 80, 99)):
-    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    """Reads past a tensor's end crash here: run it in a process of its own."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16)
     for kind, dtype, dim, count in itertools.product(FORMATS, dtypes, dims, counts):
@@ -446,7 +446,7 @@ def test_threads_make_no_difference(kind, shared, length):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_long_part_in_rows_of_unlike_length(kernels, shared, window):
+def test_long_part_in_ragged_rows(kernels, shared, window):
     """Long enough to be cut into ranges of keys, of which some rows see a few and one none."""
     pasts = [500, 0, 1, 63, 64, 209] if emulated(kernels) else [5000, 0, 1, 63, 64, 2049]
     counts = [pasts[0] + 2] * 6 if shared else [past + 2 for past in pasts]
@@ -472,13 +472,13 @@ def check_poison(kernels, kind, length=3, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind):
+def test_keys_past_a_rows_end_are_invisible(kernels, kind):
     check_poison(kernels, kind)
 
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
-def test_the_names_of_formats_leave_no_memory_behind():
+def test_format_names_leak_nothing():
     """10,000 calls: torch's own conversion would keep some 64 bytes of each name."""
     args = arguments(("int4", "int8"), 1, 1, 32)
     grown(torch.ops.exkv.attention_part, args, 2000)
@@ -487,7 +487,7 @@ def test_the_names_of_formats_leave_no_memory_behind():
 
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
-def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
+def test_fallbacks_to_the_reference_leak_nothing():
     args = arguments(("int4", "int8"), 1, 17, 32, head_dim=608)  # more than kernels take
     op = ops_of("emulated").attention_part
     grown(op, args, 500)
@@ -496,7 +496,7 @@ def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
 
 @needs_cxx
 @pytest.mark.parametrize("kinds", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
-def test_calls_that_go_on_to_the_reference_take_each_format_for_what_it_is(kinds):
+def test_fallbacks_to_the_reference_keep_each_format(kinds):
     generator = torch.Generator().manual_seed(0)
     part = make_part(generator, list(kinds), [0, 0], [32, 64], head_dim=608)
     q = torch.randn(2, 3, 4, 608)
@@ -534,7 +534,7 @@ class MallocUse(ctypes.Structure):
 
 
 def peak(monkeypatch, args, *, shorten):
-    """Bytes of temporaries and results of the reference, at most."""
+    """Peak bytes of the reference's temporaries and results."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     with monkeypatch.context() as patch, DryRun("cpu") as run:
         if not shorten:
@@ -571,7 +571,7 @@ def test_no_copy_of_the_part_is_made(monkeypatch, kind, shared):
 
 
 def test_the_reference_agrees_with_the_op():
-    """The tests above look at the kernel where there is one: this is for the other."""
+    """The tests above use the kernel if there is one; this one is for the reference."""
     part = make_part(torch.Generator().manual_seed(0), ["int4", "int2"], [0, 3, 0], [70, 30, 0])
     q = torch.randn(3, 5, 4, HEAD_DIM)
     args = (q, [68, 40, 2], 20, 5.0)

@@ -1,4 +1,5 @@
-"""The emulation itself: it computes what a GPU would, and finds what a GPU keeps quiet about."""
+"""The CUDA emulation itself: it computes what a GPU would, and detects errors that a GPU doesn't
+report."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def library() -> ctypes.CDLL:
 
 @pytest.fixture(params=["forward", "backward"])
 def order(request, library):
-    """Both orders in which the emulation runs a block's threads."""
+    """Each order in which the emulation runs a block's threads."""
     library.exkv_emulation_set_backward(int(request.param == "backward"))
     yield request.param
     library.exkv_emulation_set_backward(0)
@@ -84,7 +85,7 @@ def test_attention_gives_the_same_bits_in_either_order(library):
 
 @pytest.mark.parametrize("ring", [1, 3])
 def test_a_ring_holds_the_last_tokens_in_either_order(order, ring):
-    """A block has two tokens, which one place is too few for."""
+    """A block has two tokens, for which a ring of one place is too small."""
     k = torch.arange(48.0).view(1, 6, 1, 8)
     past = torch.tensor([1], dtype=torch.int32)
     for new in (None, torch.tensor([5], dtype=torch.int32)):

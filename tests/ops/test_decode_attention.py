@@ -1,5 +1,5 @@
-"""One token a row, stored and attended from in one op, beside the ops that it is made of (the same
-bits) and torch's SDPA."""
+"""One token a row, stored and attended in one op, against the ops it fuses (equal to the bit) and
+torch's SDPA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = {
 
 
 def drawn(past, groups, head_dim, dtype, seed):
-    """q, k, v of one token a row, and each row's tokens before."""
+    """q, k, v of one token a row, and the number of tokens before it in each."""
     generator = torch.Generator().manual_seed(seed)
     heads = torch.randn(len(past), 1, 2 * groups + 4, head_dim, generator=generator).to(dtype)
     q, k, v = heads.split((2 * groups, 2, 2), dim=2)
@@ -63,11 +63,11 @@ def check_decode(
 
 
 @needs_kernels
-def test_it_is_the_ops_that_it_is_made_of_to_the_bit():
+def test_op_is_bit_identical_to_its_parts():
     check_cases(check_decode, CASES, torch.ops.exkv.decode_attention, examples=100)
 
 
-def test_so_is_the_reference():
+def test_reference_is_bit_identical_to_its_parts():
     check_cases(check_decode, CASES, REFERENCES["decode_attention"], examples=30)
 
 
@@ -99,7 +99,7 @@ def test_floats_are_attended_to_as_sdpa_does():
     ],
     ids=str,
 )
-def test_what_is_refused_has_written_nothing(op, changes, says):
+def test_refused_calls_write_nothing(op, changes, says):
     _, q, k, v, lens = drawn([12, changes.get("past", 3)], 1, 32, torch.float32, 0)
     stores = [[torch.full((2, 20, 2, 32), 7.0)] for _ in "kv"]
     tokens = changes.get("tokens", 1)

@@ -1,5 +1,5 @@
-"""What holds of every op, for calls as ``hostile_calls.py`` makes them before it changes them: it
-keeps torch's rules, traces into one graph, and has the kernels that are built for it."""
+"""Checks of every op on the valid calls of ``hostile_calls.py``: it passes torch's opcheck rules,
+traces into one graph, and has the kernels that are built for it."""
 
 from __future__ import annotations
 

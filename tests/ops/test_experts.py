@@ -1,4 +1,4 @@
-"""The experts' op against a dense sum over all experts, and its promise about memory."""
+"""The experts op against a dense sum over all experts, and its bound on memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weights_of(experts: int, hidden: int = HIDDEN, inner: int = INNER) -> list[l
 
 
 def dense(x, chosen, shares, gate, up, down):
-    """Every expert runs on every token; those that weren't chosen have a share of zero."""
+    """Every expert runs on every token; those not chosen have weight zero."""
     share = torch.zeros(len(x), len(gate)).scatter_(1, chosen, shares)
     answers = [F.silu(x @ g.T) * (x @ u.T) @ d.T for g, u, d in zip(gate, up, down, strict=True)]
     return (torch.stack(answers, dim=-1) * share.unsqueeze(1)).sum(-1)
@@ -115,7 +115,7 @@ def test_no_routing_takes_more_than_is_predicted(sizes):
 
 
 def dry_peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
-    """With ratings that have no contents, and choices that may have none either."""
+    """The predicted peak, and that measured on tensors without data."""
     chosen = torch.randn(tokens, experts).to("sim").topk(taken).indices
     measured = measured_peak(chosen, experts, hidden, inner)
     return predicted_peak(tokens, experts, taken, hidden, inner), measured
@@ -140,7 +140,7 @@ def test_a_dry_device_takes_what_is_predicted(tokens):
         ({6: "tanh"}, "act is 'tanh'"),
     ],
 )
-def test_arguments_that_do_not_fit_together_are_refused(changed, words):
+def test_contradicting_arguments_are_refused(changed, words):
     gate, up, down = weights_of(3)
     chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [0, 2]])
     args = [torch.randn(5, HIDDEN), chosen, torch.rand(5, 2), gate, up, down, "silu"]

@@ -1,5 +1,5 @@
-"""Whatever the ops are called with, they refuse it or serve it: no fault, no read past a tensor's
-memory, no result that was never computed. See ``hostile_calls.py``."""
+"""Invalid calls of the ops are refused or served: no crash, no read past a tensor's memory, no
+uninitialized result. See ``hostile_calls.py``."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def test_every_op_with_a_kernel_is_called():
 
 
 @needs_kernels
-def test_cpu_kernels_serve_or_refuse_what_they_are_given():
+def test_cpu_kernels_serve_or_refuse_hostile_calls():
     run_calls(list(MAKERS), 80)
 
 
-def test_references_serve_or_refuse_what_they_are_given():
+def test_references_serve_or_refuse_hostile_calls():
     run_calls(list(MAKERS), 25, EXKV_DISABLE_EXT="1")
 
 
 @needs_cxx
-def test_cuda_kernels_serve_or_refuse_what_they_are_given():
+def test_cuda_kernels_serve_or_refuse_hostile_calls():
     load = "import native; native.load_emulated_ops()"
     run_calls(EMULATED, 25, "torch.ops.exkv_emulated", load)
 
 
 def test_a_read_past_a_tensor_ends_the_process():
-    """What the calls above are up against."""
+    """Shows that the guard pages of the calls above work."""
     program = (
         "import ctypes, random, torch, hostile_calls as h\n"
         "x = h.Guarded(random.Random(0)).copy(torch.zeros(7))\n"

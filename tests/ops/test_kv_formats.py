@@ -1,5 +1,5 @@
-"""How keys and values are stored: round trips within what each format can promise, bytes that are
-what the name says, and the rotation that goes with few bits."""
+"""Formats of keys and values: round-trip error within each format's bound, size in bytes, and the
+rotation used with few bits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def by_group(name, x):
 
 
 def half_rounding(x):
-    """How far float16's nearest number can be."""
+    """The largest distance to the nearest float16."""
     return (x.abs() * 2.0**-11).clamp(min=2.0**-25)
 
 
@@ -80,7 +80,7 @@ def largest_error(name, x):
     dtype=st.sampled_from(DTYPES),
     seed=st.integers(0, 2**16),
 )
-def test_a_round_trip_is_off_by_what_the_format_allows(
+def test_round_trip_error_is_within_the_formats_bound(
     name, rows, groups, heads, dim, spread, dtype, seed
 ):
     x = values((rows, 32 * groups, heads, dim), seed, spread, dtype)
@@ -90,8 +90,8 @@ def test_a_round_trip_is_off_by_what_the_format_allows(
 
 
 @pytest.mark.parametrize("name", ["int8", *PACKED])
-def test_the_allowed_error_is_not_far_from_the_real_one(name):
-    """A bound that is never nearly met would say nothing."""
+def test_error_bound_is_tight(name):
+    """A bound that errors never come near would prove nothing."""
     x = values((2, 64, 3, 128), 0, 1.0)
     share = (round_trip(name, x) - x.double()).abs() / largest_error(name, x)
     assert share.max() > 0.85
@@ -101,7 +101,7 @@ def test_the_allowed_error_is_not_far_from_the_real_one(name):
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("mean", [0.0, 100.0, -3000.0])
 def test_a_value_becomes_the_nearest_that_its_group_has_and_the_range_is_covered(name, mean):
-    """Far from zero too, where rounding the offset moves it by much of the range."""
+    """Also far from zero, where rounding the offset shifts it by much of the range."""
     x = torch.rand(2, 64, 3, 96, generator=torch.Generator().manual_seed(0)) + mean
     stored = FORMATS[name].encode(x)
     groups, spread = by_group(name, x)
@@ -119,7 +119,7 @@ def test_a_value_becomes_the_nearest_that_its_group_has_and_the_range_is_covered
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dim", [1, 7, 20, 32, 80, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_encoded_is_as_laid_out(name, dim, dtype):
+def test_encoded_tensors_match_the_layout(name, dim, dtype):
     shape = (2, 64, 3, dim)
     stored = FORMATS[name].encode(torch.randn(shape).to(dtype))
     found = {part: (tuple(tensor.shape), tensor.dtype) for part, tensor in stored.items()}
@@ -143,8 +143,8 @@ def test_a_value_takes_the_bits_that_the_name_says(name, bits):
 
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("dim", [1, 5, 32, 80])
-def test_a_byte_holds_neighbours_the_first_lowest(name, dim):
-    """numpy takes the bits apart; nothing is left in those that stand for no value."""
+def test_bytes_pack_adjacent_values_lowest_first(name, dim):
+    """numpy unpacks the bits; bits without a value are zero."""
     x = torch.randn(2, 32, 3, dim)
     stored = FORMATS[name].encode(x)
     bits = np.unpackbits(stored[""].numpy(), axis=-1, bitorder="little")
@@ -174,7 +174,7 @@ def test_the_smallest_and_the_largest_of_a_group_are_the_ends_of_its_range(name)
 
 @pytest.mark.parametrize("name", ["int8", *PACKED])
 @pytest.mark.parametrize("constant", [0.0, -0.0, 1.0, -3.140625, 2.0**-24, -60000.0])
-def test_constants_that_float16_has_come_back_as_they_were(name, constant):
+def test_float16_constants_round_trip_exactly(name, constant):
     x = torch.full((1, 32, 2, 40), constant)
     wide = round_trip(name, x)
     if name == "int8" and constant:  # its scale is a 127th of it
@@ -192,7 +192,7 @@ def test_a_range_below_float16s_smallest_step_is_its_offset(name):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_one_huge_value_leaves_other_groups_alone(name):
+def test_huge_value_affects_only_its_group(name):
     x = values((1, 64, 2, 64), 0, 0.0)
     huge = x.clone()
     huge[0, 3, 1, 5] = 50000.0
@@ -217,7 +217,7 @@ def test_infinities_are_the_nearest_that_can_be_stored(name):
 
 
 @pytest.mark.parametrize("name", ["int8", *PACKED])
-def test_a_nan_is_told_in_its_group(name):
+def test_nan_affects_its_group(name):
     x = torch.randn(1, 64, 2, 64)
     x[0, 3, 1, 5] = torch.nan
     expected = torch.zeros_like(x, dtype=torch.bool)
@@ -253,13 +253,13 @@ def test_the_float_format_keeps_its_dtype_or_the_layouts():
     assert torch.equal(half.widen(half.encode(x), torch.float32), x.half().float())
 
 
-def test_tokens_that_fill_no_group_are_refused():
+def test_incomplete_groups_of_tokens_are_refused():
     with pytest.raises(ValueError, match="int4c stores 32 tokens at a time, and there are 33"):
         FORMATS["int4c"].encode(torch.randn(1, 33, 2, 8))
 
 
 @pytest.mark.parametrize("way", ["op", "reference"])
-def test_what_does_not_fit_is_refused_with_the_number(way):
+def test_mismatched_arguments_are_refused_with_numbers(way):
     quantize, widen, rotate = (
         getattr(torch.ops.exkv, name) if way == "op" else REFERENCES[name]
         for name in ("quantize_groups", "dequantize_groups", "hadamard")
@@ -376,7 +376,7 @@ def check_any_shape(shape, dim, bits, dtype, out, seed, spread):
 
 
 def check_strides_and_ends():
-    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    """Reads past a tensor's end crash here: run it in a process of its own."""
     base = torch.randn(4, 6, 3, 97).bfloat16()
     for bits in (2, 4):
         for x in (base.transpose(1, 2), base[..., 1:], base[:, ::2], base.mT):

@@ -1,4 +1,4 @@
-"""The CUDA kernels that pack, unpack and transform, emulated or on a GPU, in the very tests of the
+"""The CUDA kernels that pack, unpack and transform, emulated or on a GPU, in the same tests as the
 CPU's."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from exkv.ops import REFERENCES
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
 def backend(request, monkeypatch):
-    """Whose ops the tests of test_kv_formats find in their module."""
+    """The ops that the tests from test_kv_formats use."""
     monkeypatch.setattr(test_kv_formats, "kernels", ops_of(request.param))
     return test_kv_formats.kernels
 

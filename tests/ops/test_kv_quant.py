@@ -1,4 +1,4 @@
-"""8-bit storage: every kernel gives the bits of the reference in exkv/ops/kv_quant.py."""
+"""8-bit storage: every kernel equals the reference in exkv/ops/kv_quant.py to the bit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_scale_between_two_float16_rounds_to_even(kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_other_types_are_taken_as_float32(kernels, dtype):
+def test_other_dtypes_are_treated_as_float32(kernels, dtype):
     x = values((3, 40), torch.float64, 0, 4.0).mul(100).to(dtype)
     assert_like_reference(kernels, x, torch.float32)
     q, scale = kernels.quantize_kv(x)

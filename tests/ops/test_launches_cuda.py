@@ -1,5 +1,5 @@
-"""How the CUDA kernels for decoding are launched, under the emulation: a launch that is made once
-serves any lengths, fills the device once, and follows no page number out of its pool."""
+"""How the CUDA kernels for decoding are launched, under the emulation: a launch made once serves
+any lengths, fills the device once, and never reads a page outside its pool."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_a_graph_follows(ops, name: str, arguments: list, past: Tensor, to: li
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_captured_attention_reads_lengths_from_memory(ops, ragged):
-    """Rows of one length, too: kv_len is what the graph was made for, and no longer any row's."""
+    """Also rows of one length: the graph's kv_len no longer equals any row's."""
     past = lengths(9, 9)
     q, k, v = randn(ROWS, 1, HEADS, DIM), *randn(2, ROWS, ROOM, KV_HEADS, DIM)
     ops.capture_graph()
@@ -60,7 +60,7 @@ def test_a_captured_attention_reads_lengths_from_memory(ops, ragged):
         torch.testing.assert_close(out, expected)
 
 
-def test_a_captured_attention_over_8_bits_does_so(ops):
+def test_captured_attention_over_8_bits_reads_lengths_from_memory(ops):
     past = lengths(9, 3)
     q, kv = (
         randn(ROWS, 1, HEADS, DIM),
@@ -72,7 +72,7 @@ def test_a_captured_attention_over_8_bits_does_so(ops):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_captured_attention_over_parts_does_so(ops, form, paged):
+def test_captured_attention_over_parts_reads_lengths_from_memory(ops, form, paged):
     past, count = lengths(9, 3), lengths(ROOM, ROOM)
     q, kv = randn(ROWS, 1, HEADS, DIM), randn(2, ROWS, ROOM, KV_HEADS, DIM)
     stores = [list(FORMATS[form].encode(x).values()) for x in kv]
@@ -94,7 +94,7 @@ def pool_of(x: Tensor, table: Tensor, tokens: int) -> Tensor:
     return pool
 
 
-def test_a_captured_append_writes_behind_the_lengths_in_memory(ops):
+def test_captured_append_writes_after_the_lengths_in_memory(ops):
     past = lengths(9, 3)
     k, v = randn(2, ROWS, 1, KV_HEADS, DIM)
     stored = [[torch.zeros(ROWS, ROOM, KV_HEADS, DIM)] for _ in range(2)]
@@ -137,8 +137,8 @@ def test_splits_fill_the_device_once(rows, kv_heads, group, kv_len, processors, 
 @pytest.mark.parametrize("wrong", [-1, 10**6, 2**31 - 1])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("length", [1, 40])
-def test_a_page_that_is_not_there_is_not_read_and_shows_as_nan(ops, form, length, wrong):
-    """The host can't look at a table on a device. Decoding, and many queries."""
+def test_missing_page_is_not_read_and_yields_nan(ops, form, length, wrong):
+    """The host can't check a table on a device. Decoding, and many queries."""
     rng, tokens = random.Random(0), 96
     memory = Guarded(rng)
     q, kv = randn(ROWS, length, HEADS, DIM), randn(2, ROWS, tokens, KV_HEADS, DIM)

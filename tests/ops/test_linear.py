@@ -1,4 +1,5 @@
-"""exkv::linear: every kernel against float64, beside torch's own error, and against itself."""
+"""exkv::linear: every kernel against float64, with torch's own error as the bound, and batches
+against single rows."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def test_errors_are_at_most_twice_torchs_own(dtype, inputs):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_nan_come_through(dtype):
+def test_infinities_and_nan_propagate(dtype):
     x, weight, _ = case(3, 70, 9, dtype)
     x[0, 3], x[1, 69] = torch.inf, torch.nan
     out = linear(x, weight, None)
@@ -91,8 +92,8 @@ def test_infinities_and_nan_come_through(dtype):
 
 
 @needs_kernels
-def test_nothing_beside_the_tensors_is_read():
-    """All around them are NaN; nothing is aligned."""
+def test_no_read_outside_of_the_tensors():
+    """The tensors are surrounded by NaN, and unaligned."""
     for dtype in DTYPES:
         sizes = [(1, 33, 5), (4, 7, 1), (3, 1, 9), (2, 95, 6)]
         if dtype is not torch.float32:  # of which so many rows may be torch's own
@@ -102,7 +103,7 @@ def test_nothing_beside_the_tensors_is_read():
             assert torch.equal(linear(*map(poisoned, given)), linear(*given))
 
 
-def test_strided_inputs_are_taken_as_they_are_meant():
+def test_strided_inputs_are_read_correctly():
     base = torch.randn(6, 4, 80).bfloat16()
     weight = torch.randn(10, 80).bfloat16()
     for x in (base[:, -1], base[::3].transpose(0, 1), base.permute(2, 1, 0)[:6].flip(0)):
@@ -113,14 +114,14 @@ def test_strided_inputs_are_taken_as_they_are_meant():
         assert_within_rounding(x, w, bias[:, 0], linear(x, w, bias[:, 0]))
 
 
-def test_other_dtypes_are_torchs_own():
+def test_other_dtypes_use_torch():
     x, weight, bias = case(3, 20, 7, torch.float64, bias=True)
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows_are_torchs_own(dtype):
+def test_many_rows_use_torch(dtype):
     if dtype is torch.bfloat16 and exkv_ext.cpu_isa() != "avx512_bf16":
         pytest.skip("here the kernel is faster than torch's for any number of rows")
     x, weight, bias = case(66, 200, 70, dtype, bias=True)
@@ -131,8 +132,8 @@ def test_many_rows_are_torchs_own(dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(777, 1003), (5637, 103)])
-def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype, inputs, outputs):
-    """Inputs that are more than the first cache holds of all rows are taken piece by piece."""
+def test_rows_are_independent_of_others_and_of_threads(dtype, inputs, outputs):
+    """Inputs of all rows that exceed the first-level cache are read in pieces."""
     x, weight, bias = case(16, inputs, outputs, dtype, bias=True)
     if exkv_ext.cpu_isa() == "portable":
         x = x[:4]
@@ -147,8 +148,8 @@ def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype, 
 
 
 @needs_kernels
-def test_rows_by_the_hundred_are_each_what_it_is_alone():
-    """Values that are widened before they are multiplied go in tiles, stretch by stretch."""
+def test_hundreds_of_rows_equal_single_rows():
+    """Values that are widened before they are multiplied are processed in tiles."""
     if exkv_ext.cpu_isa() == "avx512_bf16":
         pytest.skip("here so many rows are torch's own")
     x, weight, bias = case(131, 1093, 37, torch.bfloat16, bias=True, seed=8)
@@ -178,7 +179,7 @@ def test_each_head_is_a_linear_layer_within_rounding(heads, rows, inputs, output
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_linear_layers_to_the_bit_whatever_rows_are_beside(dtype):
+def test_heads_are_bit_identical_to_linear_layers(dtype):
     x, weight, _ = case(3 * 16, 70, 3 * 37, dtype)
     x, weight = x.view(3, 16, 70), weight.view(3, 37, 70)
     if exkv_ext.cpu_isa() == "portable":
@@ -211,7 +212,7 @@ def one_by_one(x, weights, biases):
     bias=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_several_maps_are_each_its_own_to_the_bit(rows, inputs, outputs, dtype, bias):
+def test_linears_are_bit_identical_to_linear(rows, inputs, outputs, dtype, bias):
     x, weights, biases = several(rows, inputs, outputs, dtype, bias=bias)
     outs = linears(x, weights, biases)
     assert equal(outs, one_by_one(x, weights, biases))
@@ -229,8 +230,8 @@ def test_threads_share_all_the_outputs_and_change_none(dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 66])
-def test_layers_that_are_torchs_own_may_be_among_others(rows):
-    """A weight that isn't contiguous, rows that are too many for the kernels, strided inputs."""
+def test_torchs_layers_may_be_among_others(rows):
+    """A weight that isn't contiguous, too many rows for the kernels, strided inputs."""
     x, weights, _ = several(rows, 48, [5, 16, 9], torch.float32, bias=False)
     weights[1] = weights[1].t().contiguous().t()
     x = x.t().contiguous().t()
@@ -260,14 +261,14 @@ def test_nothing_beside_several_weights_is_read():
         ((2, 4), (3, 4), (1, 3), r"bias \(1, 3\) must have one entry"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_by_name_and_number(x, weight, bias, complaint):
+def test_mismatched_shapes_are_refused_by_name_and_number(x, weight, bias, complaint):
     tensors = [None if shape is None else torch.ones(shape) for shape in (x, weight, bias)]
     with pytest.raises(RuntimeError, match=complaint):
         linear(*tensors)
 
 
 @needs_kernels
-def test_unlike_dtypes_are_refused_by_name():
+def test_mixed_dtypes_are_refused_by_name():
     x, weight, bias = case(2, 8, 4, torch.bfloat16, bias=True)
     with pytest.raises(RuntimeError, match="x is Float and weight BFloat16; convert one"):
         linear(x.float(), weight, bias)
@@ -276,7 +277,7 @@ def test_unlike_dtypes_are_refused_by_name():
 
 
 @needs_kernels
-def test_several_that_do_not_fit_are_refused_by_name_and_number():
+def test_mismatched_linears_are_refused_by_name_and_number():
     x, weights, biases = several(2, 8, [4, 3], torch.float32, bias=True)
     for call, complaint in [
         ((x, weights, biases[:1]), "1 biases for 2 weights; give one for each, or none"),
@@ -312,7 +313,7 @@ class Pair(PlainModule):
         self.second = nn.Identity()
 
 
-def test_a_part_that_is_replaced_or_deleted_is_so_at_once():
+def test_replaced_or_deleted_parts_take_effect_at_once():
     pair, other = Pair(), Linear(4, 3, bias=True, dtype=torch.float32)
     pair.first = other
     assert pair.first is other and dict(pair.named_children())["first"] is other
@@ -338,7 +339,7 @@ def test_a_copy_has_parts_of_its_own_and_a_moved_one_its_new_weights():
 
 
 def on_simulated_devices():
-    """For few rows and for many: same bits, and nothing but the output taken. Then a mixture."""
+    """For few rows and for many: equal bits, and no memory beyond the output. Then a mixture."""
     rows = []
     for dtype in DTYPES:
         for count in (1, 4, 16, 17, 33, 80):
@@ -376,13 +377,13 @@ t.test_any_shape_is_right_within_rounding()
 for dtype in t.DTYPES:
     for inputs in (768, 1000, 5632):
         t.test_errors_are_at_most_twice_torchs_own(dtype, inputs)
-    t.test_infinities_and_nan_come_through(dtype)
+    t.test_infinities_and_nan_propagate(dtype)
     for inputs, outputs in ((777, 1003), (5637, 103)):
-        t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(
+        t.test_rows_are_independent_of_others_and_of_threads(
             dtype, inputs, outputs)
     t.test_threads_share_all_the_outputs_and_change_none(dtype)
-t.test_several_maps_are_each_its_own_to_the_bit()
-t.test_nothing_beside_the_tensors_is_read()
+t.test_linears_are_bit_identical_to_linear()
+t.test_no_read_outside_of_the_tensors()
 """
 
 

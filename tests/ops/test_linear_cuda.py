@@ -1,5 +1,5 @@
-"""Linear layers of few rows on CUDA, emulated and real: against float64, and to the bit where it is
-promised."""
+"""Linear layers of few rows on CUDA, emulated and real: against float64, and equal to the bit where
+that is guaranteed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_few_rows_are_right_within_rounding(kernels, inputs, outputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_several_are_each_its_own_to_the_bit(kernels, dtype):
+def test_several_are_bit_identical_to_single_ones(kernels, dtype):
     x, *_ = case(2, 96, 1, dtype)
     sizes = (130, 18, 18, 5, 64, 2)  # more than one launch takes
     weights = [case(1, 96, size, dtype, seed=size)[1] for size in sizes]
@@ -43,14 +43,14 @@ def test_several_are_each_its_own_to_the_bit(kernels, dtype):
     assert all(map(torch.equal, alone, kernels.linears(x, weights[:3], [])))
 
 
-def test_a_row_does_not_depend_on_its_company(kernels):
+def test_row_is_independent_of_others(kernels):
     x, weight, _ = case(4, 700, 50, torch.bfloat16)
     together = kernels.linear(x, weight, None)
     for row in range(4):
         assert torch.equal(kernels.linear(x[row : row + 1], weight, None)[0], together[row])
 
 
-def test_tensors_that_lie_anywhere_give_the_same_bits(kernels):
+def test_misaligned_tensors_are_bit_identical(kernels):
     """Parts of a larger matrix, rows that begin at odd addresses, heads first."""
     x, weight, _ = case(3, 200, 12, torch.bfloat16)
     expected = kernels.linear(x, weight, None)
@@ -63,7 +63,7 @@ def test_tensors_that_lie_anywhere_give_the_same_bits(kernels):
     assert kernels.linear(x.view(3, 1, 200), weight, None).shape == (3, 1, 12)
 
 
-def test_what_lies_beside_a_row_is_not_read(kernels):
+def test_no_read_outside_of_a_row(kernels):
     x, weight, _ = case(2, 19, 9, torch.float16)
     whole = torch.full((20, 19), torch.nan, dtype=weight.dtype)
     whole[5:14] = weight
@@ -73,7 +73,7 @@ def test_what_lies_beside_a_row_is_not_read(kernels):
     assert_within_rounding(x, weight, None, found)
 
 
-def test_many_rows_are_torchs_own(kernels):
+def test_many_rows_use_torch(kernels):
     x, weight, bias = case(5, 64, 32, torch.float32, bias=True)
     torch.testing.assert_close(kernels.linear(x, weight, bias), F.linear(x, weight, bias))
 

@@ -1,5 +1,5 @@
-"""exkv::linear_groups and its kin: every kernel against float64, beside the error of multiplying
-dequantized bfloat16 weights."""
+"""exkv::linear_groups and related ops: every kernel against float64, with the error of multiplying
+dequantized bfloat16 weights as the bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ops = torch.ops.exkv
 def matrix(
     format: GroupFormat, outputs: int, inputs: int, seed: int = 0
 ) -> tuple[list[Tensor], Tensor]:
-    """Random tensors of a matrix, and what they stand for in float64."""
+    """Random tensors of a matrix, and its values in float64."""
     generator = torch.Generator().manual_seed(seed)
     groups, top = format.groups.count(inputs), 2**format.bits
     codes = torch.randint(0, top, (outputs, inputs), generator=generator)
@@ -128,7 +128,7 @@ def check_all() -> None:
 
 
 @needs_kernels
-def test_a_rows_result_does_not_depend_on_the_threads():
+def test_rows_are_independent_of_threads():
     format = GroupFormat(bits=4, group=32, scale=torch.float16)
     tensors, _ = matrix(format, 1003, 512)
     x = torch.randn(4, 512).bfloat16()
@@ -136,7 +136,7 @@ def test_a_rows_result_does_not_depend_on_the_threads():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_infinities_and_tiny_numbers_come_through(dtype):
+def test_zeros_infinities_and_tiny_numbers_propagate(dtype):
     format = GroupFormat(bits=4, group=32, scale=torch.float32)
     tensors, weight = matrix(format, 9, 64)
     x = torch.zeros(4, 64, dtype=dtype)
@@ -159,7 +159,7 @@ def test_many_rows_are_multiplied_tile_by_tile(monkeypatch):
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused_by_name_and_number():
+def test_mismatched_arguments_are_refused_by_name_and_number():
     format = GroupFormat(bits=4, group=32, scale=torch.float16, shift="zero", ordered=True)
     (codes, scale, zero, order), _ = matrix(format, 9, 64)
     x, layout = torch.randn(2, 64), list(format.groups)

@@ -1,5 +1,6 @@
-"""exkv::linear_packed and dequantize_packed: every kernel against float64, beside the error of
-multiplying dequantized bfloat16 weights; dequantized values against the plain ones, to the bit."""
+"""exkv::linear_packed and dequantize_packed: every kernel against float64, with the error of
+multiplying dequantized bfloat16 weights as the bound; dequantized values equal the plain ones to
+the bit."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ ops = torch.ops.exkv
 
 
 def matrix(name: str, outputs: int, inputs: int) -> tuple[list[Tensor], Tensor]:
-    """Random tensors of a matrix, and what they stand for in float64."""
+    """Random tensors of a matrix, and its values in float64."""
     format, generator = EVERY[name], torch.Generator().manual_seed(len(name) + outputs)
     register(format)
     tensors = {
@@ -104,7 +105,7 @@ def sections(outputs: int, times: int) -> tuple[Exl2Format, list[Tensor], Tensor
 
 
 def check_sections(outputs: int, where: Any = ops, times: int = 1) -> None:
-    """Any rows are right, and the same beside others; so are dequantized ones."""
+    """Every row is right and independent of the others; so are dequantized rows."""
     format, tensors, weight = sections(outputs, times)
     inputs = 384 * times
     layout = list(format.native((outputs, inputs)))
@@ -165,14 +166,14 @@ def check_all() -> None:
 
 
 @needs_kernels
-def test_a_rows_result_does_not_depend_on_the_threads():
+def test_rows_are_independent_of_threads():
     tensors, _ = matrix("Q4_K", 1003, 512)
     x = torch.randn(4, 512).bfloat16()
     assert_same_on_threads(lambda: linear("Q4_K", x, tensors))
 
 
 @pytest.mark.parametrize("name", ["Q6_K", "IQ4_NL", "blocks", "nf4"])
-def test_zeros_infinities_and_tiny_numbers_come_through(name):
+def test_zeros_infinities_and_tiny_numbers_propagate(name):
     tensors, weight = matrix(name, 9, 512)
     for dtype in DTYPES:
         x = torch.zeros(4, 512, dtype=dtype)
@@ -186,7 +187,7 @@ def test_zeros_infinities_and_tiny_numbers_come_through(name):
 
 @needs_cxx
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_of_8_bit_floats_that_are_no_numbers_make_none(dtype):
+def test_nan_codes_of_8_bit_floats_yield_nan(dtype):
     tensors, _ = matrix("blocks", 9, 544)
     tensors[0].view(torch.uint8)[4, 100] = 255
     tensors[0].view(torch.uint8)[7, 540] = 127
@@ -221,7 +222,7 @@ def test_rows_of_a_matrix_are_a_matrix_in_the_same_memory(name):
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused_by_name_and_number():
+def test_mismatched_arguments_are_refused_by_name_and_number():
     x = torch.randn(2, 512)
     (rows,), _ = matrix("Q4_K", 9, 512)
     nf4, _ = matrix("nf4", 9, 512)

@@ -1,5 +1,5 @@
-"""Norms and gates: every kernel against float64, beside torch's own error, and, where nothing is
-left to the order of a sum, against the reference to the bit."""
+"""Norms and gates: every kernel against float64, with torch's own error as the bound, and equal to
+the reference to the bit where no order of summation is involved."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ rms_norm, add_rms_norm = torch.ops.exkv.rms_norm, torch.ops.exkv.add_rms_norm
 
 
 def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
-    """torch's own, in float64."""
+    """torch's norm in float64."""
     return F.rms_norm(x.double(), weight.shape, weight.double() + offset, EPS)
 
 
 def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
-    """What is written over a copy of the gate."""
+    """The op's result, written into a copy of the gate."""
     out = gate.clone()
     GATES[act](out, up)
     return out
@@ -125,9 +125,7 @@ def test_a_layer_norms_errors_are_at_most_twice_torchs_own(dtype, offset, biased
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=100, deadline=None)
-def test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit(
-    rows, size, dtype, offset, seed
-):
+def test_norm_with_an_exact_sum_is_bit_identical_to_the_reference(rows, size, dtype, offset, seed):
     """Small whole numbers' squares sum to the same in every order."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-60, 61, (rows, size), generator=generator).to(dtype)
@@ -147,7 +145,7 @@ def test_adding_first_is_torchs_sum_and_the_norm_of_it(leading, size, dtype, off
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_nan_and_zeros_come_through_a_norm(dtype):
+def test_infinities_nan_and_zeros_propagate_through_norms(dtype):
     x, weight = normal(5, 70, dtype=dtype), normal(70, dtype=dtype)
     x[0, 3], x[1, 69], x[3] = torch.inf, torch.nan, 0
     out = rms_norm(x, weight, EPS, False)
@@ -162,7 +160,7 @@ def test_infinities_nan_and_zeros_come_through_a_norm(dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_inputs_of_a_norm_are_taken_as_they_are_meant(dtype):
+def test_strided_inputs_of_norms_are_read_correctly(dtype):
     weight = normal(80, dtype=dtype)[::2]
     for x in strided(dtype):
         expected = rms_norm(x.contiguous(), weight.contiguous(), EPS, True)
@@ -241,7 +239,7 @@ def test_gelu_of_every_16_bit_number_is_rounded_right(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", FUSED)
-def test_the_ends_of_the_range_come_through_a_gate(dtype, act):
+def test_extreme_values_propagate_through_gates(dtype, act):
     most = torch.finfo(dtype).max
     ends = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, most, -most, 88.0, -88.0, 104.0, -104.0]
     gate = torch.tensor(ends, dtype=dtype).repeat(5)
@@ -254,7 +252,7 @@ def test_the_ends_of_the_range_come_through_a_gate(dtype, act):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", FUSED)
-def test_strided_gates_are_written_where_they_stand(dtype, act):
+def test_strided_gates_are_written_in_place(dtype, act):
     for gate in strided(dtype):
         for up in strided(dtype):
             expected = gated(act, gate.contiguous(), up.contiguous())
@@ -267,7 +265,7 @@ def test_strided_gates_are_written_where_they_stand(dtype, act):
 
 
 @needs_kernels
-def test_nothing_beside_the_tensors_is_read_or_written():
+def test_no_access_outside_of_the_tensors():
     for dtype in DTYPES:
         for rows, size in [(1, 33), (4, 7), (3, 1), (2, 95)]:
             x, residual = (normal(rows, size, dtype=dtype, seed=i) for i in range(2))
@@ -285,7 +283,7 @@ def test_nothing_beside_the_tensors_is_read_or_written():
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
+def test_rows_are_independent_of_others_and_of_threads(dtype):
     x, residual = (normal(50, 3001, dtype=dtype, seed=i) for i in range(2))
     weight = normal(3001, dtype=dtype, seed=2)
 
@@ -303,7 +301,7 @@ def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused_by_name_and_number():
+def test_mismatched_arguments_are_refused_by_name_and_number():
     x, weight = torch.ones(2, 4), torch.ones(4)
     for call, complaint in [
         (lambda: rms_norm(x, torch.ones(3), EPS), r"weight \(3\) must have .* 4 features of x"),
@@ -344,7 +342,7 @@ def test_torch_compile_traces_layers_whole():
 
 
 def on_simulated_devices():
-    """The same bits as on the CPU, and the bytes that each call takes beyond its outputs'."""
+    """Whether bits equal the CPU's, and each call's bytes beyond its outputs'."""
     rows = []
     for dtype in DTYPES:
         x, residual = (normal(6, 200, dtype=dtype, seed=i) for i in range(2))
@@ -381,22 +379,22 @@ def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_outputs():
 ISA_PROGRAM = """
 import torch, test_norms as t
 t.test_any_shapes_norm_is_right_within_rounding()
-t.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit()
+t.test_norm_with_an_exact_sum_is_bit_identical_to_the_reference()
 t.test_adding_first_is_torchs_sum_and_the_norm_of_it()
 t.test_any_shapes_gate_is_right_within_rounding()
 t.test_silu_of_float32_is_right_to_two_units_of_the_last_place()
 for dtype in t.DTYPES:
     t.test_a_norms_errors_are_at_most_twice_torchs_own(dtype, False)
-    t.test_infinities_nan_and_zeros_come_through_a_norm(dtype)
+    t.test_infinities_nan_and_zeros_propagate_through_norms(dtype)
     for act in t.FUSED:
         t.test_a_gates_errors_are_at_most_twice_torchs_own(dtype, act)
-        t.test_the_ends_of_the_range_come_through_a_gate(dtype, act)
-        t.test_strided_gates_are_written_where_they_stand(dtype, act)
+        t.test_extreme_values_propagate_through_gates(dtype, act)
+        t.test_strided_gates_are_written_in_place(dtype, act)
     if dtype is not torch.float32:
         t.test_silu_of_every_16_bit_number_is_torchs_to_the_bit(dtype)
         t.test_gelu_of_every_16_bit_number_is_rounded_right(dtype)
-    t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
-t.test_nothing_beside_the_tensors_is_read_or_written()
+    t.test_rows_are_independent_of_others_and_of_threads(dtype)
+t.test_no_access_outside_of_the_tensors()
 """
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of norms and gates, emulated or on a GPU, in the very tests of the CPU's."""
+"""The CUDA kernels of norms and gates, emulated or on a GPU, in the same tests as the CPU's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from native import ops_of
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
 def backend(request, monkeypatch):
-    """Whose ops the tests of test_norms find in their module."""
+    """The ops that the tests from test_norms use."""
     ops = ops_of(request.param)
     monkeypatch.setattr(test_norms, "rms_norm", ops.rms_norm)
     monkeypatch.setattr(test_norms, "add_rms_norm", ops.add_rms_norm)
@@ -21,29 +21,29 @@ def backend(request, monkeypatch):
 CHECKS = [
     test_norms.test_any_shapes_norm_is_right_within_rounding,
     test_norms.test_any_shapes_gate_is_right_within_rounding,
-    test_norms.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit,
+    test_norms.test_norm_with_an_exact_sum_is_bit_identical_to_the_reference,
     test_norms.test_adding_first_is_torchs_sum_and_the_norm_of_it,
-    test_norms.test_nothing_beside_the_tensors_is_read_or_written,
-    test_norms.test_what_does_not_fit_is_refused_by_name_and_number,
+    test_norms.test_no_access_outside_of_the_tensors,
+    test_norms.test_mismatched_arguments_are_refused_by_name_and_number,
     test_norms.test_silu_of_float32_is_right_to_two_units_of_the_last_place,
 ]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_it_is_as_on_the_cpu(check):
+def test_cuda_matches_the_cpu(check):
     check()
 
 
 @pytest.mark.parametrize("dtype", test_norms.DTYPES)
-def test_each_type_is_as_on_the_cpu(dtype):
+def test_each_type_matches_the_cpu(dtype):
     for offset in (False, True):
         test_norms.test_a_norms_errors_are_at_most_twice_torchs_own(dtype, offset)
-    test_norms.test_infinities_nan_and_zeros_come_through_a_norm(dtype)
-    test_norms.test_strided_inputs_of_a_norm_are_taken_as_they_are_meant(dtype)
+    test_norms.test_infinities_nan_and_zeros_propagate_through_norms(dtype)
+    test_norms.test_strided_inputs_of_norms_are_read_correctly(dtype)
     for act in test_norms.FUSED:
         test_norms.test_a_gates_errors_are_at_most_twice_torchs_own(dtype, act)
-        test_norms.test_the_ends_of_the_range_come_through_a_gate(dtype, act)
-        test_norms.test_strided_gates_are_written_where_they_stand(dtype, act)
+        test_norms.test_extreme_values_propagate_through_gates(dtype, act)
+        test_norms.test_strided_gates_are_written_in_place(dtype, act)
 
 
 def test_more_rows_than_a_grid_is_high():
@@ -53,7 +53,7 @@ def test_more_rows_than_a_grid_is_high():
 
 
 @pytest.mark.parametrize("dtype", test_norms.DTYPES)
-def test_values_that_are_moved_together_give_the_same_bits_as_by_themselves(dtype):
+def test_vectorized_values_are_bit_identical(dtype):
     x, residual = (test_norms.normal(3, 2048, dtype=dtype, seed=seed) for seed in range(2))
     weight = test_norms.normal(2048, dtype=dtype, seed=2)
     apart = [test_norms.poisoned(tensor) for tensor in (x, residual, weight)]

@@ -1,4 +1,4 @@
-"""Codes in the kernels' order: what native code packs is what plain PyTorch does."""
+"""Codes in the kernels' order: native packing equals plain PyTorch."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_every_type_whose_blocks_are_split_is_one_of_these():
 
 
 @pytest.mark.parametrize("call", ["op", "reference"])
-def test_what_cannot_be_packed_is_refused_by_number(call):
+def test_invalid_codes_are_refused_with_numbers(call):
     def run(name, *arguments):
         op = getattr(torch.ops.exkv, name) if call == "op" else REFERENCES[name]
         return op(*arguments)

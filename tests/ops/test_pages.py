@@ -1,5 +1,5 @@
-"""Attention over rows that lie in pages, against torch's own softmax over the same keys and values:
-pages of any order, pages in common, and nothing read that no query sees."""
+"""Attention over paged rows against torch's softmax over the same keys and values: pages in any
+order, shared pages, and no read of keys that no query sees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPED = [kind for kind in FORMATS if FORMATS[kind].group > 1]
 
 
 def poisoned(shape, dtype):
-    """A pool in which nothing was stored: no number, or the largest."""
+    """A pool without stored tokens: NaN, or the largest number."""
     nothing = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
     return torch.full(shape, nothing, dtype=dtype)
 
@@ -67,7 +67,7 @@ def group_of(kind, index):
 
 
 def share_first(part: Part, tokens: int) -> None:
-    """All rows begin with what row 0 does."""
+    """Let all rows begin with the tokens of row 0."""
     for kind, store, wide in zip(part.kinds, part.stored, part.wide, strict=True):
         for i, x in enumerate(store):
             x[:, : tokens // group_of(kind, i)] = x[:1, : tokens // group_of(kind, i)].clone()
@@ -179,7 +179,7 @@ def test_each_instruction_set_finds_its_pages(isa):
 
 
 def arguments(kinds=("int4", "int8"), *, pages=5, page=32, entries=2, kv_len=40):
-    """Three rows of two pages; what looks at shapes only is zero."""
+    """Three rows of two pages, all zeros, for tests of shapes only."""
     stores = [
         [torch.zeros(size, dtype=dtype) for size, dtype in layout.values()]
         for layout in (FORMATS[kind].layout((pages, page, KV_HEADS, 8), torch.float32)
@@ -205,7 +205,7 @@ def test_an_entry_that_is_read_and_names_no_page_is_refused_by_name_and_number(w
 
 
 @pytest.mark.parametrize("way", ["op", "reference"])
-def test_pools_and_tables_that_do_not_fit_are_refused(way):
+def test_mismatched_pools_and_tables_are_refused(way):
     op = torch.ops.exkv.attention_part if way == "op" else REFERENCES["attention_part"]
     error = ValueError if way == "reference" else (ValueError, RuntimeError)
 
@@ -247,22 +247,22 @@ def test_one_row_of_one_page_and_no_rows_at_all(ops):
 @pytest.mark.parametrize("kinds", [("float", "int8"), ("int4c", "int2")])
 @pytest.mark.parametrize("kv_len", [100, 700, 1300])
 @pytest.mark.parametrize("page", [32, 96])
-def test_a_prediction_knows_pages_too(monkeypatch, kinds, kv_len, page):
+def test_prediction_covers_pages(monkeypatch, kinds, kv_len, page):
     args = arguments(kinds, page=page, entries=-(-kv_len // page), kv_len=kv_len)
     whole = peak(monkeypatch, args, shorten=False)
     assert peak(monkeypatch, args, shorten=True) == whole > 0
 
 
 def test_no_copy_of_the_pool_is_made(monkeypatch):
-    """Neither of all pages, nor of all of a row's: but for the table, the peak does not grow."""
+    """Neither of the pool nor of a row: except for the table, the peak does not grow."""
     few = arguments(("int4", "float"), pages=40, entries=40, kv_len=1280)
     many = arguments(("int4", "float"), pages=400, entries=160, kv_len=5120)
     grown = peak(monkeypatch, many, shorten=False) - peak(monkeypatch, few, shorten=False)
     assert grown <= 3 * 120 * 8 * 6  # tables of a few kinds
 
 
-def test_rows_that_bring_no_token_are_neither_stored_nor_read(ops):
-    """Those that fill up a captured step's bucket: no page of theirs is looked at."""
+def test_rows_without_tokens_are_neither_stored_nor_read(ops):
+    """Padding rows of a captured step's batch: their pages are never read."""
     draw = torch.Generator().manual_seed(1)
     drawn = lambda *shape: torch.randn(*shape, KV_HEADS, HEAD_DIM, generator=draw)  # noqa: E731
     pool, new, q = [drawn(9, 16), drawn(9, 16)], (drawn(4, 1), drawn(4, 1)), drawn(4, 1)

@@ -1,5 +1,5 @@
-"""Attention of many queries over quantized caches and parts in CUDA's kernel, emulated or on a GPU:
-torch's own attention on what is stored says what is right."""
+"""CUDA attention of many queries over quantized caches and parts, emulated or on a GPU, against
+torch's attention on the stored values."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def kernels(request):
 # 64 rows of queries fill a block, 16 in large heads of float32; tiles of 32 or 64 keys.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [20, 64, 80, 96, 128, 256])
-def test_the_error_is_at_most_twice_the_plain_one(kernels, dtype, head_dim):
-    """One head of queries to a head of keys and several; a block's rows filled and not."""
+def test_error_is_at_most_twice_plain_precision(kernels, dtype, head_dim):
+    """One query head for each key head and several; blocks filled wholly and partly."""
     cases = [
         ((33, 70, 2, 2), ({}, {"window": 50})),
         ((24, 5, 6, 2), ({"softcap": 3.0}, {"window": 9, "softcap": 20.0})),
@@ -65,7 +65,7 @@ def test_parts_in_any_format_are_as_exact_as_the_queries_type(kernels, kinds, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_unlike_length_see_their_own_keys_only(kernels, dtype):
+def test_ragged_rows_see_only_their_own_keys(kernels, dtype):
     pasts, length = [0, 1, 31, 64, 130], 19
     q, k, v = test_attention.random_case(0, dtype, len(pasts), length, max(pasts), 4, 1, 64)
     for window in (0, 17):
@@ -98,7 +98,7 @@ def test_rotated_keys_and_queries_give_what_unrotated_ones_do(kernels, kind):
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_queries_that_see_nothing_get_zeros(kernels, kind):
-    """In a block with others, in one by themselves, and where there is no key at all."""
+    """In a block with others, in one of their own, and without any key."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 40, 4, 32, generator=generator).bfloat16()
     part = make_part(generator, [kind] * 2, [20, 0], [30, 0])
@@ -112,13 +112,13 @@ def test_queries_that_see_nothing_get_zeros(kernels, kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_that_is_seen_is_told(kernels, dtype):
+def test_visible_nan_propagates(kernels, dtype):
     test_attention.check_nan(kernels, "int8", dtype, 20, 80)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind, dtype):
+def test_keys_past_a_rows_end_are_invisible(kernels, kind, dtype):
     test_attention_parts.check_poison(kernels, kind, length=20, dtype=dtype)
 
 

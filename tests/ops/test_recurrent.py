@@ -62,7 +62,7 @@ def theirs(q, k, v, decay, beta, state):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 64, 150])
-def test_outputs_and_states_are_those_of_a_loop_over_tokens(op, sizes, tokens):
+def test_outputs_and_states_match_a_loop_over_tokens(op, sizes, tokens):
     *given, state = inputs(tokens, sizes)
     expected, after = theirs(*given, state)
     out = op(*given, state, None)
@@ -73,10 +73,8 @@ def test_outputs_and_states_are_those_of_a_loop_over_tokens(op, sizes, tokens):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 150])
 @pytest.mark.parametrize("fading", [0.01, 1, 100])
-def test_channels_that_fade_by_themselves_are_those_of_a_loop_over_tokens(
-    op, sizes, tokens, fading
-):
-    """Within a block of 64 tokens the slowest channel keeps all, the fastest e^-5000."""
+def test_channelwise_decay_matches_a_loop_over_tokens(op, sizes, tokens, fading):
+    """Over a block of 64 tokens the slowest channel decays by nothing, the fastest by e^-5000."""
     *given, state = inputs(tokens, sizes, fading=fading)
     expected, after = theirs(*given, state)
     out = op(*given, state, None)
@@ -85,7 +83,7 @@ def test_channels_that_fade_by_themselves_are_those_of_a_loop_over_tokens(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
+def test_16_bit_inputs_are_computed_in_float32(op, dtype):
     *given, state = inputs(5, SIZES[0], dtype)
     expected, after = theirs(*given, state)
     out = op(*given, state, None)
@@ -95,7 +93,7 @@ def test_inputs_of_few_bits_are_computed_in_float32(op, dtype):
 
 
 @pytest.mark.parametrize("fading", [None, 1])
-def test_padding_leaves_a_rows_state_as_it_is(op, fading):
+def test_padding_leaves_the_state_unchanged(op, fading):
     *given, state = inputs(70, SIZES[1], rows=3, fading=fading)
     lens = torch.tensor([70, 11, 0], dtype=torch.int32)
     before, padded = state.clone(), state.clone()
@@ -108,7 +106,7 @@ def test_padding_leaves_a_rows_state_as_it_is(op, fading):
         torch.testing.assert_close(padded[row], after[0], rtol=2e-4, atol=2e-5)
 
 
-def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token(kernels):
+def test_bits_do_not_depend_on_other_rows_or_later_tokens(kernels):
     *given, state = inputs(9, SIZES[0], torch.bfloat16, rows=4)
     before = state.clone()
     together = kernels.gated_delta(*given, state, None)
@@ -120,7 +118,7 @@ def test_a_tokens_bits_depend_on_no_other_row_and_no_later_token(kernels):
     assert torch.equal(own, state[2:3])
 
 
-def test_tensors_that_contradict_each_other_are_named(kernels):
+def test_contradicting_tensors_are_refused_by_name(kernels):
     q, k, v, decay, beta, state = inputs(2, SIZES[0])
     run = kernels.gated_delta
     with pytest.raises(RuntimeError, match="state must be float32 with q's rows"):
@@ -138,7 +136,7 @@ def test_tensors_that_contradict_each_other_are_named(kernels):
 
 
 @pytest.mark.parametrize("heads", [0, 3])
-def test_the_reference_refuses_keys_that_serve_no_values(heads):
+def test_reference_refuses_unmatched_heads(heads):
     q, k, v, *rest = inputs(2, SIZES[0])
     k = k.repeat(1, 1, 2, 1)[:, :, :heads]
     with pytest.raises(ValueError, match="H_v a multiple of H_k"):

@@ -1,11 +1,11 @@
-"""Recurrences of prompts in chunks, on the CPU: as exact as transformers' chunks in float32, beside
-the definition in float64."""
+"""Prompts through recurrences in chunks, on the CPU: no less accurate than transformers' float32
+chunks, measured against the definition in float64."""
 
 from __future__ import annotations
 
 import pytest
 import test_recurrent
-import test_ssd
+import test_state_space
 import torch
 from native import assert_right_on, each_isa, needs_kernels
 from test_recurrent_cuda import delta_in_double
@@ -29,7 +29,7 @@ def rows_of(tensors, row: int, tokens: int):
 
 
 def delta_in_chunks(q, k, v, decay, beta, state):
-    """transformers' way of a prompt."""
+    """transformers' chunked computation of a prompt."""
     wide = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     if decay.shape[-1] == 1:
@@ -57,15 +57,15 @@ def test_deltas_of_unlike_rows_are_as_exact_as_transformers_chunks(sizes, fading
 @needs_kernels
 @pytest.mark.parametrize("sizes", [(4, 64, 2, 128), (3, 37, 1, 20)], ids=str)
 def test_scans_of_unlike_rows_are_as_exact_as_transformers_scan(sizes):
-    x, dt, a, b, c, d, state = test_ssd.inputs(LENS[0], sizes, rows=len(LENS))
+    x, dt, a, b, c, d, state = test_state_space.ssd_inputs(LENS[0], sizes, rows=len(LENS))
     before, lens = state.clone(), torch.tensor(LENS, dtype=torch.int32)
     out = torch.ops.exkv.ssd(x, dt, a, b, c, d, state, lens)
     for row, tokens in enumerate(LENS[:-1]):
         x1, dt1, b1, c1 = rows_of((x, dt, b, c), row, tokens)
         own = before[row : row + 1]
         wide = [each.double() for each in (x1, dt1, a, b1, c1, d, own)]
-        exact, after = test_ssd.theirs_in_double(*wide)
-        plain, left = test_ssd.theirs(x1, dt1, a, b1, c1, d, own)
+        exact, after = test_state_space.ssd_in_double(*wide)
+        plain, left = test_state_space.bamba(x1, dt1, a, b1, c1, d, own)
         assert_no_worse(out[row : row + 1, :tokens], plain, exact)
         assert_no_worse(state[row : row + 1], left, after)
         assert not out[row, tokens:].any()
@@ -75,12 +75,12 @@ def test_scans_of_unlike_rows_are_as_exact_as_transformers_scan(sizes):
 PROGRAM = """
 import torch, exkv
 from test_recurrent import inputs
-from test_ssd import inputs as scan_inputs
+from test_state_space import ssd_inputs
 from exkv.ops import REFERENCES
 
 for name, given in (("gated_delta", inputs(100, (1, 36, 2, 40))),
                     ("gated_delta", inputs(100, (1, 36, 2, 40), fading=1)),
-                    ("ssd", scan_inputs(100, (4, 40, 2, 36)))):
+                    ("ssd", ssd_inputs(100, (4, 40, 2, 36)))):
     *given, state = given
     after = state.clone()
     expected = REFERENCES[name](*given, after, None)

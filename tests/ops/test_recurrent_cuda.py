@@ -1,4 +1,5 @@
-"""CUDA kernels of layers with a state, emulated or on a GPU, by the sizes that decide their way."""
+"""CUDA kernels of layers with a state, emulated or on a GPU, at the sizes that select each code
+path."""
 
 from __future__ import annotations
 
@@ -6,8 +7,7 @@ import ctypes
 
 import pytest
 import test_recurrent
-import test_selective_scan
-import test_ssd
+import test_state_space
 import torch
 import torch.nn.functional as F
 from native import load_emulated_ops, ops_of
@@ -31,7 +31,7 @@ DELTA_SIZES = [(1, 7, 2, 33), (1, 20, 1, 4), (2, 40, 2, 3), (1, 100, 1, 32), (1,
 
 
 def delta_in_double(q, k, v, decay, beta, state):
-    """By the definition, token after token, in float64: outputs, and the state behind them."""
+    """By the definition, token by token, in float64: outputs and the last state."""
     q, k, v, decay, beta, state = (x.double() for x in (q, k, v, decay, beta, state))
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
@@ -75,14 +75,14 @@ def test_deltas_errors_are_at_most_twice_those_of_transformers_loop(ops, dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(2, 33, 1, 7), (3, 5, 3, 50), (2, 40, 1, 128), (1, 3, 1, 256)])
 def test_scans_of_any_size_are_those_of_a_loop_in_double(ops, sizes, dtype):
-    x, dt, a, b, c, d, state = test_ssd.inputs(11, sizes, dtype, rows=3)
+    x, dt, a, b, c, d, state = test_state_space.ssd_inputs(11, sizes, dtype, rows=3)
     before, lens = state.clone(), torch.tensor([11, 5, 0], dtype=torch.int32)
     out = ops.ssd(x, dt, a, b, c, d, state, lens)
     assert torch.equal(state[2], before[2]) and not out[2].any() and not out[1, 5:].any()
     for row, tokens in ((0, 11), (1, 5)):
         parts = [each[row : row + 1, :tokens].double() for each in (x, dt, b, c)]
         x1, dt1, b1, c1 = parts
-        expected, after = test_ssd.theirs_in_double(
+        expected, after = test_state_space.ssd_in_double(
             x1, dt1, a.double(), b1, c1, d.double(), before[row : row + 1].double()
         )
         torch.testing.assert_close(out[row, :tokens], expected[0].to(dtype))
@@ -141,7 +141,7 @@ def test_a_state_in_other_floats_is_the_references_and_plans_know_it(ops):
 @pytest.mark.parametrize("rows", [256, 257])
 def test_larger_states_are_the_references_and_plans_know_it(ops, rows):
     *delta, delta_state = test_recurrent.inputs(3, (1, rows, 1, 4))
-    *scan, scan_state = test_ssd.inputs(3, (1, 4, 1, rows))
+    *scan, scan_state = test_state_space.ssd_inputs(3, (1, 4, 1, rows))
     for name, given, state in (("gated_delta", delta, delta_state), ("ssd", scan, scan_state)):
         states = [state.clone() for _ in range(2)]
         out = getattr(ops, name)(*given, states[0], None)
@@ -155,7 +155,7 @@ def test_larger_states_are_the_references_and_plans_know_it(ops, rows):
 
 @pytest.mark.parametrize("size", [64, 65])
 def test_scans_of_more_numbers_a_channel_are_the_references_and_plans_know_it(ops, size):
-    *given, state = test_selective_scan.inputs(3, (9, size))
+    *given, state = test_state_space.scan_inputs(3, (9, size))
     states = [state.clone() for _ in range(2)]
     out = ops.selective_scan(*given, states[0], None)
     expected = REFERENCES["selective_scan"](*given, states[1], None)
@@ -169,14 +169,14 @@ def test_scans_of_more_numbers_a_channel_are_the_references_and_plans_know_it(op
 CALLS = {
     "gated_delta": lambda: test_recurrent.inputs(9, (1, 100, 1, 40)),
     "gated_delta by channel": lambda: test_recurrent.inputs(9, (1, 40, 1, 40), fading=1),
-    "ssd": lambda: test_ssd.inputs(9, (1, 40, 1, 100)),
-    "selective_scan": lambda: test_selective_scan.inputs(9, (40, 20)),
+    "ssd": lambda: test_state_space.ssd_inputs(9, (1, 40, 1, 100)),
+    "selective_scan": lambda: test_state_space.scan_inputs(9, (40, 20)),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_warps_give_the_same_bits_in_either_order(name):
-    """A barrier that is missing shows in one of them."""
+    """A missing barrier would show in one of the orders."""
     ops, results = ops_of("emulated"), []
     library = ctypes.CDLL(str(load_emulated_ops()))
     for backward in (0, 1):

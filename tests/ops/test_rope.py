@@ -1,4 +1,4 @@
-"""Rotary positions: transformers' own to the bit, and a turn in the complex plane in float64."""
+"""Rotary positions: equal to transformers' to the bit, and to a complex rotation in float64."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def factors(rows: int, length: int, width: int, dtype: torch.dtype, seed: int = 
 
 
 def unlike(rows: int, length: int, width: int, dtype: torch.dtype):
-    """cos, sin whose halves differ, so that it shows which one was taken."""
+    """cos, sin whose halves differ, so that a kernel that reads the wrong half fails."""
     return normal(rows, length, width, dtype=dtype, seed=8), normal(
         rows, length, width, dtype=dtype, seed=9
     )
 
 
 def transformers_rope(q, k, cos, sin):
-    """The published function, on the features that are rotated."""
+    """transformers' function, on the rotated features."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     width = cos.shape[-1]
@@ -71,7 +71,7 @@ def test_any_shapes_turn_is_transformers_own_to_the_bit(
 
 @given(**shapes)
 @settings(max_examples=100, deadline=None)
-def test_it_is_a_turn_in_the_complex_plane(rows, length, heads, dim, part, dtype, seed):
+def test_rope_is_a_complex_rotation(rows, length, heads, dim, part, dtype, seed):
     """Two products and a sum of values up to |x|, each rounded to the dtype, and the factors."""
     width = int(part * dim) // 2 * 2
     half, (count, _) = width // 2, heads
@@ -88,7 +88,7 @@ def test_it_is_a_turn_in_the_complex_plane(rows, length, heads, dim, part, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_nan_come_through(dtype):
+def test_infinities_and_nan_propagate(dtype):
     q = normal(1, 5, 2, 40, dtype=dtype)
     q[0, 0, 0, 3], q[0, 1, 1, 39], q[0, 2] = torch.inf, torch.nan, torch.finfo(dtype).max
     cos, sin = factors(1, 5, 40, dtype)
@@ -99,7 +99,7 @@ def test_infinities_and_nan_come_through(dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_heads_are_taken_as_they_are_meant(dtype):
+def test_strided_heads_are_read_correctly(dtype):
     """Also those of Phi-3, where queries and keys are cut from one tensor."""
     joint = normal(2, 3, 6 * 40 + 5, dtype=dtype)
     cut = joint[..., :160].view(2, 3, 4, 40), joint[..., 160:240].view(2, 3, 2, 40)
@@ -122,7 +122,7 @@ def test_strided_heads_are_taken_as_they_are_meant(dtype):
 
 
 @needs_kernels
-def test_nothing_beside_the_tensors_is_read_or_written():
+def test_no_access_outside_of_the_tensors():
     for dtype in DTYPES:
         for heads, dim, width in [(3, 7, 2), (1, 66, 66), (2, 40, 24), (1, 2, 2)]:
             q, k = (normal(1, 2, n, dim, dtype=dtype, seed=n) for n in (heads, 1))
@@ -133,7 +133,7 @@ def test_nothing_beside_the_tensors_is_read_or_written():
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
+def test_tokens_are_independent_of_others_and_of_threads(dtype):
     q, k = (normal(3, 50, n, 64, dtype=dtype, seed=n) for n in (8, 2))
     cos, sin = factors(3, 50, 64, dtype)
     expected = transformers_rope(q, k, cos, sin)
@@ -147,7 +147,7 @@ def test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused_by_name_and_number():
+def test_mismatched_arguments_are_refused_by_name_and_number():
     q, k, c = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 1, 8), torch.ones(2, 3, 8)
     for call, complaint in [
         ((q[0], k, c, c), r"q must be \(B, T, heads, D\); it is \(3, 4, 8\)"),
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
 
 
 def on_simulated_devices():
-    """The same bits as on the CPU, and the bytes that a call takes beyond its outputs'."""
+    """Whether bits equal the CPU's, and a call's bytes beyond its outputs'."""
     q, k = (normal(2, 3, n, 40, dtype=torch.bfloat16, seed=n) for n in (4, 2))
     cos, sin = factors(2, 3, 24, torch.bfloat16)
     there = [tensor.to("sim:0") for tensor in (q, k, cos, sin)]
@@ -198,12 +198,12 @@ def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_outputs():
 ISA_PROGRAM = """
 import test_rope as t
 t.test_any_shapes_turn_is_transformers_own_to_the_bit()
-t.test_it_is_a_turn_in_the_complex_plane()
+t.test_rope_is_a_complex_rotation()
 for dtype in t.DTYPES:
-    t.test_infinities_and_nan_come_through(dtype)
-    t.test_strided_heads_are_taken_as_they_are_meant(dtype)
-    t.test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
-t.test_nothing_beside_the_tensors_is_read_or_written()
+    t.test_infinities_and_nan_propagate(dtype)
+    t.test_strided_heads_are_read_correctly(dtype)
+    t.test_tokens_are_independent_of_others_and_of_threads(dtype)
+t.test_no_access_outside_of_the_tensors()
 """
 
 

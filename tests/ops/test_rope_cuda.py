@@ -1,4 +1,4 @@
-"""The CUDA kernel of rotary positions, emulated or on a GPU, in the very tests of the CPU's."""
+"""The CUDA kernel of rotary positions, emulated or on a GPU, in the same tests as the CPU's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from native import ops_of
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
 def backend(request, monkeypatch):
-    """Whose op the tests of test_rope find in their module."""
+    """The op that the tests from test_rope use."""
     monkeypatch.setattr(test_rope, "rope", ops_of(request.param).rope)
 
 
@@ -18,26 +18,26 @@ def test_any_shapes_turn_is_transformers_own_to_the_bit():
     test_rope.test_any_shapes_turn_is_transformers_own_to_the_bit()
 
 
-def test_it_is_a_turn_in_the_complex_plane():
-    test_rope.test_it_is_a_turn_in_the_complex_plane()
+def test_rope_is_a_complex_rotation():
+    test_rope.test_rope_is_a_complex_rotation()
 
 
 @pytest.mark.parametrize("dtype", test_rope.DTYPES)
-def test_infinities_and_nan_come_through(dtype):
-    test_rope.test_infinities_and_nan_come_through(dtype)
+def test_infinities_and_nan_propagate(dtype):
+    test_rope.test_infinities_and_nan_propagate(dtype)
 
 
 @pytest.mark.parametrize("dtype", test_rope.DTYPES)
-def test_strided_heads_are_taken_as_they_are_meant(dtype):
-    test_rope.test_strided_heads_are_taken_as_they_are_meant(dtype)
+def test_strided_heads_are_read_correctly(dtype):
+    test_rope.test_strided_heads_are_read_correctly(dtype)
 
 
-def test_nothing_beside_the_tensors_is_read_or_written():
-    test_rope.test_nothing_beside_the_tensors_is_read_or_written()
+def test_no_access_outside_of_the_tensors():
+    test_rope.test_no_access_outside_of_the_tensors()
 
 
-def test_what_does_not_fit_is_refused_by_name_and_number():
-    test_rope.test_what_does_not_fit_is_refused_by_name_and_number()
+def test_mismatched_arguments_are_refused_by_name_and_number():
+    test_rope.test_mismatched_arguments_are_refused_by_name_and_number()
 
 
 @pytest.mark.parametrize("dtype", test_rope.DTYPES)
@@ -52,7 +52,7 @@ def test_features_that_are_moved_together_give_the_same_bits_as_by_themselves(dt
     assert test_rope.equal(test_rope.rope(*apart), outs)
 
 
-def test_heads_that_a_block_takes_several_turns_for():
+def test_heads_larger_than_a_thread_block():
     q, k = (test_rope.normal(1, 1, n, 128, dtype=torch.float32, seed=n) for n in (40, 3))
     cos, sin = test_rope.factors(1, 1, 128, torch.float32)
     outs = test_rope.rope(q, k, cos, sin)

@@ -1,5 +1,5 @@
-"""The router's op: the kernel against the reference, which whole models are held against
-transformers with, and against torch.topk where scores are equal."""
+"""The router op: the kernel against the reference (which whole-model tests compare with
+transformers), and against torch.topk where scores tie."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_kernel_chooses_as_the_reference_does(name, corrected):
 
 @needs_kernels
 @pytest.mark.parametrize("experts", [4, 8, 64, 128, 512, 1000])
-def test_of_equal_scores_those_are_taken_that_topk_takes(experts):
+def test_ties_are_broken_like_topk(experts):
     """Two values for all; rounded logits are often equal."""
     torch.manual_seed(experts)
     logits = torch.randint(0, 2, (300, experts)).bfloat16()
@@ -52,7 +52,7 @@ def test_of_equal_scores_those_are_taken_that_topk_takes(experts):
 
 @needs_kernels
 @pytest.mark.parametrize("name", ROUTERS)
-def test_what_is_no_number_still_chooses_experts(name):
+def test_nan_still_chooses_experts(name):
     logits = torch.randn(30, 64)
     values = torch.tensor([torch.nan, torch.inf, -torch.inf])
     logits[torch.rand(30, 64) < 0.3] = values[torch.randint(0, 3, (1,))]
@@ -64,7 +64,7 @@ def test_what_is_no_number_still_chooses_experts(name):
 
 
 @pytest.mark.parametrize("route", [torch.ops.exkv.route_experts, REFERENCES["route_experts"]])
-def test_numbers_that_do_not_fit_are_refused(route):
+def test_contradicting_numbers_are_refused(route):
     logits, good = torch.randn(3, 8), (2, False, True, 0.0, 2, 1, 2, 1.0)
 
     def refused(message: str, logits: torch.Tensor = logits, correction=None, **changes) -> None:

@@ -1,7 +1,7 @@
-"""The op that chooses tokens: the kernel beside the reference, both beside transformers.
+"""The sampling op: the kernel against the reference, both against transformers.
 
-Uniform numbers at even distances show a distribution without chance: a token of probability p
-takes N * p of N of them, give or take one.
+Evenly spaced uniform numbers make the distribution exact: of N, a token of probability p takes N *
+p, give or take one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def uniforms(count: int, seed: int = 0) -> Tensor:
 
 
 def distinct(count: int, dtype: torch.dtype) -> Tensor:
-    """Logits without equals, which transformers keeps all where the k-th place is shared."""
+    """Logits without ties; transformers keeps all that tie for the k-th place."""
     if dtype is torch.float32:
         return normal(count, seed=1)
     first, gap = {torch.bfloat16: (0x3E00, 1), torch.float16: (0x3C00, 4)}[dtype]
@@ -151,7 +151,7 @@ def cases(draw):
 
 
 def near_a_mass(probabilities: Tensor, mass: Tensor | float) -> bool:
-    """Whether sums from the first on come close to the mass."""
+    """Whether a partial sum is close to the threshold."""
     return bool(((probabilities.cumsum(-1) - mass).abs() < 1e-9).any())
 
 
@@ -165,7 +165,7 @@ def typical_on_an_edge(scores: Tensor, mass: float) -> bool:
 
 
 def on_an_edge(logits: Tensor, numbers: Tensor, arguments: tuple) -> bool:
-    """Whether the last bit of a sum or an exponential may decide."""
+    """Whether the last bit of a sum or an exponential may decide the choice."""
     temperature, top_k, top_p, min_p, typical, last = arguments
     edges = []
     scores, _ = sample.keep_top_k(logits, top_k)
@@ -197,7 +197,7 @@ def test_the_kernel_draws_what_the_reference_draws(case):
 
 @both
 @pytest.mark.parametrize("top_k", [0, 7, 64, 640])
-def test_of_equals_the_lowest_ids_stay_and_come_in_order(chosen, top_k):
+def test_ties_keep_the_lowest_ids_in_order(chosen, top_k):
     logits = torch.full((1, 640), 1.5)
     logits[0, 333] = 2.0
     arguments = steps(top_k=top_k, top_p=0.999999)
@@ -216,7 +216,7 @@ def test_the_ends_of_the_range_draw_tokens_that_can_be_drawn(chosen, arguments):
 
 
 @both
-def test_tokens_of_no_chance_are_passed_over_in_any_number(chosen):
+def test_tokens_of_probability_0_are_skipped(chosen):
     logits = torch.full((3, 400), -INF)
     logits[:, [150, 151]] = 2.0
     numbers = torch.tensor([0.0, 0.5, BELOW_ONE], dtype=torch.float64)
@@ -224,7 +224,7 @@ def test_tokens_of_no_chance_are_passed_over_in_any_number(chosen):
 
 
 @both
-def test_a_share_of_zero_keeps_the_likeliest_only(chosen):
+def test_top_p_of_0_keeps_only_the_likeliest(chosen):
     logits = normal(50, 300, seed=3)
     tokens = chosen(logits, uniforms(50), *steps(top_p=0.0))
     assert torch.equal(tokens, logits.argmax(-1))
@@ -244,7 +244,7 @@ RECIPES = [
 @both
 @pytest.mark.parametrize("arguments", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_no_distribution_have_no_token(chosen, arguments, dtype):
+def test_invalid_rows_yield_no_token(chosen, arguments, dtype):
     logits = normal(8, 150, seed=4).to(dtype)
     numbers = uniforms(8)
     good = chosen(logits, numbers, *arguments)
@@ -257,7 +257,7 @@ def test_rows_that_are_no_distribution_have_no_token(chosen, arguments, dtype):
 
 @both
 @pytest.mark.parametrize("arguments", RECIPES)
-def test_rows_may_lie_apart_and_nothing_beside_them_counts(chosen, arguments):
+def test_strided_rows_are_read_correctly(chosen, arguments):
     logits, numbers = normal(5, 130, seed=5), uniforms(5)
     space = torch.full((5, 400), math.nan)
     space[:, 1:131] = logits
@@ -271,7 +271,7 @@ def test_rows_may_lie_apart_and_nothing_beside_them_counts(chosen, arguments):
 
 
 @pytest.mark.parametrize("arguments", RECIPES)
-def test_a_row_depends_neither_on_its_company_nor_on_the_threads(arguments):
+def test_row_is_independent_of_others_and_of_threads(arguments):
     logits, numbers = normal(6, 40_000, seed=6), uniforms(6)
     threads = torch.get_num_threads()
     try:
@@ -344,8 +344,8 @@ def test_numbers_out_of_range_are_refused_by_name(op, changed, words):
 
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (5, 0.6), (0, 0.6), (99, 1.0)])
-def test_the_reference_stays_on_the_logits_device_and_asks_the_host_nothing(top_k, top_p):
-    """On meta there is nothing to ask for."""
+def test_reference_runs_on_the_device_without_synchronization(top_k, top_p):
+    """A meta device has no kernels to query."""
     logits, uniforms = torch.zeros(3, 50, device="meta"), torch.zeros(3, device="meta").double()
     tokens = reference(logits, uniforms, 0.7, top_k, top_p, 0.1, 0.9, False)
     assert tokens.shape == (3,) and tokens.device.type == "meta"

@@ -1,5 +1,5 @@
 """exkv::linear_packed and dequantize_packed of EXL3's tiles: every kernel against tiles as
-ExLlamaV3's kernel reads them (``packers/exl3.py``), values to the bit."""
+ExLlamaV3's kernel reads them (``packers/exl3.py``), values equal to the bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ops = torch.ops.exkv
 
 
 def matrix(format: TrellisFormat, tiles: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Random tiles (outputs, inputs), and what they stand for in float64."""
+    """Random tiles (outputs, inputs), and their values in float64."""
     register(format)
     generator = torch.Generator().manual_seed(format.words)
     shape = (*tiles, format.words)
@@ -62,7 +62,7 @@ def test_kernels_read_tiles_of_any_bits(format):
 
 
 @each_isa
-def test_every_instruction_set_reads_them(isa):
+def test_every_instruction_set_reads_tiles(isa):
     assert_right_on(
         isa, "import test_trellis; [test_trellis.check(f) for f in test_trellis.FORMATS]"
     )
@@ -71,18 +71,18 @@ def test_every_instruction_set_reads_them(isa):
 @needs_cxx
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_cuda_kernels_read_them(format):
+def test_cuda_kernels_read_tiles(format):
     check(format, ops_of("emulated"), 10)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_a_gpu_reads_them(format):
+def test_gpu_reads_tiles(format):
     check(format, ops_of("cuda"))
 
 
 @needs_kernels
-def test_a_rows_result_does_not_depend_on_the_threads():
+def test_rows_are_independent_of_threads():
     format = TrellisFormat(words=64, codebook="mcg")
     trellis, _ = matrix(format, (63, 16))
     x, layout = torch.randn(5, 256), list(format.native((1008, 256)))
@@ -90,7 +90,7 @@ def test_a_rows_result_does_not_depend_on_the_threads():
 
 
 @needs_kernels
-def test_a_prompt_meets_dequantized_tiles_and_a_token_none(monkeypatch):
+def test_prompts_use_dequantized_tiles_and_tokens_none(monkeypatch):
     """Up to MOST_ROWS rows no dequantized row is made, by whatever name."""
     format = Exl3Format(tiles=TrellisFormat(words=64, codebook="mcg"), size=(256, 256))
     trellis, _ = matrix(format.tiles, (16, 16))
@@ -106,7 +106,7 @@ def test_a_prompt_meets_dequantized_tiles_and_a_token_none(monkeypatch):
 
 
 @needs_kernels
-def test_what_does_not_fit_is_refused_by_name_and_number():
+def test_mismatched_arguments_are_refused_by_name_and_number():
     format = TrellisFormat(words=64, codebook="mcg")
     trellis, _ = matrix(format, (2, 4))
     x = torch.randn(2, 64)

@@ -1,5 +1,5 @@
-"""Attention of few queries over heads of more than 256 values in CUDA's kernel, emulated or on a
-GPU: torch's own attention on what is stored says what is right."""
+"""CUDA attention of few queries with heads wider than 256, emulated or on a GPU, against torch's
+attention on the stored values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_plan_counts_the_largest_states_to_the_byte(dtype, queries):
 # Sixteen rows of queries fill a block, eight in float32; tiles have 32 keys, and 16.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [264, 320, 512, 576])
-def test_the_error_is_at_most_twice_the_plain_one(kernels, dtype, head_dim):
+def test_error_is_at_most_twice_plain_precision(kernels, dtype, head_dim):
     """Heads of queries that share one of keys, fewer than a block's rows and more, in one token and
     in several."""
     cases = [
@@ -71,7 +71,7 @@ def test_the_error_is_at_most_twice_the_plain_one(kernels, dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_unlike_length_see_their_own_keys_only(kernels, dtype):
+def test_ragged_rows_see_only_their_own_keys(kernels, dtype):
     """Behind a row's end is NaN, and in memory that is handed out."""
     pasts, length = [0, 31, KEYS], 2
     q, k, v = test_attention.random_case(0, dtype, len(pasts), length, max(pasts), 5, 1, 320)

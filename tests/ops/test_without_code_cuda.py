@@ -1,4 +1,5 @@
-"""GPUs that no kernel is made for: the references serve them, and one line says why."""
+"""GPUs that the kernels aren't compiled for: the references run there, after one line that says
+why."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""No op of the CUDA kernels asks another device than that of its tensors, or launches there: by two
-emulated devices that are unlike each other."""
+"""The CUDA ops query and launch on their tensors' device only, shown with two unlike emulated
+devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ops():
 
 
 def results(ops, name: str, seed: int) -> list[torch.Tensor]:
-    """Of one call that is right, or what it writes to."""
+    """The results of one valid call, or the tensors that it writes."""
     torch.manual_seed(seed)
     arguments = MAKERS[name](Maker(random.Random(f"{name} {seed}")))
     found = getattr(ops, name)(*arguments)
@@ -33,7 +33,7 @@ def results(ops, name: str, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - WITHOUT_CUDA))
-def test_an_op_asks_and_runs_on_its_tensors_device_alone(ops, name):
+def test_ops_query_and_run_only_on_their_tensors_device(ops, name):
     for seed in range(CALLS):
         ops.place_tensors(1, 1)
         expected = results(ops, name, seed)

@@ -126,7 +126,7 @@ def test_the_demo_model_on_what_is_here():
     [
         (["nowhere"], "nowhere is not a folder"),
         (["{tmp}"], "config.json is missing"),
-        (["{tmp}/model.safetensors"], "model.safetensors is no model: give the folder"),
+        (["{tmp}/model.safetensors"], "model.safetensors is not a model: give the folder"),
         ([DEMO, "--devices", "nonsense"], "no such device: 'nonsense'; this machine has: cpu"),
         (["{tmp}/broken.json"], "broken.json is not valid JSON"),
         ([DEMO, "--devices", "24Q"], "'24Q'.*sizes look like 24G"),

@@ -1,4 +1,5 @@
-"""Choosing a token: each step on distributions that one can check by hand, and by transformers."""
+"""Choosing a token: each step on distributions that are checked by hand, and against
+transformers."""
 
 import math
 import pickle
@@ -139,7 +140,7 @@ def test_temperature_gives_the_probabilities_of_transformers(row, temperature):
 
 
 def near_an_edge(probs: torch.Tensor, order: torch.Tensor, mass: float) -> bool:
-    """Whether the two formulas may round to different sides of the mass."""
+    """Whether the two formulas may round to different sides of the threshold."""
     return bool(((probs[0][order].cumsum(0) - mass).abs() < 1e-5).any())
 
 
@@ -224,7 +225,7 @@ def test_greedy_takes_the_first_largest_logit_and_no_random_number(params):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_greedy_ignores_no_bias():
+def test_greedy_applies_biases():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     assert sample(logits, SamplingParams.greedy()).tolist() == [1]
     assert sample(logits, SamplingParams.greedy().disallow_tokens([1])).tolist() == [2]
@@ -306,7 +307,7 @@ def test_the_float_type_of_the_logits_does_not_matter():
     assert drawn(torch.float8_e5m2) == drawn(torch.bfloat16) == drawn(torch.float32)
 
 
-def test_logits_are_left_as_they_were():
+def test_logits_are_not_modified():
     logits = torch.randn(2, 50)
     before = logits.clone()
     sample(logits, RECIPES[-1], [[1, 2], [3]])
@@ -378,7 +379,7 @@ def test_forbidding_every_token_is_refused():
         ([[0.0]], TypeError, "not list"),
     ],
 )
-def test_what_is_no_batch_of_logits_is_refused(logits, error, message):
+def test_other_shapes_of_logits_are_refused(logits, error, message):
     with pytest.raises(error, match=message):
         sample(logits, PLAIN)
 
@@ -392,12 +393,12 @@ def test_what_is_no_batch_of_logits_is_refused(logits, error, message):
         ([[[1]], [0]], r"history\[0\] must be a flat list"),
     ],
 )
-def test_a_history_that_does_not_fit_is_refused(history, message):
+def test_mismatched_history_is_refused(history, message):
     with pytest.raises(ValueError, match=message):
         sample(torch.zeros(2, 5), SamplingParams(), history)
 
 
-def test_generators_and_bias_that_do_not_fit_are_refused():
+def test_mismatched_generators_and_biases_are_refused():
     with pytest.raises(ValueError, match="3 generators for 2 rows"):
         sample(torch.zeros(2, 5), PLAIN, generator=[torch.Generator()] * 3)
     with pytest.raises(ValueError, match="names the id 9, but the logits have only 5"):

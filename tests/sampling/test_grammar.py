@@ -1,4 +1,4 @@
-"""Constrained output: whatever the model would like to say, the text is what the grammar allows."""
+"""Constrained output: whatever the logits, the text follows the grammar."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generator():
 
 
 def completions(generator: Generator, grammar: Grammar, settings=WILD, num_tokens: int = 150):
-    """Of three prompts, and why each ended."""
+    """Completions of three prompts, and why each ended."""
     prompts = ["the key is in the", "anna put the red ball", "where is"]
     texts = generator.generate_simple(
         prompts, settings, num_tokens, seed=3, grammar=grammar, completion_only=True
@@ -89,7 +89,7 @@ def test_a_grammar_that_allows_everything_changes_nothing(generator):
 
 
 def test_proposed_tokens_are_those_that_the_grammar_allows(generator):
-    """Random texts, as long as they may be, with many tokens that came up before."""
+    """Random texts up to the longest allowed, with many repeated tokens."""
     grammar = Grammar.regex("(ab|cd |the key ){20}")
     expected, reasons = completions(generator, grammar)
     cache = Cache(generator.model, max_seq_len=256, batch_size=3)
@@ -98,7 +98,7 @@ def test_proposed_tokens_are_those_that_the_grammar_allows(generator):
     assert 20 < proposing.stats.accepted_tokens < proposing.stats.proposed_tokens
 
 
-def test_what_would_be_taken_is_said_without_taking_it(generator):
+def test_valid_does_not_consume_tokens(generator):
     tokens = [generator.tokenizer.encode(text, add_bos=False) for text in ("abcd", "ef")]
     follower = Grammar.regex("(abcd)+").follow(generator.tokenizer)
     assert follower.valid(tokens[0] + tokens[1]) == tokens[0]
@@ -143,7 +143,7 @@ def test_a_token_that_is_not_allowed_is_refused(generator):
         Grammar.regex("(a{1000}){1000}(b{1000}){1000}"),
     ],
 )
-def test_what_is_no_grammar_or_too_large_is_refused_and_the_cache_is_free(generator, grammar):
+def test_invalid_or_large_grammars_are_refused_and_release_the_cache(generator, grammar):
     with pytest.raises(ValueError, match="the grammar can't be followed") as caught:
         generator.generate_simple("where", None, 4, grammar=grammar)
     assert len(str(caught.value).splitlines()) <= 4
@@ -151,12 +151,12 @@ def test_what_is_no_grammar_or_too_large_is_refused_and_the_cache_is_free(genera
 
 
 @pytest.mark.parametrize("schema", ["[1]", "{", {"a": object()}])
-def test_a_schema_that_is_no_json_object_is_refused(schema):
-    with pytest.raises(ValueError, match="a JSON schema is"):
+def test_schemas_other_than_json_objects_are_refused(schema):
+    with pytest.raises(ValueError, match="the JSON schema is"):
         Grammar.json_schema(schema)
 
 
-def test_arguments_of_another_kind_are_refused(generator):
+def test_arguments_of_other_types_are_refused(generator):
     with pytest.raises(TypeError, match="grammar is a str; it must be a Grammar"):
         generator.generate_simple("where", None, 4, grammar="[a-z]")
     for make in (Grammar.regex, Grammar.lark, Grammar.choice):
@@ -173,8 +173,8 @@ def test_without_its_library_the_extra_is_named(monkeypatch, generator):
     grammars._llguidance.cache_clear()
 
 
-def test_nobody_asks_a_matcher_that_computes_a_mask():
-    """It has one user at a time, and raises for a second one."""
+def test_matcher_is_not_used_while_it_computes_a_mask():
+    """A matcher has one user at a time, and raises for a second."""
     computing, go_on = threading.Event(), threading.Event()
 
     class Slow:

@@ -1,4 +1,5 @@
-"""Each step beside what it is by definition, or in transformers; and what a step must have."""
+"""Each sampling step against its definition or transformers, and the fields that every step must
+have."""
 
 import math
 import random
@@ -69,7 +70,7 @@ def powered(power: float) -> list[float]:
 
 
 def drawn_by(power: float) -> list[float]:
-    """The shares of tokens that are looked up in P by numbers whose distribution is a power."""
+    """Shares of tokens drawn from P by uniform numbers raised to a power."""
     edges = [sum(P[:i]) ** power for i in range(len(P))] + [1.0]
     return [high - low for low, high in zip(edges, edges[1:], strict=False)]
 
@@ -212,7 +213,7 @@ ENTRIES += [(row, GenerationConfig, THEIRS) for row in HUGGING_FACE]
 @pytest.mark.parametrize(
     ("row", "config", "tests"), ENTRIES, ids=[next(iter(row.bounds)) for row, *_ in ENTRIES]
 )
-def test_a_step_is_whole(row: Entry, config: type, tests: dict):
+def test_step_is_complete(row: Entry, config: type, tests: dict):
     assert row.step in tests, "its distribution is tested above"
     assert row.step.source and row.settings
     assert row.step.columns is not None or (config is SamplingParams and row.step.candidates)
@@ -265,7 +266,7 @@ def test_smoothing_squares_the_distance_from_the_largest(row, factor):
 
 
 def continued(ids: list[int], longest: int, breakers: set[int]) -> dict[int, int]:
-    """For each token the most of the last ids that stand before it somewhere in the history."""
+    """For each token, the longest match of the last ids that it once followed."""
     found: dict[int, int] = {}
     for end in range(1, len(ids)):
         length = 0
@@ -286,7 +287,7 @@ def continued(ids: list[int], longest: int, breakers: set[int]) -> dict[int, int
     st.integers(0, 20),
     st.sets(st.just(4)),
 )
-def test_dry_penalizes_what_would_go_on_repeating(ids, base, allowed, longest, window, breakers):
+def test_dry_penalizes_continued_repetition(ids, base, allowed, longest, window, breakers):
     scores = torch.zeros(1, 6)
     got = penalize_continuing(
         scores, [torch.tensor(ids).long()], 0.8, base, allowed, longest, window, breakers
@@ -362,7 +363,7 @@ def test_xtc_drops_all_top_choices_but_the_least_likely(row, threshold):
     assert all(p[token] == pytest.approx(min(p[t] for t in top)) for token in left)
 
 
-def test_xtc_leaves_tokens_that_are_to_be_ignored():
+def test_xtc_keeps_ignored_tokens():
     row = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     params = plain(xtc_probability=1.0, xtc_threshold=0.15, xtc_ignore_tokens={0})
     shares, ids = distribution(row, params)
@@ -395,7 +396,7 @@ def test_shaping_leaves_greedy_choices_alone():
 
 
 def test_dry_ends_a_loop():
-    """A model that would repeat for ever takes another way out of it."""
+    """A model that would repeat for ever leaves its loop."""
     words = [random.Random(2).randrange(3, 40) for _ in range(12)]
     history = words * 3 + words[:6]
     logits = torch.zeros(1, 50)
@@ -405,7 +406,7 @@ def test_dry_ends_a_loop():
     assert sample(logits, plain(temperature=0.0), [history]).item() == words[6]
 
 
-def test_a_tokenizer_gives_the_tokens_that_are_not_named():
+def test_missing_token_sets_come_from_the_tokenizer():
     class Characters:
         def ids_with(self, characters: str) -> frozenset[int]:
             return frozenset(map(ord, characters))

@@ -1,5 +1,4 @@
-"""``weights="best"``: what is chosen stands where the plan says, to the byte, and what it costs is
-measured once."""
+"""``weights="best"``: the choice takes the planned bytes exactly, and losses are measured once."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def on_devices(folder: str) -> dict:
     return seen
 
 
-def test_what_is_chosen_is_loaded_to_the_byte_and_answers_as_it_does_anywhere(folder):
+def test_choice_is_loaded_to_the_byte(folder):
     seen = run_sim(on_devices, "64M,64M", args=[str(folder)])
     assert seen["roomy"] == ["as stored"] * 6
     assert len(set(seen["kept"])) > 1 and set(seen["kept"]) <= set(OPTIONS)
@@ -118,7 +117,7 @@ def in_mixes(folder: str) -> dict:
     return seen
 
 
-def test_by_a_text_matrices_are_mixed_which_loses_less_than_whole_units(folder):
+def test_mixes_by_a_text_lose_less_than_whole_units(folder):
     seen = run_sim(in_mixes, "64M", args=[str(folder)])
     mixes = [options_of(each) for each in seen["kept"] if each not in OPTIONS]
     assert mixes and all(len(mix) == 7 and len({*mix.values()}) > 1 for mix in mixes)
@@ -188,7 +187,7 @@ def test_less_room_costs_more_and_a_plan_says_what(folder):
         )
 
 
-def test_a_plan_is_carried_out_by_the_model_that_it_was_made_for(folder):
+def test_plan_is_executed_by_its_model(folder):
     model = Model(folder, max_input_len=16, weights="best")
     cache = Cache(model, 64, 2)
     plan = place(model, cache, "cpu")
@@ -282,7 +281,7 @@ def test_a_units_loss_on_a_text_is_the_divergence_from_transformers_probabilitie
         lambda values: json.dumps(values).replace('"int6"', '"int7"', 1).encode(),
     ],
 )
-def test_a_file_of_losses_that_cannot_be_is_measured_anew(folder, damage):
+def test_invalid_loss_files_are_measured_again(folder, damage):
     expected, file = Model(folder, weights="best").losses(), folder / losses.FILE
     values = json.loads(file.read_bytes())
     file.write_bytes(damage(values))
@@ -290,9 +289,7 @@ def test_a_file_of_losses_that_cannot_be_is_measured_anew(folder, damage):
     assert json.loads(file.read_bytes())["measured"]["weights"] == values["measured"]["weights"]
 
 
-def test_a_folder_that_takes_no_file_has_its_losses_in_the_cache_folder(
-    folder, tmp_path, monkeypatch
-):
+def test_losses_of_read_only_folders_go_to_the_cache_folder(folder, tmp_path, monkeypatch):
     (folder / losses.FILE).unlink(missing_ok=True)
     (folder / losses.FILE).mkdir()  # in the way of a file, for root too
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -337,7 +334,7 @@ def answer(capsys, *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_80_layers_are_chosen_for_with_little_work_and_said_in_a_line_a_device(large, capsys):
+def test_choice_for_80_layers_is_fast_and_a_line_a_device(large, capsys):
     found = {}
     command = (str(large), "--devices", "4x24G", "--weights", "best")
     assert function_calls(lambda: found.update(answer(capsys, *command))) < 3_000_000
@@ -357,7 +354,7 @@ def test_a_refusal_names_the_integers_in_which_the_weights_would_fit(large, caps
     assert not answer(capsys, *arguments, "--weights", "int6")["fits"]
 
 
-def test_what_cannot_be_asked_is_refused(folder, capsys):
+def test_invalid_requests_are_refused(folder, capsys):
     with pytest.raises(ValueError, match="has 3 tokens; give some hundred words"):
         Model(folder, weights="best", calibration="a").losses()
     assert main(["plan", str(folder), "--weights", "best", "--max-seq-len", "max"]) == 2

@@ -1,4 +1,4 @@
-"""What the package bitsandbytes makes of the same tensors."""
+"""bitsandbytes' formats against the package bitsandbytes on the same tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WEIGHT = torch.randn(96, 256, generator=torch.Generator().manual_seed(1))
 
 @pytest.mark.parametrize("name", ["nf4", "nf4 nested", "fp4"])
 def test_the_packers_write_what_the_package_reads(name):
-    """So that the formats, which are held against the packers, are held against it."""
+    """Formats are compared with the packers, and so with the package."""
     theirs = pytest.importorskip("bitsandbytes.functional")
     tensors, plain = RECIPES[name].pack("some.layer", WEIGHT)
     state = {key: values for key, values in tensors.items() if key != "weight"}

@@ -1,5 +1,5 @@
 """Quantized checkpoints of every method, from tests/packers: read, planned to the byte, split over
-devices, and answered with as the model of their dequantized weights answers."""
+devices, and compared with the model of their dequantized weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def theirs() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def folders(theirs, tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
-    """Recipe -> its folder, and the floats that the folder stands for."""
+    """Recipe -> its folder, and the folder's dequantized weights."""
     top, config = tmp_path_factory.mktemp("quantized"), theirs.config.to_dict()
     config["dtype"] = "float32"
     tensors = {name: value.clone() for name, value in theirs.state_dict().items()}
@@ -68,14 +68,14 @@ def test_every_method_has_recipes_and_a_row_in_the_documentation():
 
 
 def logits_of(model: Model, cache: Cache) -> torch.Tensor:
-    """Of a prompt, and of a token after it."""
+    """Logits of a prompt, and of a token after it."""
     cache.reset()
     parts = (IDS[:, :19], IDS[:, 19:])
     return torch.cat([model.forward(part, cache).cpu() for part in parts], 1)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_is_the_model_of_the_weights_that_the_definition_gives(folders, theirs, name):
+def test_model_matches_weights_by_the_definition(folders, theirs, name):
     folder, plain = folders[name]
     model = on_cpu(folder)
     found = dict(dequantized(model))
@@ -135,7 +135,7 @@ def test_every_matrix_of_exl2_is_one_that_bound_runs_know(folders):
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "exl2", "nf4 nested"])
-def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
+def test_tiles_of_rows_equal_the_whole(folders, monkeypatch, name):
     model = on_cpu(folders[name][0])
     whole = model.forward(IDS)
     monkeypatch.setattr(tiles, "TILE", 128 * 40)  # 40 rows of most matrices, and a rest
@@ -192,7 +192,7 @@ PLAN = [
 
 
 @needs_sim
-def test_a_simulated_plan_looks_at_no_value(folders):
+def test_simulated_plan_reads_no_value(folders):
     """Zeros would be no order of inputs."""
     arguments = ["plan", str(folders["exl2"][0]), *PLAN, "--simulate"]
     done = run_apart(f"from exkv.cli import main; main({arguments})", EXKV_SIM_DEVICES="")
@@ -225,9 +225,7 @@ def test_a_bare_config_of_exl2_and_exl3_says_what_it_lacks(folders, tmp_path, na
 
 
 @pytest.mark.parametrize(("name", "tensor"), [("exl2", "q_weight"), ("exl3", "trellis")])
-def test_a_quantized_head_is_another_than_the_table_of_a_config_that_ties_them(
-    folders, tmp_path, name, tensor
-):
+def test_quantized_head_is_never_tied(folders, tmp_path, name, tensor):
     """These tools quantize the head of every model."""
     folder, _ = folders[name]
     config = json.loads((folder / "config.json").read_text())

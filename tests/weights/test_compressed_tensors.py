@@ -1,4 +1,5 @@
-"""What the package compressed-tensors makes of the same tensors, and of a whole model."""
+"""compressed-tensors' formats against the package compressed-tensors, for single tensors and a
+whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ NAMES = [name for name in RECIPES if not name.endswith(("act-order", "mixed", "h
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_packers_write_what_the_package_reads(name):
-    """So that the formats, which are held against the packers, are held against it."""
+    """Formats are compared with the packers, and so with the package."""
     theirs = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     settings = RECIPES[name].settings

@@ -1,4 +1,4 @@
-"""EXL3's codebooks and streams: as ExLlamaV3's kernels read them, to the bit."""
+"""EXL3's codebooks and bit streams equal ExLlamaV3's kernels' reading to the bit."""
 
 from __future__ import annotations
 

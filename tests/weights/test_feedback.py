@@ -1,4 +1,5 @@
-"""Rounding with feedback, beside GPTQ as its paper has it and beside rounding without data."""
+"""Rounding with feedback, against GPTQ as its paper defines it and against rounding without
+data."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ WEIGHT = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(3)
 
 
 def output_error(made: Rounded, bits: int, x: torch.Tensor) -> float:
-    """As a share of the outputs' squares."""
+    """The squared error relative to the outputs' squares."""
     lost = x @ (made.values(bits) - WEIGHT).T
     return float(lost.square().sum() / (x @ WEIGHT.T).square().sum())
 
@@ -60,7 +61,7 @@ def test_the_codes_are_those_of_the_algorithm_with_an_inverse_in_doubles(bits, g
     assert (made.codes == expected).float().mean() > 0.998  # the others were near half a step
 
 
-def test_on_other_inputs_it_loses_less_than_half_of_what_rounding_without_data_loses():
+def test_feedback_halves_the_loss_on_other_inputs():
     for bits, group in ((4, 64), (8, 64), (4, 32)):
         made = rounded_for(moments_of(TEXT), WEIGHT, bits, group, torch.float16)
         blind = rounded(WEIGHT, bits, group, torch.float16)
@@ -75,7 +76,7 @@ def test_scales_are_searched_for_the_inputs_not_for_the_weights():
     assert output_error(made, 4, x) < 0.8 * output_error(blind, 4, x)
 
 
-def test_what_makes_up_for_changed_inputs_is_the_ridge_regression_in_doubles():
+def test_compensation_is_ridge_regression():
     floats = TEXT + inputs_of(1000, 4) / 10
     x, goal = TEXT.double(), floats.double() @ WEIGHT.double().T
     moments = x.T @ x / len(x)
@@ -88,12 +89,12 @@ def test_what_makes_up_for_changed_inputs_is_the_ridge_regression_in_doubles():
     assert torch.equal(compensated(root, WEIGHT, TEXT, TEXT), WEIGHT)
 
 
-def test_it_gives_the_same_bits_twice():
+def test_result_is_deterministic():
     first, again = (rounded_for(moments_of(TEXT), WEIGHT, 4, 64, torch.float16) for _ in range(2))
     assert torch.equal(first.codes, again.codes) and torch.equal(first.scale, again.scale)
 
 
-def test_a_text_with_less_than_all_directions_is_enough():
+def test_rank_deficient_text_suffices():
     """Three tokens, a dead channel, and none at all: what the text doesn't show is rounded as
     without data, within what the damping costs."""
     dead = TEXT.clone()
@@ -119,10 +120,12 @@ def test_zeros_stay_zeros():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_moments_that_cannot_be_are_refused(value):
+def test_invalid_moments_are_refused(value):
     moments = moments_of(TEXT)
     moments[3, 7] = value
-    with pytest.raises(ValueError, match="squares are not finite: .* leave the calibration out"):
+    with pytest.raises(
+        ValueError, match="squares of .* are not finite: .* leave the calibration out"
+    ):
         rounded_for(moments, WEIGHT, 4, 64, torch.float16)
-    with pytest.raises(ValueError, match="are no sums of squares"):
+    with pytest.raises(ValueError, match="are not positive semidefinite"):
         rounded_for(torch.ones(INPUTS).neg().diag(), WEIGHT, 4, 64, torch.float16)

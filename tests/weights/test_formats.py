@@ -1,4 +1,4 @@
-"""What every format of weights owes to those who ask it, for all that are registered."""
+"""The contract of every registered format of weights."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def newcomers():
 
 
 def stored(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
-    """Random tensors as a checkpoint may have them."""
+    """Random tensors that a checkpoint may contain."""
     generator = torch.Generator().manual_seed(seed)
     expected = FORMATS[name].stored(size)
     if FORMATS[name] in PACKERS:
@@ -138,7 +138,7 @@ def linear(name: str, seed=0, bias=False, size=SIZE) -> Linear:
 
 
 def arithmetic(name: str) -> torch.dtype:
-    """In which layers of the format compute: a float format's own, else float32."""
+    """The dtype that layers of the format compute in: a float format's own, else float32."""
     return getattr(FORMATS[name], "dtype", torch.float32)
 
 
@@ -180,7 +180,7 @@ def test_a_layer_multiplies_by_the_dequantized_matrix(name, bias):
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root of the mean square."""
+    """Root mean square."""
     return (found.double() - expected).square().mean().sqrt().item()
 
 
@@ -220,7 +220,7 @@ def test_layers_side_by_side_give_what_each_gives(name, bias):
         assert torch.equal(found, layer(x))
 
 
-def test_layers_of_unlike_formats_and_biases_go_side_by_side_too():
+def test_layers_of_mixed_formats_and_biases_side_by_side():
     layers = [linear("fp32", 0), linear("rows8", 1), linear("fp32", 2, bias=True)]
     for chosen in (layers, layers[::2]):
         x = inputs("fp32", 1, 2, SIZE[1])
@@ -229,7 +229,7 @@ def test_layers_of_unlike_formats_and_biases_go_side_by_side_too():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_embedding_looks_rows_of_the_matrix_up(name):
+def test_embedding_looks_up_rows_of_the_matrix(name):
     dtype = arithmetic(name)
     table = Embedding(*SIZE, dtype=dtype)
     table.use_format(FORMATS[name])
@@ -278,6 +278,6 @@ def test_two_formats_cannot_have_one_name():
     class Other(Rows8):
         pass
 
-    with pytest.raises(ValueError, match="the name 'rows8' is that of"):
+    with pytest.raises(ValueError, match="has the name 'rows8' already"):
         register(Other())
     assert register(Rows8()) is register(Rows8())

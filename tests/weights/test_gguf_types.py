@@ -1,4 +1,4 @@
-"""ggml's packed types: values against the ``gguf`` package's, to the bit."""
+"""ggml's packed types: values equal the ``gguf`` package's to the bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sizes_of_types_are_ggml_s(number):
     assert (ours.name, gguf.GGML_QUANT_SIZES[ours]) == (type.name, (type.block, type.nbytes))
 
 
-def test_an_embedding_unpacks_no_row_but_those_asked_for():
+def test_embedding_unpacks_only_the_requested_rows():
     format, stored = FORMATS["Q6_K"], packed("Q6_K", 300, 2)
     seen = []
     plain = format.unpack
@@ -67,13 +67,13 @@ def test_an_embedding_unpacks_no_row_but_those_asked_for():
     assert torch.equal(found.nan_to_num(), whole[ids].nan_to_num())
 
 
-def test_a_scale_in_pieces_that_is_no_number_is_refused_by_its_place():
+def test_split_scale_of_nan_is_refused_by_its_place():
     stored = packed("IQ1_M", 4, 3)
     stored.view(-1, 56)[7, 49::2] |= 0xF0
-    with pytest.raises(ValueError, match="1 of 12 scales are not finite, the first is number 7"):
+    with pytest.raises(ValueError, match="1 of 12 scales are not finite; the first is number 7"):
         FORMATS["IQ1_M"].convert({"weight": stored})
 
 
-def test_rows_that_are_no_blocks_are_refused():
-    with pytest.raises(ValueError, match="rows of 320 numbers are no blocks of 256, as Q4_K"):
+def test_incomplete_blocks_are_refused():
+    with pytest.raises(ValueError, match="rows of 320 numbers are not a multiple of Q4_K"):
         FORMATS["Q4_K"].stored((8, 320))

@@ -1,5 +1,4 @@
-"""Integers with a scale for each group: what packed tensors stand for, and what the kernels make of
-them."""
+"""Integers with a scale per group: values of packed tensors, and the kernels' results on them."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SHIFTS = ("symmetric", "offset", "zero")
 
 
 def parts_of(format: GroupFormat, outputs: int, inputs: int, seed: int = 0) -> list:
-    """Random codes, scales, shifts and order, as the format has them."""
+    """Random codes, scales, shifts and order in the format's layout."""
     generator = torch.Generator().manual_seed(seed)
     groups = format.groups.count(inputs)
     codes = torch.randint(0, 2**format.bits, (outputs, inputs), generator=generator)
@@ -31,7 +30,7 @@ def parts_of(format: GroupFormat, outputs: int, inputs: int, seed: int = 0) -> l
 
 
 def written_out(format: GroupFormat, codes, scale, shift, order) -> torch.Tensor:
-    """The matrix by the definition, in float64, weight by weight's column."""
+    """The matrix by the definition, in float64, column by column."""
     outputs, inputs = codes.shape
     group = torch.arange(inputs) // (format.group or inputs)
     factor = scale.double()[:, group]
@@ -60,7 +59,7 @@ formats = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(format=formats, outputs=st.integers(1, 40), chunks=st.integers(1, 6))
-def test_packed_tensors_stand_for_what_was_packed(format, outputs, chunks):
+def test_packed_tensors_round_trip(format, outputs, chunks):
     parts = parts_of(format, outputs, 32 * chunks)
     tensors = format.pack(*parts)
     layout = format.layout((outputs, 32 * chunks))
@@ -97,22 +96,22 @@ def test_groups_with_zero_points_take_no_more_bytes_than_gptq():
     ("settings", "message"),
     [
         ({"bits": 7}, "groups of 7 bits"),
-        ({"group": 48}, "groups of 48 inputs; they must be of a multiple of 32"),
+        ({"group": 48}, "groups of 48 inputs; it must be a multiple of 32"),
         ({"shift": "both"}, "shift is 'both'; it must be one of symmetric, offset, zero"),
         ({"scale": torch.int8}, "scales are torch.int8"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(settings, message):
+def test_invalid_layouts_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         GroupFormat(**{"bits": 4, "group": 32, "scale": torch.float16, **settings})
 
 
-def test_sizes_orders_and_zero_points_that_cannot_be_are_refused():
+def test_invalid_sizes_orders_and_zero_points_are_refused():
     format = GroupFormat(bits=4, group=32, scale=torch.float16, shift="zero", ordered=True)
     with pytest.raises(ValueError, match="24 x 40.*multiple of 32"):
         format.layout((24, 40))
     codes, scale, zeros, order = parts_of(format, 24, 64)
     with pytest.raises(ValueError, match="order must be a permutation of the 64 inputs"):
         format.pack(codes, scale, zeros, order * 0)
-    with pytest.raises(ValueError, match="zero points are from 16 to 16; 4 bits"):
+    with pytest.raises(ValueError, match="zero points range from 16 to 16; with 4 bits"):
         format.pack(codes, scale, zeros * 0 + 16, order)

@@ -1,7 +1,7 @@
-"""Weights whose inputs go through the Hadamard transform, and compressed-tensors' settings of it.
+"""Weights whose inputs go through a Hadamard transform, and compressed-tensors' settings of it.
 
 The oracle is the package compressed-tensors: its matrices, its modules, and models that it
-transforms and compresses itself.
+transformed and compressed itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def random(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_it_is_the_packages_matrix_and_changes_no_product_of_floats(block):
+def test_transform_is_the_packages_and_preserves_products(block):
     theirs = matrices.deterministic_hadamard_matrix(block, torch.float64) / block**0.5
     x, weight = random(3, 384).double(), random(40, 384, seed=2).double()
     expected = (x.unflatten(1, (-1, block)) @ theirs).flatten(1)
@@ -62,7 +62,7 @@ def test_blocks_are_the_largest_powers_of_two_that_divide_the_inputs():
     assert block_of(4096, most=32) == 32
     with pytest.raises(ValueError, match="blocks of 48 inputs"):
         GroupFormat(bits=4, group=32, scale=torch.float16, hadamard=48)
-    with pytest.raises(ValueError, match=r"8 x 96 can't be in .*hadamard64.* multiple of 64"):
+    with pytest.raises(ValueError, match=r"8 x 96 can't be in .*hadamard64.* multiple of the 64"):
         GroupFormat(bits=4, group=32, scale=torch.float16, hadamard=64).layout((8, 96))
 
 
@@ -120,7 +120,7 @@ def scheme(*locations: str, targets: str = "Linear", **more: Any) -> dict[str, A
 @pytest.mark.parametrize("config", [llama, mixtral])
 @torch.no_grad()
 def test_a_model_that_the_package_transforms_and_compresses_is_read(tmp_path, config):
-    """With the transform's matrices among its tensors, as it saves them."""
+    """The transform's matrices are among the saved tensors."""
     plain = reference(config(num_hidden_layers=2, tie_word_embeddings=False))
     applied = transform.TransformConfig(
         config_groups={"u": transform.TransformScheme(**scheme("input", "weight_input"))}
@@ -181,11 +181,11 @@ def test_other_transforms_are_named(floats, tmp_path, name):
 def test_two_transforms_of_one_input_are_refused(floats, tmp_path):
     (tmp_path / "config.json").write_text((floats / "config.json").read_text())
     with_transforms(tmp_path, {"a": scheme("input"), "b": scheme("input", targets="re:.*q_proj")})
-    with pytest.raises(ValueError, match="q_proj, behind another one of its input"):
+    with pytest.raises(ValueError, match="q_proj, after another one"):
         Model(tmp_path / "config.json")
 
 
-def test_what_only_weights_went_through_needs_nothing(floats, tmp_path):
+def test_transforms_of_weights_alone_need_nothing(floats, tmp_path):
     (tmp_path / "config.json").write_text((floats / "config.json").read_text())
     with_transforms(tmp_path, {"a": scheme("weight_input", "weight_output", type="random-matrix")})
     model = Model(tmp_path / "config.json")
@@ -231,7 +231,7 @@ def theirs_of(out: Path, plain: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("arguments", [["--weights", "int4"], ["--bits", "4.5"]])
 @torch.no_grad()
-def test_the_package_computes_what_exkv_does_from_a_folder_of_exkvs(tmp_path, arguments):
+def test_package_matches_exkv_on_exkvs_folder(tmp_path, arguments):
     config = llama(num_hidden_layers=2, intermediate_size=224, tie_word_embeddings=False)
     floats = save_tokenizer(save(reference(config), tmp_path / "floats"))
     text = tmp_path / "text"
@@ -253,7 +253,7 @@ def test_the_package_computes_what_exkv_does_from_a_folder_of_exkvs(tmp_path, ar
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_a_run_that_was_ended_goes_on_with_the_transform_that_it_had(tmp_path, capsys):
+def test_interrupted_run_resumes_with_its_transform(tmp_path, capsys):
     floats = save_tokenizer(save(reference(llama(num_hidden_layers=2)), tmp_path / "floats"))
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog " * 60)
     given = ["--weights", "int4", "--calibration", str(tmp_path / "text")]
@@ -300,7 +300,7 @@ def test_a_text_rounds_for_inputs_that_are_transformed(tmp_path):
 
 
 @needs_kernels
-def test_layouts_that_cannot_be_are_refused():
+def test_invalid_hadamard_layouts_are_refused():
     format = GroupFormat(bits=4, group=64, scale=torch.float16, hadamard=64)
     made = rounded(random(16, 128), 4, 64, torch.float16)
     tensors = list(format.pack(made.codes, made.scale).values())

@@ -1,5 +1,5 @@
 """``weights="best"`` and ``exkv quantize`` where some experts are chosen far more often than
-others: what they lose counts as often, and bits and places are chosen together."""
+others: losses are weighted by use, and bits and placement are chosen together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 # Groups -----------------------------------------------------------------------------------------
 
 
-def test_groups_are_a_factor_of_four_wide_and_share_what_is_lost():
+def test_groups_span_a_factor_of_four_and_split_the_loss():
     shares = (0.9, 0.05, 0.06, 0.2, 0.05, 0.001, 0.24, 0.2)
     assert groups_of(shares) == [(0,), (3, 6, 7), (1, 2, 4), (5,)]
     losses = {"mlp.experts.up": {"int4": 1.7}, "attn.q": {"int4": 3.0}}
@@ -54,7 +54,7 @@ def test_groups_are_a_factor_of_four_wide_and_share_what_is_lost():
     assert parsed(never) == ("mlp.experts.up", (5,)) and find("attn.q", "attn.q") is None
 
 
-def test_experts_that_are_equally_often_chosen_stay_together():
+def test_equally_frequent_experts_stay_together():
     losses = {"mlp.experts.up": {"int4": 1.0}}
     assert by_heat(losses, (0.3, 0.25, 0.2, 0.5)) == losses
 

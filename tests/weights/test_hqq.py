@@ -1,4 +1,4 @@
-"""HQQ's matrices that its own package packed."""
+"""HQQ matrices as packed by the package hqq itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PEFT's files: what they say is followed, and what is hostile, contradictory or not done is
-refused with the file's name; nothing is loaded then."""
+"""PEFT's adapter files: settings are followed; hostile, contradictory or unsupported files are
+refused by name before anything is loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ranks_and_scales_follow_patterns(tmp_path):
         ({"target_modules": ["proj"]}, False, False),
     ],
 )
-def test_which_layers_are_meant(tmp_path, values, first, second):
+def test_targets_select_layers(tmp_path, values, first, second):
     config = config_of(tmp_path, **values)
     assert [config.is_for(QUERY), config.is_for(QUERY.replace("0", "1"))] == [first, second]
 
@@ -78,23 +78,23 @@ def test_which_layers_are_meant(tmp_path, values, first, second):
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3', and exkv runs LORA"),
         ({"use_dora": True}, "use_dora is True: the adapter asks for DoRA"),
-        ({"bias": "all"}, "bias is 'all': it changes the model's biases"),
+        ({"bias": "all"}, "bias is 'all': it also changes the model's biases"),
         ({"modules_to_save": ["lm_head"]}, "whole matrices of its own"),
-        ({"kasa_config": {"a": 1}}, "kasa_config is .* what exkv does not know"),
+        ({"kasa_config": {"a": 1}}, "kasa_config is .* something that exkv doesn't know"),
         ({"init_lora_weights": "pissa_niter_4"}, "own matrices were changed"),
         ({"r": 0}, "r is 0: it must be an int from 1"),
         ({"r": True}, "r is True"),
         ({"lora_alpha": 1e999}, "lora_alpha is inf|not valid JSON"),
         ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern of 'q_proj' is '8'"),
-        ({"target_modules": []}, "target_modules names nothing"),
+        ({"target_modules": []}, "target_modules is empty"),
         ({"target_modules": 3}, "target_modules is 3"),
         ({"target_modules": "(.*)*x"}, "repetitions"),
-        ({"target_modules": ".*a.*a.*a.*a.*a.*a"}, "has 6 repetitions, and may have 5"),
-        ({"alpha_pattern": {"(": 8}}, "no regular expression"),
+        ({"target_modules": ".*a.*a.*a.*a.*a.*a"}, "has 6 repetitions; at most 5"),
+        ({"alpha_pattern": {"(": 8}}, "not a regular expression"),
         ({"layers_to_transform": ["0"]}, "must be numbers of layers"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(tmp_path, values, message):
+def test_invalid_configs_are_refused(tmp_path, values, message):
     with pytest.raises(AdapterError, match=message) as refused:
         config_of(tmp_path, **values)
     assert "adapter_config.json" in str(refused.value) and len(str(refused.value)) < 600
@@ -103,12 +103,12 @@ def test_a_config_that_makes_no_sense_is_refused(tmp_path, values, message):
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        ({B: None}, {}, r"lora_A.weight' is there, and the B that belongs to it is missing"),
+        ({B: None}, {}, r"lora_A.weight' has no matching B"),
         ({A: torch.zeros(5, 128)}, {}, r"is \[5, 128\] and its B .* for the rank 4"),
         ({A: torch.zeros(4, 64)}, {}, r"B A of \[256, 4\] and \[4, 64\], and has \[256, 128\]"),
         ({A: torch.zeros(4, 128).to(torch.float8_e4m3fn)}, {}, "must hold floats"),
-        ({f"{PREFIX}{QUERY}.lora_magnitude_vector": torch.zeros(4)}, {}, "is of DoRA"),
-        ({f"{PREFIX}{QUERY}.lora_B.bias": torch.zeros(4)}, {}, "no part of a LoRA"),
+        ({f"{PREFIX}{QUERY}.lora_magnitude_vector": torch.zeros(4)}, {}, "belongs to DoRA"),
+        ({f"{PREFIX}{QUERY}.lora_B.bias": torch.zeros(4)}, {}, "not a part of LoRA"),
         ({f"{PREFIX}{QUERY}.weight": torch.zeros(4)}, {}, "is a whole matrix"),
         ({A: None, B: None}, {}, "no tensors for 'model.layers.0.self_attn.q_proj', which"),
         ({}, {"target_modules": ["k_proj"]}, "target_modules and .* leave out"),
@@ -116,7 +116,7 @@ def test_a_config_that_makes_no_sense_is_refused(tmp_path, values, message):
         ({}, {"peft_type": None}, "peft_type is None"),
     ],
 )
-def test_tensors_that_fit_nothing_are_refused(tmp_path, model, queries, tensors, config, message):
+def test_unmatched_tensors_are_refused(tmp_path, model, queries, tensors, config, message):
     folder = write_adapter(tmp_path / "adapter", queries, tensors=tensors, **config)
     with pytest.raises(AdapterError, match=message) as refused:
         model.load_adapter(folder)
@@ -167,7 +167,7 @@ def test_a_number_that_is_not_finite_is_refused(tmp_path, model, queries, name, 
         model.unload()
 
 
-def test_names_are_unlike_and_known(tmp_path, model, queries):
+def test_names_are_distinct_and_known(tmp_path, model, queries):
     folder = write_adapter(tmp_path / "mine", queries)
     try:
         assert model.load_adapter(folder) is model.adapters["mine"]
@@ -183,7 +183,7 @@ def test_names_are_unlike_and_known(tmp_path, model, queries):
     assert not model.adapters
 
 
-def test_what_an_embedding_keeps_beside_its_adapter_must_be_the_models(tmp_path, model, reference):
+def test_saved_embedding_beside_an_adapter_must_be_the_models(tmp_path, model, reference):
     layers = linears_of(reference, ("embed_tokens",))
     whole = reference.model.embed_tokens.weight.data
     name = f"{PREFIX}model.embed_tokens.base_layer.weight"

@@ -1,5 +1,5 @@
-"""``exkv quantize --bits`` and ``--fit``: what is chosen matrix by matrix is written, is read
-elsewhere and planned as it is, and a run that was ended goes on."""
+"""``exkv quantize --bits`` and ``--fit``: bits chosen per matrix are written, read back and planned
+as stored, and an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mix(folder, text, tmp_path_factory) -> tuple[Path, dict]:
 
 
 def bits_of(out: Path) -> float:
-    """Of a weight of the layers' matrices, by what lies in the files."""
+    """Bits per weight of the layers' matrices, from the files' sizes."""
     nbytes = count = 0
     for file in out.glob("*.safetensors"):
         tensors = load_file(file)
@@ -69,7 +69,7 @@ def bits_of(out: Path) -> float:
     return 8 * nbytes / count
 
 
-def test_a_mix_has_the_bits_that_were_asked_for_and_says_what_they_lose(mix):
+def test_mix_has_the_requested_bits_and_its_loss(mix):
     out, report = mix
     assert 4.6 < bits_of(out) <= 4.8 and report["bits"] == pytest.approx(bits_of(out))
     assert list(report["matrices"]) == [f"model.layers.{i}" for i in range(3)]
@@ -107,12 +107,10 @@ def test_codes_of_any_bits_are_packed_as_the_package_packs_them(bits):
 
 
 class Killed(BaseException):
-    """What no handler catches."""
+    """An exception that no handler catches."""
 
 
-def test_a_run_that_was_ended_goes_on_with_what_is_written(
-    folder, text, mix, tmp_path, monkeypatch
-):
+def test_interrupted_run_resumes(folder, text, mix, tmp_path, monkeypatch):
     out, save_file = tmp_path / "out", quantize.save_file
     saved = []
 
@@ -138,9 +136,7 @@ def test_a_run_that_was_ended_goes_on_with_what_is_written(
         assert (out / name).read_bytes() == (mix[0] / name).read_bytes(), name
 
 
-def test_what_was_begun_otherwise_is_refused_by_what_differs(
-    folder, text, tmp_path, monkeypatch, capsys
-):
+def test_resuming_with_other_settings_is_refused(folder, text, tmp_path, monkeypatch, capsys):
     def stop(*_):
         raise Killed
 
@@ -257,7 +253,7 @@ def test_a_mix_counts_and_names_every_matrix_of_every_architecture(name, tmp_pat
 # Refusals ---------------------------------------------------------------------------------------
 
 
-def test_a_mix_has_a_name_that_says_it():
+def test_name_of_a_mix_round_trips():
     kept = {"self_attn.q_proj": "int4", "mlp.up_proj": AS_STORED}
     assert options_of(mixed(kept)) == kept
     assert mixed(dict.fromkeys(kept, "int5")) == options_of("int5") == "int5"
@@ -268,7 +264,7 @@ def test_a_mix_has_a_name_that_says_it():
     assert [class_of(name) for name in names] == ["mlp.experts.w1", "attn.c_proj", ""]
 
 
-def test_what_cannot_be_asked_is_refused(folder, text, tmp_path, capsys):
+def test_invalid_requests_are_refused(folder, text, tmp_path, capsys):
     given = [str(folder), str(tmp_path / "out")]
     by_text = [*given, "--calibration", str(text)]
     for arguments, said in (

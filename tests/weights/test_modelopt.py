@@ -8,7 +8,7 @@ from packers.modelopt import floats4
 
 
 def test_the_packers_write_what_another_converter_reads():
-    """So that the format, which is held against the packers, is held against it."""
+    """The format is compared with the packers, and so with the package."""
     converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters")
     theirs = pytest.importorskip("compressed_tensors.compressors").BaseCompressor
     quantization = pytest.importorskip("compressed_tensors.quantization")

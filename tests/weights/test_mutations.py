@@ -1,5 +1,5 @@
-"""Checkpoints of every format with some bytes of a tensor changed: refused by name, or the logits
-are finite. None answers NaN without a word."""
+"""Checkpoints of every format with a few bytes of a tensor changed: refused by the tensor's name,
+or the logits are finite; never a silent NaN."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_a_mutated_file_is_refused_or_gives_finite_logits(models, tmp_path, name
 
 
 @pytest.mark.parametrize("unit", ["model.layers.1", "lm_head"])
-def test_weights_that_overflow_are_told_at_the_first_call_by_their_layer(tmp_path, unit):
-    """They are finite, so that a load takes them."""
+def test_overflowing_weights_are_reported_at_the_first_call(tmp_path, unit):
+    """The weights are finite, so that loading accepts them."""
     theirs = reference(llama(**{**sizes(64), "num_hidden_layers": 3}))
     with torch.no_grad():
         for name, weight in theirs.named_parameters():

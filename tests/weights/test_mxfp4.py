@@ -1,4 +1,4 @@
-"""gpt-oss with its experts in MXFP4, beside transformers, which takes them to floats."""
+"""gpt-oss with its experts in MXFP4, against transformers, which dequantizes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A format that is added from outside: loaded, planned to the byte, split, tied, and answered with
-as the model of its dequantized weights answers."""
+"""A format added from outside: loaded, planned to the byte, split, tied, and compared with the
+model of its dequantized weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def newcomer(monkeypatch):
 
 
 def know_the_newcomer() -> None:
-    """In a process of its own."""
+    """Register the format in a process of its own."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     METHODS["rows8"] = "rows8"
 
@@ -45,7 +45,7 @@ def is_matrix(name: str, tensor: torch.Tensor) -> bool:
 
 
 def quantize(folder: Path, **settings) -> dict[str, torch.Tensor]:
-    """Rewrite a folder of float weights in the format; what its tensors stand for."""
+    """Rewrite a folder of float weights in the format; returns the dequantized tensors."""
     tensors = load_file(folder / "model.safetensors")
     written, plain = {}, {}
     for name, tensor in tensors.items():
@@ -65,7 +65,7 @@ def quantize(folder: Path, **settings) -> dict[str, torch.Tensor]:
 
 
 def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
-    """A quantized folder, and transformers' model with the weights that it stands for."""
+    """A quantized folder, and transformers' model with its dequantized weights."""
     theirs = reference(CONFIGS[name])
     folder = save(theirs, tmp_path)
     saved = load_file(folder / "model.safetensors")
@@ -79,7 +79,7 @@ def folder_of(tmp_path: Path, name: str) -> tuple[Path, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_answers_as_the_dequantized_model(tmp_path, name):
+def test_newcomer_matches_the_dequantized_model(tmp_path, name):
     folder, theirs = folder_of(tmp_path, name)
     model = on_cpu(folder)
     cache = Cache(model, 64, 2)

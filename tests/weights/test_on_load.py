@@ -1,5 +1,5 @@
-"""Float weights kept as integers: answers, bytes, devices and bound runs, beside the model of the
-weights that the integers stand for."""
+"""Float weights quantized on load: outputs, bytes, devices and bound runs, against the model of the
+dequantized integers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
 
 
 def plain_folder(folder: Path, weights: str, out: Path, transform: str = "none") -> Path:
-    """The checkpoint of the floats that the integers stand for."""
+    """A checkpoint of the dequantized integers."""
     config = with_weights(ModelConfig.from_pretrained(folder), weights, transform)
     format_of = formats_of(config, torch.float32)
     tensors = load_file(folder / "model.safetensors")
@@ -76,9 +76,7 @@ def answers(model: Model) -> torch.Tensor:
         ("experts", "int4", "hadamard"),
     ],
 )
-def test_it_answers_as_the_model_of_what_the_integers_stand_for(
-    folders, tmp_path, name, weights, transform
-):
+def test_loaded_integers_match_the_dequantized_model(folders, tmp_path, name, weights, transform):
     found = answers(on_cpu(folders[name], weights=weights, transform=transform))
     expected = answers(on_cpu(plain_folder(folders[name], weights, tmp_path, transform)))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -96,7 +94,7 @@ def test_it_answers_as_the_model_of_what_the_integers_stand_for(
         ("experts", torch.float16),
     ],
 )
-def test_a_bound_run_gives_the_readable_ways_bits(folders, name, dtype, transform):
+def test_bound_run_is_bit_identical(folders, name, dtype, transform):
     model = on_cpu(folders[name], weights="int4", dtype=dtype, transform=transform)
     with bound_runs() as runs:
         found = answers(model)
@@ -168,7 +166,7 @@ def test_no_more_than_a_unit_of_floats_is_in_memory_beside_the_integers(tmp_path
     assert held < peak < held + 3 * layer
 
 
-def test_scales_that_are_searched_for_beat_rounding_to_the_nearest():
+def test_searched_scales_beat_rounding_to_nearest():
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     for bits in (8, 4):
         made = rounded(weight, bits, 64, torch.float16)
@@ -180,14 +178,14 @@ def test_scales_that_are_searched_for_beat_rounding_to_the_nearest():
         assert (found - weight).square().sum() < 0.97 * (nearest - weight).square().sum()
 
 
-def test_what_cannot_be_is_refused(folders, tmp_path):
+def test_invalid_weights_are_refused(folders, tmp_path):
     with pytest.raises(
         ValueError, match="'int2'; it must be one of int8, int6, int5, int4, int3, best, or None"
     ):
         Model(folders["tied"], weights="int2")
     with pytest.raises(ValueError, match="'rotation'; it must be hadamard, none, or None"):
         Model(folders["tied"], weights="int4", transform="rotation")
-    with pytest.raises(ValueError, match="is of integers, and weights is 'best'"):
+    with pytest.raises(ValueError, match="needs integers, and weights is 'best'"):
         Model(folders["tied"], weights="best", transform="hadamard")
     quantized = with_weights(ModelConfig.from_pretrained(folders["tied"]), "int8")
     with pytest.raises(ValueError, match=r"is quantized already \(on_load\).*leave weights out"):
@@ -196,5 +194,5 @@ def test_what_cannot_be_is_refused(folders, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="1 of .* weights are not finite, the first is number"):
+    with pytest.raises(ValueError, match="1 of .* weights are not finite; the first is number"):
         on_cpu(tmp_path, weights="int8")

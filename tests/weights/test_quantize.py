@@ -1,4 +1,4 @@
-"""``exkv quantize``: what it writes, read back by exkv and by the package compressed-tensors."""
+"""``exkv quantize``: its output, read back by exkv and by the package compressed-tensors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_text_may_run_on_an_accelerator(tmp_path, capsys):
 
 @pytest.mark.sweep(32)
 @pytest.mark.parametrize("name", TINY)
-def test_what_is_written_is_read_or_nothing_is_written(name, tmp_path, capsys):
+def test_written_files_are_readable_or_absent(name, tmp_path, capsys):
     floats, out = save(reference(TINY[name]()), tmp_path / "floats"), tmp_path / "out"
     if main(["quantize", str(floats), str(out), "--weights", "int4"]) == 2:
         assert "these integers couldn't be loaded" in capsys.readouterr().err
@@ -154,7 +154,7 @@ def test_a_text_that_is_empty_leaves_nothing_behind(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_all_but_the_layers_is_as_it_was(folder, quantized):
+def test_only_layers_are_changed(folder, quantized):
     out, bits = quantized
     before, after = tensors_of(folder), tensors_of(out)
     kept = {name for name in before if not name.endswith("proj.weight") and ".experts." not in name}
@@ -183,7 +183,7 @@ def test_no_group_is_worse_than_rounded_to_the_nearest_and_all_together_are_bett
         assert error.sum() < share * theirs.sum()
 
 
-def test_groups_of_zeros_and_of_one_value_stay_what_they_are():
+def test_constant_groups_are_exact():
     weight = torch.zeros(3, 64)
     weight[1, 32:], weight[2, 5] = -3, 7
     made = ours(weight, 4, 32, torch.float32)
@@ -191,7 +191,7 @@ def test_groups_of_zeros_and_of_one_value_stay_what_they_are():
     assert torch.allclose(found, weight)
 
 
-def test_what_cannot_be_quantized_is_refused_and_nothing_stays(folder, quantized, tmp_path, capsys):
+def test_invalid_sources_are_refused_and_leave_no_file(folder, quantized, tmp_path, capsys):
     out, _ = quantized
 
     def refusal(*arguments: str) -> str:

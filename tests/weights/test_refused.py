@@ -1,5 +1,5 @@
-"""Quantized checkpoints that are damaged, or contradict their settings: refused with the file, the
-tensor, the number, and what to do."""
+"""Quantized checkpoints that are damaged or contradict their settings: the error names file, tensor
+and number, and says what to do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
 
 
 def put(part: str, change: Callable[[torch.Tensor], torch.Tensor]):
-    """Another tensor in the place of one of LAYER."""
+    """Replace one of LAYER's tensors."""
 
     def damage(tensors: Tensors) -> None:
         tensors[f"{LAYER}.{part}"] = change(tensors[f"{LAYER}.{part}"])
@@ -57,7 +57,7 @@ def put(part: str, change: Callable[[torch.Tensor], torch.Tensor]):
 
 
 def at(index: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Other values at an index."""
+    """Set a value at an index."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor[index] = value
@@ -67,7 +67,7 @@ def at(index: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def of_bytes(change: Callable[[torch.Tensor], torch.Tensor]):
-    """The change in the tensor's bytes, one a number."""
+    """Apply the change to the tensor's bytes."""
     return lambda tensor: change(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
@@ -112,7 +112,7 @@ DAMAGED = {
     "fbgemm nan scale": (
         "fbgemm",
         put("weight_scale", at(1, torch.nan)),
-        f"{LAYER}: 1 of 224 weight_scale are not finite, the first is number 1, nan",
+        f"{LAYER}: 1 of 224 weight_scale are not finite; the first is number 1, nan",
     ),
     "mxfp4 no number": (
         "mxfp4",
@@ -123,7 +123,7 @@ DAMAGED = {
     "nvfp4 nan scale": (
         "compressed nvfp4",
         put("weight_scale", of_bytes(at((2, 1), 255))),
-        rf"{LAYER}: 1 of 1792 weight_scale are not finite, the first is number 17, nan: .*again",
+        rf"{LAYER}: 1 of 1792 weight_scale are not finite; the first is number 17, nan: .*again",
     ),
     "nvfp4 without a factor": (
         "compressed nvfp4",
@@ -133,7 +133,7 @@ DAMAGED = {
     "modelopt infinite factor": (
         "modelopt nvfp4",
         put("weight_scale_2", at((), torch.inf)),
-        rf"{LAYER}: 1 of 1 weight_scale_2 are not finite, the first is number 0, inf: .*again",
+        rf"{LAYER}: 1 of 1 weight_scale_2 are not finite; the first is number 0, inf: .*again",
     ),
     "modelopt factor missing": (
         "modelopt nvfp4",
@@ -149,7 +149,7 @@ DAMAGED = {
     "gptq group out of range": (
         "gptq 4 act-order v2",
         put("g_idx", at(5, 99)),
-        rf"model.safetensors: {LAYER}: g_idx puts input . into group ., where groups are of 32 "
+        rf"model.safetensors: {LAYER}: g_idx puts input . into group ., but groups have 32 "
         "inputs each, from 0 to 3.*again",
     ),
     "gptq negative group": (
@@ -171,7 +171,7 @@ DAMAGED = {
     "gptq infinite scale": (
         "gptq 3",
         put("scales", at((1, 2), torch.inf)),
-        rf"{LAYER}: 1 of 448 scales are not finite, the first is number 5, inf",
+        rf"{LAYER}: 1 of 448 scales are not finite; the first is number 5, inf",
     ),
     "gptq weights missing": (
         "gptq 4",
@@ -191,7 +191,7 @@ DAMAGED = {
     "awq scale": (
         "awq rows",
         put("scales", at((0, 3), torch.nan)),
-        rf"{LAYER}: 1 of 224 scales are not finite, the first is number 3, nan",
+        rf"{LAYER}: 1 of 224 scales are not finite; the first is number 3, nan",
     ),
     "awq zeros of another shape": (
         "awq rows",
@@ -201,37 +201,37 @@ DAMAGED = {
     "exl2 order": (
         "exl2",
         put("q_invperm", at(7, 128)),
-        rf"model.safetensors: {LAYER}: q_invperm is no permutation of the 128 inputs, .*again",
+        rf"model.safetensors: {LAYER}: q_invperm is not a permutation of the 128 inputs, .*again",
     ),
     "exl2 bits": (
         "exl2",
         put("q_groups", at(0, 7)),
-        rf"{LAYER}.q_groups must be pairs of bits, of 8, 6, 5, 4, 3, 2, falling, and .*\[7, 0, ",
+        rf"{LAYER}.q_groups must be pairs of descending bits, of 8, 6, 5, 4, 3, 2, and .*\[7, 0, ",
     ),
     "exl2 rising bits": ("exl2", put("q_groups", at(6, 8)), f"{LAYER}.q_groups must be pairs"),
-    "exl2 first rows": ("exl2", put("q_groups", at(3, 99)), "rising from 0"),
+    "exl2 first rows": ("exl2", put("q_groups", at(3, 99)), "ascending from 0"),
     "exl2 half a pair": ("exl2", put("q_groups", lambda t: t[:-1]), "q_groups must be pairs"),
-    "exl2 no groups": ("exl2", put("q_groups", lambda t: t[:0]), r"rising from 0, not \[\]"),
+    "exl2 no groups": ("exl2", put("q_groups", lambda t: t[:0]), r"ascending from 0, not \[\]"),
     "exl2 rows": (
         "exl2",
         put("q_weight", lambda t: t[:-1]),
-        f"{LAYER}.q_groups has groups of unlike sizes, or of other than 128 inputs",
+        f"{LAYER}.q_groups has groups of different sizes, or not 128 inputs",
     ),
     "exl2 scale": (
         "exl2",
         put("q_scale_max", at(1, torch.nan)),
-        f"{LAYER}: 1 of 4 q_scale_max are not finite, the first is number 1, nan",
+        f"{LAYER}: 1 of 4 q_scale_max are not finite; the first is number 1, nan",
     ),
     "exl2 weights missing": ("exl2", drop("q_weight"), f"{LAYER}.weight is missing"),
     "exl3 scale": (
         "exl3",
         put("svh", at(1, torch.inf)),
-        f"{LAYER}: 1 of 256 svh are not finite, the first is number 1, inf",
+        f"{LAYER}: 1 of 256 svh are not finite; the first is number 1, inf",
     ),
     "exl3 factor": (
         "exl3",
         put("mul1", lambda t: t + 2),
-        f"{LAYER}: mul1 is 0x83dcd12f, and exkv knows 0x83dcd12d only",
+        f"{LAYER}: mul1 is 0x83dcd12f, and exkv knows only 0x83dcd12d",
     ),
     "exl3 bits": (
         "exl3",
@@ -247,18 +247,18 @@ DAMAGED = {
     "hqq bits": (
         "hqq 4",
         put("nbits", lambda t: t - 1),
-        rf"{LAYER}: the scalars beside W_q say .'nbits': 3, .*tensors' shapes .'nbits': 4, .*again",
+        rf"{LAYER}: the scalars beside W_q are .'nbits': 3, .*shapes mean .'nbits': 4, .*again",
     ),
     "hqq axis": ("hqq 4", put("axis", lambda t: t - 1), "'axis': 0}.*'axis': 1}: download"),
     "hqq code": (
         "hqq 5 rows",
         put("W_q", at((3, 4), 32)),
-        f"{LAYER}: W_q has the code 32, and 5 bits go to 31: download",
+        f"{LAYER}: W_q has the code 32, above the 31 of 5 bits: download",
     ),
     "hqq zero": (
         "hqq 2",
         put("zero", at((5, 0), torch.inf)),
-        f"{LAYER}: 1 of 896 zero are not finite, the first is number 5, inf",
+        f"{LAYER}: 1 of 896 zero are not finite; the first is number 5, inf",
     ),
     "hqq rows": (
         "hqq 4",
@@ -269,7 +269,7 @@ DAMAGED = {
     "torchao bits": (
         "torchao int4",
         put("_weight_qdata", at((5, 6), 8)),
-        f"{LAYER}: qdata is from -8 to 8, and 4 bits go from -8 to 7: download the model again",
+        f"{LAYER}: qdata ranges from -8 to 8, and 4 bits only from -8 to 7: download",
     ),
     "torchao zero": (
         "torchao int8",
@@ -279,7 +279,7 @@ DAMAGED = {
     "torchao scale": (
         "torchao int8",
         put("_weight_scale", at((5, 0), torch.nan)),
-        f"{LAYER}: 1 of 224 scale are not finite, the first is number 5, nan",
+        f"{LAYER}: 1 of 224 scale are not finite; the first is number 5, nan",
     ),
     "torchao rows": (
         "torchao fp8",
@@ -297,17 +297,17 @@ DAMAGED = {
             "weight.quant_state.bitsandbytes__nf4",
             rewritten(b'"blocksize": 64', b'"blocksize": 32'),
         ),
-        rf"{LAYER}: weight.quant_state.* says blocksize 32, and the number of absmax 64",
+        rf"{LAYER}: weight.quant_state.* has blocksize 32, but the number of absmax means 64",
     ),
     "nf4 shape": (
         "nf4",
         put("weight.quant_state.bitsandbytes__nf4", rewritten(b"[224, 128]", b"[224, 129]")),
-        rf"{LAYER}: weight.quant_state.* says shape \[224, 129\], of which",
+        rf"{LAYER}: weight.quant_state.* has shape \[224, 129\], which the stored weights don.t",
     ),
     "nf4 absmax": (
         "nf4 nested",
         put("weight.nested_absmax", at(0, torch.inf)),
-        rf"{LAYER}: 1 of 2 nested_absmax are not finite, the first is number 0, inf",
+        rf"{LAYER}: 1 of 2 nested_absmax are not finite; the first is number 0, inf",
     ),
     "nf4 number of absmax": (
         "nf4",
@@ -318,17 +318,17 @@ DAMAGED = {
     "compressed group": (
         "compressed 4 act-order",
         put("weight_g_idx", at(0, 4)),
-        rf"{LAYER}: weight_g_idx puts input .* groups are of 32 inputs each, from 0 to 3",
+        rf"{LAYER}: weight_g_idx puts input .* groups have 32 inputs each, from 0 to 3",
     ),
     "compressed integers": (
         "compressed naive",
         put("weight", at((0, 0), 8)),
-        rf"{LAYER}: weight has integers from -8 to 8, which are not of 4 bits",
+        rf"{LAYER}: weight has integers from -8 to 8, which don.t fit 4 bits",
     ),
     "compressed scale": (
         "compressed int8",
         put("weight_scale", at(3, -torch.inf)),
-        f"{LAYER}: 1 of 224 weight_scale are not finite, the first is number 3, -inf",
+        f"{LAYER}: 1 of 224 weight_scale are not finite; the first is number 3, -inf",
     ),
 }
 #: Recipe, changed settings, and the words of the message.
@@ -363,7 +363,7 @@ UNSOUND = {
     "gptq formats": ("gptq 4", {"format": "gptq_v2"}, "'gptq' contradicts format 'gptq_v2'"),
     "gptq planar": ("gptq 4", {"checkpoint_format": "gptq_p"}, "'gptq_p' .* 'gptq', 'gptq_v2'"),
     "gptq marlin": ("gptq 4", {"is_marlin_format": True}, "is_marlin_format True is not"),
-    "gptq rule": ("gptq rules", {"dynamic": {"(": {}}}, "dynamic: '.' is no regular expression"),
+    "gptq rule": ("gptq rules", {"dynamic": {"(": {}}}, "dynamic: '.' is not a regular expression"),
     "gptq bits of a rule": ("gptq rules", {"dynamic": {"a": {"bits": 5}}}, "dynamic.a: bits 5"),
     "gptq setting of a rule": ("gptq rules", {"dynamic": {"a": {"bit": 5}}}, "'bit' .* not known"),
     "gptq head": ("gptq rules", {"lm_head": False}, "'lm_head' is not quantized, and .* lm_head"),
@@ -392,12 +392,12 @@ UNSOUND = {
     "hqq quantized scales": (
         "hqq 4",
         {"quant_config": {"weight_quant_params": {}, "scale_quant_params": {"nbits": 8}}},
-        "scale_quant_params .* must be null: exkv reads scales and zero points that are floats",
+        "scale_quant_params .* must be null: exkv reads float scales and zero points only",
     ),
     "hqq kinds": (
         "hqq kinds",
         {"quant_config": {"mlp.up_proj": {"weight_quant_params": {"nbits": 3, "group_size": 32}}}},
-        "nothing is said of self_attn.q_proj, and the checkpoint has .*self_attn.q_proj.W_q",
+        "no entry for self_attn.q_proj, and the checkpoint has .*self_attn.q_proj.W_q",
     ),
     "torchao kind": (
         "torchao int8",
@@ -466,7 +466,7 @@ UNSOUND = {
         {"config_groups": {"g": group(type="float")}},
         "type 'float' is not supported, it must be one of 'int'",
     ),
-    "compressed pattern": ("compressed 4", {"ignore": ["re:("]}, "'re:.' is no regular"),
+    "compressed pattern": ("compressed 4", {"ignore": ["re:("]}, "'re:.' is not a regular"),
 }
 
 
@@ -487,14 +487,14 @@ def test_damaged_tensors_are_refused(sound, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_layer_too_many_is_said_to_be_missing(sound, tmp_path, name):
+def test_extra_layer_is_reported_as_missing(sound, tmp_path, name):
     config, tensors = sound(name)
     with pytest.raises(ValueError, match=r"model.layers.1\.\S+ is missing"):
         load(tmp_path, {**config, "num_hidden_layers": 2}, tensors)
 
 
 @pytest.mark.parametrize("method", [["gptq"], {}, 4, None, True])
-def test_a_method_that_is_no_name_is_refused(sound, tmp_path, method):
+def test_non_string_method_is_refused(sound, tmp_path, method):
     config, tensors = sound("gptq 4")
     config["quantization_config"]["quant_method"] = method
     with pytest.raises(ValueError, match=rf"{tmp_path}: .*quant_method .*known are: gptq"):
@@ -512,7 +512,7 @@ def test_a_size_that_a_format_does_not_have_is_refused_by_layer(sound, tmp_path,
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_settings_that_cannot_be_are_refused(sound, tmp_path, name):
+def test_invalid_settings_are_refused(sound, tmp_path, name):
     recipe, settings, words = UNSOUND[name]
     config, tensors = sound(recipe)
     config["quantization_config"] |= settings

@@ -1,4 +1,4 @@
-"""torchao's matrices that its own package packed."""
+"""torchao's matrices as packed by the package torchao itself."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class PagePool:
         return [len(tier.known) for tier in self._tiers[1:]]
 
     @property
-    def in_tiers_at_most(self) -> int:
+    def tier_capacity(self) -> int:
         """Capacity of all tiers in host memory, in pages."""
         return sum(tier.pages for tier in self._tiers[1:])
 

@@ -1,4 +1,4 @@
-"""What the headers of a GGUF model say, and which file a path stands for."""
+"""The headers of a GGUF model's parts, and the file that a path means."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ SHOWN = 5  # names in one message
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1024
-#: Headers that are kept: a load asks for the same one some five times.
+#: Memoized headers: a load asks for the same one about five times.
 _KEPT = 4
 _headers: OrderedDict[tuple[Path, tuple[int, ...]], Header] = OrderedDict()
 
 
 def find_gguf(path: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file that a path stands for, the first of several parts; None where it is another
-    kind of model.
+    """The GGUF file that a path means, the first of several parts; None for other kinds of models.
 
-    A path is a file, or a folder that holds one GGUF and no safetensors.
+    A path is a file, or a folder with one GGUF model and no safetensors.
 
     Raises:
-        CheckpointError: a folder holds several of them.
+        CheckpointError: a folder has several GGUF models.
     """
     path = Path(path)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
@@ -48,20 +47,22 @@ def find_gguf(path: str | os.PathLike[str]) -> Path | None:
     if len(models) > 1:
         names = ", ".join(model.name for model in models[:SHOWN])
         raise CheckpointError(
-            f"{path} holds {len(models)} models in GGUF: {names}"
-            f"{', ...' if len(models) > SHOWN else ''}. Name the file that you mean"
+            f"{path} has {len(models)} GGUF models: {names}"
+            f"{', ...' if len(models) > SHOWN else ''}. Name one of the files"
         )
     return models[0] if models else None
 
 
 def _parts_of(path: Path) -> list[Path]:
-    """All parts of the model, whichever of them is named."""
+    """All parts of the model, given any of them."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
     stem, _, count = match.groups()
     if not 0 < int(count) <= _MOST_PARTS:
-        raise CheckpointError(f"{path}: it is one of {count} parts, and 1 to {_MOST_PARTS} can be")
+        raise CheckpointError(
+            f"{path}: it is one of {count} parts; there must be 1 to {_MOST_PARTS}"
+        )
     return [path.with_name(f"{stem}-{i + 1:05}-of-{count}{SUFFIX}") for i in range(int(count))]
 
 
@@ -74,15 +75,15 @@ class PlacedTensor:
 
 
 class GGUFContents:
-    """What the headers of a GGUF model say.
+    """The headers of a GGUF model.
 
     Args:
         path: the file, or its first part.
 
     Attributes:
-        metadata: the first part's, which has all of it.
-        tensors: by their names in the file.
-        files: open, the parts in order.
+        metadata: the metadata, all of which is in the first part.
+        tensors: tensors by their names in the file.
+        files: the open parts, in order.
 
     Raises:
         FileNotFoundError: a part is missing.
@@ -113,8 +114,8 @@ class GGUFContents:
         wanted = (index, len(self.files)) if len(self.files) > 1 else stated
         if stated != wanted or (len(self.files) == 1 and stated[1] not in (0, 1)):
             raise CheckpointError(
-                f"{file.path}: split.no and split.count are {quoted(stated)}, and by its name it "
-                f"is part {index} of {len(self.files)}: download the model again, under its own "
+                f"{file.path}: split.no and split.count are {quoted(stated)}, but its name says "
+                f"part {index} of {len(self.files)}: download the model again, and keep its files' "
                 f"names"
             )
         for tensor in header.tensors:
@@ -128,12 +129,12 @@ class GGUFContents:
 
     @property
     def architecture(self) -> str:
-        """What the file calls it, which its keys begin with."""
+        """The architecture's name in the file, with which its keys begin."""
         found = self.metadata.get("general.architecture")
         if not isinstance(found, str):
             raise CheckpointError(
-                f"{self.path}: general.architecture is {quoted(found)}; it must say what the model "
-                f"is: download it again"
+                f"{self.path}: general.architecture is {quoted(found)} and not a name: download it "
+                f"again"
             )
         return found
 
@@ -142,7 +143,7 @@ class GGUFContents:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def family(self) -> tuple[str, Family, GGUFFamily]:
-        """The architecture as config.json has it, and how to read it.
+        """The architecture's name in config.json, and how to read it.
 
         Raises:
             CheckpointError: it isn't known.
@@ -152,7 +153,7 @@ class GGUFContents:
             gguf = family.gguf
             if gguf is None or self.architecture not in (gguf.architecture, gguf.mixture):
                 continue
-            if all(_says(self.own(key, 0), says) for key, says in gguf.marks.items()):
+            if all(_matches(self.own(key, 0), mark) for key, mark in gguf.marks.items()):
                 return name, family, gguf
         families = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
         names = {each for gguf in families for each in (gguf.architecture, gguf.mixture)}
@@ -163,20 +164,20 @@ class GGUFContents:
         )
 
     def floats(self, name: str) -> list[float]:
-        """The numbers of a small tensor of floats."""
+        """The values of a small tensor of floats."""
         placed = self.tensors[name]
         tensor = placed.tensor
         if tensor.type.dtype is None or tensor.nbytes > 1 << 20:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} is {tensor.type.name} of {tensor.nbytes} bytes; "
-                f"expected are a few floats: download it again"
+                f"{self.path}: tensor {name!r} is {tensor.type.name} of {tensor.nbytes} bytes, "
+                f"expected a few floats: download it again"
             )
         data = bytearray(placed.file.read(tensor.nbytes, tensor.offset))
         return torch.frombuffer(data, dtype=tensor.type.dtype).tolist()
 
 
-def _says(value: Any, wanted: bool | tuple[int, ...]) -> bool:
-    """Whether metadata says something, or one of some numbers."""
+def _matches(value: Any, wanted: bool | tuple[int, ...]) -> bool:
+    """Whether a metadata value is as true as wanted, or one of some numbers."""
     return bool(value) == wanted if isinstance(wanted, bool) else value in wanted
 
 
@@ -185,7 +186,7 @@ def _of_parts(count: int) -> str:
 
 
 def _header(file: OpenFile) -> Header:
-    """The file's header, read once while the file stays as it is."""
+    """The file's header, memoized while the file is unchanged."""
     key = (file.path, file.identity)
     if key not in _headers:
         _headers[key] = read_gguf_header(file)

@@ -1,10 +1,10 @@
 """The header of a GGUF file: metadata and the list of tensors, checked before a byte is used.
 
 The format is that of ggml (docs/gguf.md in its repository), versions 2 and 3, little endian: magic,
-version, two counts, pairs of key and value, tensors with their shapes and types, and behind padding
-their data. A count or a length is compared with what is left of the file before anything is made
-of it, and the header may not be larger than that of a safetensors file. ``gguf.py`` makes a
-checkpoint of what is found here.
+version, two counts, pairs of key and value, tensors with their shapes and types, and after padding
+their data. Counts and lengths are compared with the rest of the file before anything is allocated,
+and a header must not be larger than that of a safetensors file. ``tensors.py`` makes a checkpoint
+from it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any, NoReturn
 import torch
 
 from ..files import quoted
-from ..open_file import CheckpointError, OpenFile
+from ..open_file import CheckpointError, OpenFile, refuse_lfs_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-#: Bytes of a header, as safetensors has it; entries of an array.
+#: Upper bounds on bytes of a header (as for safetensors), and on entries of an array.
 MAX_HEADER_BYTES, MOST_ITEMS = 100_000_000, 1 << 22
-#: Arrays within arrays, and dimensions of a tensor.
+#: Upper bounds on nesting of arrays, and on dimensions of a tensor.
 _DEEPEST, _MAX_DIMS = 4, 4
-#: Bytes of a key, and of a tensor's name: ggml cuts names after 63.
+#: Upper bounds on bytes of a key, and of a tensor's name (ggml cuts names after 63).
 _LONGEST_KEY, _LONGEST_NAME = 65535, 255
-#: Bytes of a pair of key and value, and of a tensor's entry, at the least.
+#: Fewest bytes of a pair of key and value, and of a tensor's entry.
 _LEAST_PAIR, _LEAST_TENSOR = 13, 32
 _ALIGNMENT, _MOST_ALIGNMENT = "general.alignment", 1 << 16
 _PIECE = 1 << 20
 
 _STRING, _ARRAY = 8, 9
-#: Type of a value -> how ``struct`` has it.
+#: Type of a value -> its code in ``struct``.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -52,10 +52,10 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorType:
-    """How ggml stores numbers: so many of them in a block of so many bytes.
+    """One of ggml's types: ``block`` numbers in ``nbytes`` bytes.
 
     Attributes:
-        dtype: of plain floats; None for packed blocks.
+        dtype: dtype of plain floats; None for packed blocks.
     """
 
     name: str
@@ -68,7 +68,7 @@ def _packed(name: str, block: int, nbytes: int) -> TensorType:
     return TensorType(name=name, block=block, nbytes=nbytes)
 
 
-#: ggml's number of a type -> the type, of those that are read.
+#: ggml's number -> type, for supported types.
 TENSOR_TYPES = {
     0: TensorType(name="F32", block=1, nbytes=4, dtype=torch.float32),
     1: TensorType(name="F16", block=1, nbytes=2, dtype=torch.float16),
@@ -97,7 +97,7 @@ TENSOR_TYPES = {
     40: _packed("NVFP4", 64, 36),
     30: TensorType(name="BF16", block=1, nbytes=2, dtype=torch.bfloat16),
 }
-#: What else there is, for messages.
+#: ggml's number -> name of other types, for messages.
 _OTHER_TYPES = {
     9: "Q8_1",
     15: "Q8_K",
@@ -122,9 +122,8 @@ class StoredTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        shape: counts of numbers, the rows first and a row's length last (ggml writes it the other
-            way round).
-        offset: bytes from the file's start.
+        shape: rows first and a row's length last (the reverse of ggml's order).
+        offset: in bytes from the file's start.
     """
 
     name: str
@@ -136,10 +135,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What comes before the data.
+    """The part of a file before the data.
 
     Attributes:
-        metadata: key -> number, truth value, text, or a list of them.
+        metadata: key -> number, bool, text, or a list of them.
         tensors: in the order of their data.
     """
 
@@ -148,11 +147,11 @@ class Header:
 
 
 def read_gguf_header(file: OpenFile) -> Header:
-    """The header of an open file.
+    """Read the header of an open file. Every tensor returned is inside of the file, and overlaps
+    with no other.
 
     Raises:
-        CheckpointError: the format forbids something in it; every tensor returned lies inside of
-            the file, and overlaps with no other.
+        CheckpointError: the header violates the format.
     """
     cursor = _Cursor(file)
     _check_version(cursor)
@@ -163,7 +162,7 @@ def read_gguf_header(file: OpenFile) -> Header:
     for _ in range(pairs):
         key, value = _pair(cursor)
         if key in metadata:
-            cursor.refuse(f"the key {quoted(key)} is there twice")
+            cursor.refuse(f"the key {quoted(key)} occurs twice")
         metadata[key] = value
     alignment = _alignment(cursor, metadata)
     entries = [_entry(cursor) for _ in range(tensors)]
@@ -175,7 +174,8 @@ def read_gguf_header(file: OpenFile) -> Header:
 
 
 def metadata_span(file: OpenFile) -> tuple[int, int]:
-    """Where the pairs of key and value begin and end; errors as of :func:`read_gguf_header`."""
+    """Byte positions where the pairs of key and value begin and end; errors as for
+    :func:`read_gguf_header`."""
     cursor = _Cursor(file)
     _check_version(cursor)
     _, pairs = cursor.scalar("Q"), cursor.scalar("Q")
@@ -198,7 +198,7 @@ class _Cursor:
         raise CheckpointError(f"{self.file.path}: {problem}: download it again")
 
     def expect_room(self, what: str, count: int, nbytes: int) -> None:
-        """CheckpointError unless so many, of so many bytes at the least, may still follow."""
+        """CheckpointError unless ``count`` items of at least ``nbytes`` bytes can still follow."""
         left = self.end - self.position
         if count * nbytes > left:
             self.refuse(
@@ -208,9 +208,9 @@ class _Cursor:
             )
 
     def expect_few(self, key: str, count: int) -> None:
-        """CheckpointError for an array of more entries than any vocabulary has."""
+        """CheckpointError for an array with more entries than any vocabulary has."""
         if count > MOST_ITEMS:
-            self.refuse(f"{quoted(key)} has {count} entries, and no more than {MOST_ITEMS} can be")
+            self.refuse(f"{quoted(key)} has {count} entries, more than the {MOST_ITEMS} allowed")
 
     def take(self, nbytes: int, what: str = "bytes") -> bytes:
         """The next bytes, all of them."""
@@ -225,14 +225,14 @@ class _Cursor:
         return self._piece[begin : begin + nbytes]
 
     def scalar(self, kind: str) -> Any:
-        """One number as ``struct`` has it."""
+        """Read one number by its code in ``struct``."""
         return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind)))[0]
 
     def text(self, what: str, longest: int = MAX_HEADER_BYTES) -> str:
-        """A text behind its length in bytes."""
+        """Read a text that follows its length in bytes."""
         (length,) = _LENGTH.unpack(self.take(8))
         if length > longest:
-            self.refuse(f"{what} has {length} bytes, and no more than {longest} can be")
+            self.refuse(f"{what} has {length} bytes, more than the {longest} allowed")
         data = self.take(length, "bytes of a text")
         try:
             return data.decode()
@@ -240,8 +240,8 @@ class _Cursor:
             self.refuse(f"{what} is not UTF-8 text at byte {error.start} of it")
 
     def texts(self, what: str, count: int) -> list[str]:
-        """So many texts, one behind the other: a vocabulary has hundreds of thousands, and those
-        that lie whole in the piece are read in one loop."""
+        """Read ``count`` adjacent texts. A vocabulary has hundreds of thousands: those that are
+        complete in the current piece are read in one loop."""
         found: list[str] = []
         while len(found) < count:
             begin = self.position - self._first
@@ -256,8 +256,8 @@ _LENGTH = struct.Struct("<Q")
 
 
 def _whole_texts(piece: bytes, begin: int, most: int, found: list[str]) -> int:
-    """Append what texts lie whole in the piece from ``begin`` on, so many at most; the end of the
-    last one that is sound."""
+    """Append up to ``most`` complete texts of the piece from ``begin`` on; returns the end of the
+    last valid one."""
     unpack, size = _LENGTH.unpack_from, len(piece)
     for _ in range(most):
         if begin + 8 > size:
@@ -276,11 +276,7 @@ def _whole_texts(piece: bytes, begin: int, most: int, found: list[str]) -> int:
 def _check_version(cursor: _Cursor) -> None:
     file = cursor.file
     magic = file.read(8, 0)
-    if magic == b"version ":
-        raise CheckpointError(
-            f"{file.path}: this is a Git LFS pointer and not the weights themselves: fetch them "
-            f"with `git lfs pull`"
-        )
+    refuse_lfs_pointer(file.path, magic)
     if magic[:4] != MAGIC:
         cursor.refuse(f"the file begins with {magic[:4]!r}, and a GGUF file with {MAGIC!r}")
     cursor.take(4)
@@ -292,15 +288,15 @@ def _check_version(cursor: _Cursor) -> None:
             f"{file.path}: the file is big endian: convert the model again for little endian"
         )
     raise CheckpointError(
-        f"{file.path}: version {version} of GGUF is not read, versions 2 and 3 are: convert the "
-        f"model again with a present llama.cpp"
+        f"{file.path}: version {version} of GGUF is not supported, only versions 2 and 3: convert "
+        f"the model again with a current llama.cpp"
     )
 
 
 def _pair(cursor: _Cursor) -> tuple[str, Any]:
     key = cursor.text(f"the key at byte {cursor.position}", _LONGEST_KEY)
     if not key or not key.isprintable():
-        cursor.refuse(f"the key {quoted(key)} is no name")
+        cursor.refuse(f"the key {quoted(key)} is not printable")
     return key, _value(cursor, key, cursor.scalar("I"))
 
 
@@ -310,19 +306,19 @@ def _value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
     if kind == _ARRAY:
         return _array(cursor, key, depth + 1)
     if kind not in _SCALARS:
-        cursor.refuse(f"{quoted(key)} is of the type {kind}, which GGUF has not")
+        cursor.refuse(f"{quoted(key)} is of the type {kind}, which GGUF doesn't have")
     return _scalars(cursor, key, kind, 1)[0]
 
 
 def _array(cursor: _Cursor, key: str, depth: int) -> list[Any]:
     kind, count = cursor.scalar("I"), cursor.scalar("Q")
     if depth > _DEEPEST:
-        cursor.refuse(f"{quoted(key)} holds arrays {depth} deep, and {_DEEPEST} can be")
+        cursor.refuse(f"{quoted(key)} has arrays {depth} deep; at most {_DEEPEST} are allowed")
     if kind in _SCALARS:
         return _scalars(cursor, key, kind, count)
     least = {_STRING: 8, _ARRAY: 12}.get(kind)
     if least is None:
-        cursor.refuse(f"{quoted(key)} holds the type {kind}, which GGUF has not")
+        cursor.refuse(f"{quoted(key)} has elements of the type {kind}, which GGUF doesn't have")
     cursor.expect_room(f"entries of {quoted(key)}", count, least)
     cursor.expect_few(key, count)
     if kind == _STRING:
@@ -337,7 +333,7 @@ def _scalars(cursor: _Cursor, key: str, kind: int, count: int) -> list[Any]:
     cursor.expect_few(key, count)
     data = cursor.take(count * size)
     if form == "?" and not set(data) <= {0, 1}:
-        cursor.refuse(f"{quoted(key)} holds a truth value that is neither 0 nor 1")
+        cursor.refuse(f"{quoted(key)} has a bool that is neither 0 nor 1")
     return list(struct.unpack(f"<{count}{form}", data))
 
 
@@ -353,8 +349,8 @@ def _alignment(cursor: _Cursor, metadata: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A tensor as the header has it: ``sizes`` begin with a row's length, ``offset`` counts from
-    where the data begins."""
+    """A tensor's entry in the header: ``sizes`` begin with a row's length, ``offset`` counts from
+    the start of the data."""
 
     name: str
     sizes: tuple[int, ...]
@@ -365,10 +361,10 @@ class _Entry:
 def _entry(cursor: _Cursor) -> _Entry:
     name = cursor.text(f"the tensor's name at byte {cursor.position}", _LONGEST_NAME)
     if not name or not name.isprintable():
-        cursor.refuse(f"a tensor is called {quoted(name)}, which is no name")
+        cursor.refuse(f"a tensor's name {quoted(name)} is not printable")
     dims = cursor.scalar("I")
     if not 0 < dims <= _MAX_DIMS:
-        cursor.refuse(f"tensor {quoted(name)} has {dims} dimensions, and 1 to {_MAX_DIMS} can be")
+        cursor.refuse(f"tensor {quoted(name)} has {dims} dimensions; 1 to {_MAX_DIMS} are allowed")
     sizes = struct.unpack(f"<{dims}Q", cursor.take(8 * dims))
     kind, offset = struct.unpack("<IQ", cursor.take(12))
     return _Entry(name=name, sizes=sizes, kind=kind, offset=offset)
@@ -381,8 +377,8 @@ def _tensor(cursor: _Cursor, entry: _Entry, start: int) -> StoredTensor:
         known = ", ".join(each.name for each in TENSOR_TYPES.values())
         raise CheckpointError(
             f"{cursor.file.path}: tensor {quoted(name)} is of the type "
-            f"{_OTHER_TYPES.get(entry.kind, entry.kind)}; exkv reads {known}: take the model in "
-            f"one of them"
+            f"{_OTHER_TYPES.get(entry.kind, entry.kind)}; exkv reads {known}: take a version of "
+            f"the model in these"
         )
     row = entry.sizes[0]
     if not all(entry.sizes) or row % type.block:
@@ -404,11 +400,11 @@ def _tensor(cursor: _Cursor, entry: _Entry, start: int) -> StoredTensor:
 def _check_layout(
     cursor: _Cursor, tensors: Iterable[StoredTensor], start: int, alignment: int
 ) -> None:
-    """The tensors, in the order of their data, follow each other, each padded."""
+    """Check that tensors, in the order of their data, follow each other, each padded."""
     end, names = start, set()
     for tensor in tensors:
         if tensor.name in names:
-            cursor.refuse(f"tensor {quoted(tensor.name)} is there twice")
+            cursor.refuse(f"tensor {quoted(tensor.name)} occurs twice")
         names.add(tensor.name)
         if tensor.offset != end:
             kind = "overlaps with the one before it" if tensor.offset < end else "follows a hole"

@@ -1,4 +1,4 @@
-"""A config.json from the metadata of a GGUF file, so that both go through the same checks."""
+"""Convert the metadata of a GGUF file to a config.json, so that both go through the same checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tensors import ROPE_TENSORS, layers_of, packed_types
 
 logger = logging.getLogger(__name__)
 
-#: Metadata under the architecture's name -> the key of config.json.
+#: Metadata under the architecture's name -> key of config.json.
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -42,13 +42,13 @@ _KEYS = {
     "leading_dense_block_count": "first_k_dense_replace",
     "interleave_moe_layer_step": "decoder_sparse_step",
 }
-#: What mixtures of experts have, of a config's settings.
+#: Settings of mixtures of experts.
 _OF_EXPERTS = frozenset(key for own, key in _KEYS.items() if "expert" in own) | {
     *("first_k_dense_replace", "decoder_sparse_step")
 }
-#: What no default can stand for.
+#: Required metadata, without defaults.
 _NEEDED = tuple(_KEYS)[:5]
-#: Tokens that end an answer in a model in use, whatever else the metadata says.
+#: Tokens that end an answer in known models, whatever the metadata says.
 _ENDS = frozenset(
     [
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
@@ -57,18 +57,18 @@ _ENDS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     ]
 )
-#: Where both of a pair are there, "<|end|>" ends one message of an answer that may have several
-#: (gpt-oss's analysis comes before its answer).
+#: If a vocabulary has both of a pair, "<|end|>" ends only one message of an answer that may have
+#: several (gpt-oss's analysis comes before its answer).
 _ENDS_OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def config_values(contents: GGUFContents) -> dict[str, Any]:
-    """What a config.json of this model would say.
+    """The contents of a config.json for this model.
 
     Raises:
-        CheckpointError: the architecture isn't known.
-        ValueError: something is missing, or isn't done here; names the key.
+        CheckpointError: unknown architecture.
+        ValueError: a key is missing or not supported; names it.
     """
     name, family, gguf = contents.family()
     _warn_of_assumed(contents, gguf)
@@ -103,7 +103,7 @@ def _has(contents: GGUFContents, own: str) -> bool:
 
 
 def _warn_of_assumed(contents: GGUFContents, gguf: GGUFFamily) -> None:
-    """Name what the file doesn't say, and what is taken for it."""
+    """Warn about missing metadata, and what is assumed instead."""
     for key, taken in gguf.assumed.items():
         if not _has(contents, key):
             logger.warning(
@@ -116,7 +116,7 @@ def _warn_of_assumed(contents: GGUFContents, gguf: GGUFFamily) -> None:
 
 
 def _by_tensors(contents: GGUFContents, family: Family, gguf: GGUFFamily) -> dict[str, Any]:
-    """Settings that follow from the tensors that there are, most of them in the first layer."""
+    """Settings that follow from which tensors exist, mostly in the first layer."""
     parts = {
         "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
         "mlp_bias": ("ffn_down.bias",),
@@ -152,19 +152,19 @@ def _by_tensors(contents: GGUFContents, family: Family, gguf: GGUFFamily) -> dic
 
 
 def _period(contents: GGUFContents, key: str, part: str, layers: int) -> dict[str, int]:
-    """Every how many layers, and from which on, there is a part: ``KEY_period``, ``KEY_offset``."""
+    """Period and first layer of layers with a part: ``KEY_period``, ``KEY_offset``."""
     have = [i for i in range(layers) if f"blk.{i}.{part}" in contents.tensors]
     offset = have[0] if have else layers
     period = have[1] - offset if len(have) > 1 else max(layers, offset + 1)
     if have != [*range(offset, layers, period)] or offset >= period:
         raise ValueError(
-            f"layers {', '.join(map(str, have))} have {part}, and that is not one of every {period}"
+            f"layers {', '.join(map(str, have))} have {part}, which is not every {period}th layer"
         )
     return {f"{key}_period": period, f"{key}_offset": offset}
 
 
 def _warn_of_doubts(contents: GGUFContents, gguf: GGUFFamily) -> None:
-    """Name what the file of a model of this name can't say."""
+    """Warn about what the file of a model with this name can't state."""
     name = contents.metadata.get("general.name")
     for pattern, unsaid in gguf.doubts.items():
         if isinstance(name, str) and re.search(pattern, name.lower()):
@@ -178,8 +178,8 @@ def _settings(family: Family) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of 32 bits as it was written in decimal digits: 1e-05, not 9.99999974e-06; integers
-    of each layer as one if they are alike."""
+    """A 32-bit number with its original decimal digits: 1e-05, not 9.99999974e-06; a list of equal
+    integers, one for each layer, as one integer."""
     if isinstance(value, list) and value and all(is_int(x) and x == value[0] for x in value):
         return value[0]
     if not isinstance(value, float):
@@ -192,7 +192,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rounded(value: float) -> float:
-    """To 32 bits."""
+    """Round to 32 bits."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -202,12 +202,12 @@ def _rounded(value: float) -> float:
 def _vocab_size(contents: GGUFContents) -> int:
     placed = contents.tensors.get("token_embd.weight")
     if placed is None or len(placed.tensor.shape) != 2:
-        raise ValueError("there is no tensor token_embd.weight with a row for each token")
+        raise ValueError("the tensor token_embd.weight, with a row for each token, is missing")
     return placed.tensor.shape[0]
 
 
 def _dtype(contents: GGUFContents) -> str:
-    """For arithmetic: that of the matrices where they are floats, else bfloat16."""
+    """Dtype to compute in: that of the matrices if most are floats, else bfloat16."""
     sizes: dict[str, int] = {}
     for placed in contents.tensors.values():
         tensor = placed.tensor
@@ -217,7 +217,7 @@ def _dtype(contents: GGUFContents) -> str:
 
 
 def _windows(contents: GGUFContents) -> dict[str, Any]:
-    """The window, and which layers have it where that is said."""
+    """The window, and which layers have it if stated."""
     window = contents.own("attention.sliding_window")
     pattern = contents.own("attention.sliding_window_pattern")
     found: dict[str, Any] = {} if window is None else {"sliding_window": window or None}
@@ -230,7 +230,7 @@ def _windows(contents: GGUFContents) -> dict[str, Any]:
 
 
 def _rope(contents: GGUFContents, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions: how much of a head is rotated, and how frequencies are stretched."""
+    """Rotary positions: the rotated part of a head, and the scaling of frequencies."""
     found: dict[str, Any] = {}
     rotated, head = contents.own("rope.dimension_count"), values.get("head_dim")
     if is_int(rotated) and isinstance(head, int) and head > 0:
@@ -264,7 +264,7 @@ def _scaling(contents: GGUFContents) -> dict[str, Any]:
     if kind not in ("linear", "yarn") or every is not None:
         beside = " beside rope_freqs.weight" if every is not None else ""
         raise ValueError(
-            f"{contents.architecture}.rope.scaling.type {kind!r}{beside} is not done here; exkv "
+            f"{contents.architecture}.rope.scaling.type {kind!r}{beside} is not supported; exkv "
             f"knows none, linear, yarn"
         )
     scaling = {key: stated[own] for own, key in _SCALING.items() if stated[own] is not None}
@@ -273,7 +273,7 @@ def _scaling(contents: GGUFContents) -> dict[str, Any]:
     return {**scaling, "rope_type": "yarn"}
 
 
-#: Metadata under rope.scaling -> the key of config.json's rope_scaling.
+#: Metadata under rope.scaling -> key of config.json's rope_scaling.
 _SCALING = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -293,14 +293,14 @@ def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id of a token that the metadata names; -1, of 32 bits, stands for none."""
+    """The id of a token that the metadata names; -1, as 32 bits, means none."""
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return value if is_int(value) and value not in (-1, 2**32 - 1) else None
 
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids of tokens that end an answer: those that the metadata names, and those that are
-    spelt as ends of turns, since a file names one of them at most."""
+    """The ids of tokens that end an answer: those that the metadata names, and known spellings of
+    ends of turns, since a file names at most one of them."""
     named = [token_id(metadata, name) for name in ("eos", "eot", "eom")]
     found = [token for token in named if token is not None]
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -1,8 +1,8 @@
-"""What llama.cpp's converter does to a checkpoint: names of tensors, and what is done to them.
+"""How llama.cpp's converter renames and changes a checkpoint's tensors.
 
-GGUF calls a tensor ``blk.3.attn_q.weight`` where Hugging Face's checkpoints have
-``model.layers.3.self_attn.q_proj.weight``. A :class:`GGUFFamily` says so for one architecture, as a
-part of its ``Family``, and ``gguf.py`` goes by it.
+GGUF has ``blk.3.attn_q.weight`` where Hugging Face's checkpoints have
+``model.layers.3.self_attn.q_proj.weight``. A :class:`GGUFFamily` describes this for one
+architecture, as part of its ``Family``; ``tensors.py`` follows it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-#: Routed experts, whose matrices checkpoints name like those of an MLP.
+#: Routed experts, whose matrices have the names of an MLP's in checkpoints.
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-#: Norms behind attention and MLP, and none before them (OLMo 2).
+#: Norms after attention and MLP, and none before them (OLMo 2).
 POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -49,33 +49,32 @@ _ENDING = re.compile(r"(.+)\.(weight|bias)")
 
 
 def shared(module: str) -> dict[str, str]:
-    """Names of the parts of an expert that all tokens take, which the checkpoint calls
-    ``module``."""
+    """Names of the parts of a shared expert, which is ``module`` in the checkpoint."""
     return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
 
 
 def most(stated: Any) -> Any:
-    """A number of all layers, where it may be stated of each, 0 for those without."""
+    """A number for all layers, which may be stated for each, 0 for layers without."""
     if isinstance(stated, list) and all(map(is_int, stated)):
         return max(stated, default=0)
     return stated
 
 
-#: From what reads the architecture's metadata by key, and the rows of a file's tensor: where in it
-#: each row of a checkpoint's tensor lies, int64, or None for as they are. ValueError where the
-#: metadata is none that fits.
+#: A reader of the architecture's metadata by key, and the number of rows of a file's tensor ->
+#: index in it of each row of the checkpoint's tensor, int64; None for the same order. ValueError if
+#: the metadata doesn't fit.
 Rows = Callable[[Callable[[str], Any], int], torch.Tensor | None]
 
 
 def _thirds(index: int) -> Rows:
-    """The rows of queries, keys or values, which may lie in one tensor."""
+    """Rows of queries, keys or values in a fused tensor."""
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         heads = own("attention.head_count")
         of_keys = most(own("attention.head_count_kv") or heads)
         size = own("attention.key_length")
         if isinstance(heads, list) and is_int(of_keys) and is_int(size) and size:
-            heads = count // size - 2 * of_keys  # which differ by layer
+            heads = count // size - 2 * of_keys  # they differ by layer
         sizes = [heads, of_keys, of_keys]
         if not all(is_int(size) and size > 0 for size in sizes) or count % sum(sizes):
             raise ValueError(f"they are not {sizes!r} heads of queries, keys and values")
@@ -86,18 +85,18 @@ def _thirds(index: int) -> Rows:
 
 
 def part_of(parts: int, index: int) -> Rows:
-    """The rows of one of several matrices of one size, which may lie in one tensor."""
+    """Rows of one of several equal-sized matrices in a fused tensor."""
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         if count % parts or not count:
-            raise ValueError(f"they are not those of {parts} matrices of one size")
+            raise ValueError(f"they are not {parts} matrices of equal size")
         return torch.arange(count).chunk(parts)[index]
 
     return rows
 
 
 def _inside(outer: Rows, inner: Rows) -> Rows:
-    """Rows among those that another one finds."""
+    """Select rows among those that ``outer`` selects."""
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor | None:
         found = outer(own, count)
@@ -107,44 +106,46 @@ def _inside(outer: Rows, inner: Rows) -> Rows:
     return rows
 
 
-#: What the converter writes as one tensor on demand: of these parts.
+#: Tensors that the converter may fuse -> their parts.
 _FUSED: dict[str, dict[str, Rows]] = {
     "attn_qkv": {f"attn_{part}": _thirds(index) for index, part in enumerate("qkv")},
     "ffn_gate_up_exps": {"ffn_gate_exps": part_of(2, 0), "ffn_up_exps": part_of(2, 1)},
 }
-#: Values as a config.json has them -> what only the architecture knows to add.
+#: Values of a config.json -> values that the architecture adds.
 Additions = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFFamily:
-    """How a GGUF file has one architecture.
+    """The form of one architecture in GGUF files.
 
     Attributes:
-        architecture: what ``general.architecture`` calls it.
-        mixture: what it calls one with experts, if that is another name.
-        names: of a layer's parts, where they are not the usual ones or beside them; ``{}`` stands
-            for an expert's number, and the tensor holds all experts. A part with its ``.weight`` or
-            ``.bias`` stands for a parameter that checkpoints have under another ending.
-        ends: of what is in no layer, likewise.
-        rows: parts whose rows lie in another order, or are those of several tensors -> the names of
-            these, with the rows of each.
-        dims: parts (with their ending where that isn't ``.weight``) whose dimensions are other than
-            those of the checkpoint's tensor -> how many it has, those before the last being 1: 2
-            for a matrix of one row, 1 for numbers one behind the other. Converters differ in them.
-        interleaved: the rows of queries and keys lie as pairs to be rotated, and not as halves.
-        norm_offset: what was added to the weights of norms, but for those of ``plain_norms``.
-        restore: ends of names in the checkpoint -> what makes its numbers, float32, of the file's.
-        metadata: metadata -> keys of config.json, beside those of every architecture.
-        marks: metadata -> whether it says something, or which numbers (0 for none), where several
-            architectures have one name.
+        architecture: its ``general.architecture``.
+        mixture: that of a mixture of experts, if different.
+        names: names of a layer's parts beyond or instead of the usual ones; ``{}`` is an expert's
+            number, and the tensor has all experts. A part with ``.weight`` or ``.bias`` is a
+            parameter with another ending in checkpoints.
+        ends: the same for tensors outside of layers.
+        rows: parts whose rows are in another order, or belong to several tensors -> names of these,
+            with the rows of each.
+        dims: parts (with their ending unless it is ``.weight``) with other dimensions than the
+            checkpoint's tensor -> its number of dimensions, of which those before the last are 1:
+            2 for a matrix of one row, 1 for a vector. Converters differ in them.
+        interleaved: whether the rows of queries and keys are in pairs to be rotated, and not
+            halves.
+        norm_offset: number that was added to the weights of norms, except ``plain_norms``.
+        restore: endings of names in the checkpoint -> function from the file's numbers, float32, to
+            the checkpoint's.
+        metadata: metadata -> keys of config.json, beyond those of every architecture.
+        marks: metadata -> whether it must be true, or which numbers it must have (0 if missing), to
+            distinguish architectures of the same name.
         scalars: metadata with a number for each layer, or one for all -> the parameter of a layer
-            that it is, and its shape.
-        sizes: tensors -> the setting that is how many rows they have.
-        periods: how settings begin that say which layers have a part -> that part.
-        assumed: metadata that files may lack -> what is taken for it, for a warning.
-        doubts: patterns of a model's lowercase name -> what its file can't say, for a warning.
-        additions: what else there is to say.
+            with this value, and its shape.
+        sizes: tensors -> the setting that equals their number of rows.
+        periods: prefix of the settings that say which layers have a part -> that part.
+        assumed: metadata that files may lack -> what is assumed instead, for a warning.
+        doubts: patterns of a model's lowercase name -> what its file can't state, for a warning.
+        additions: values that follow from others.
     """
 
     architecture: str
@@ -167,8 +168,8 @@ class GGUFFamily:
     additions: Additions = lambda values: {}
 
     def checkpoint_names(self, name: str) -> Mapping[str, Rows | None]:
-        """Hugging Face's names for a tensor, with ``{}`` for an expert, and its rows of each, None
-        for all; none where no checkpoint has it."""
+        """Hugging Face's names for a tensor, with ``{}`` for an expert -> the rows of each, None
+        for all; empty for an unknown tensor."""
         if match := _BLOCK.fullmatch(name):
             layer, part = match.groups()
             found = self._in_layer(part)
@@ -179,7 +180,7 @@ class GGUFFamily:
         return {}
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A tensor's shape in a checkpoint, of its name and shape in the file."""
+        """A tensor's shape in a checkpoint, from its name and shape in the file."""
         match = _BLOCK.fullmatch(name)
         dims = self.dims.get(match[2].removesuffix(".weight")) if match else None
         if dims is None:
@@ -190,14 +191,14 @@ class GGUFFamily:
         return (*long[:-1], *(1,) * (dims - len(long)), *long[-1:])
 
     def restoring(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What makes the numbers of the checkpoint's tensor ``name`` of the file's; None where they
-        are the same."""
+        """Function from the file's numbers to those of the checkpoint's tensor ``name``; None if
+        they are the same."""
         if self.norm_offset and name.endswith("norm.weight"):
             return None if name.endswith(self.plain_norms) else lambda x: x - self.norm_offset
         return next((undo for end, undo in self.restore.items() if name.endswith(end)), None)
 
     def _in_layer(self, part: str) -> Mapping[str, Rows | None]:
-        """Hugging Face's names for a layer's part, without the layer's."""
+        """Hugging Face's names for a layer's part, without the layer's name."""
         if part in self.rows:
             return self.rows[part]
         if part in self.names:

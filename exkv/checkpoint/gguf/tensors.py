@@ -1,8 +1,8 @@
-"""The tensors of a GGUF model, under the names that Hugging Face's checkpoints have.
+"""The tensors of a GGUF model under Hugging Face's names.
 
-What the converter did to them is undone here, as each architecture's family says: the rows of
-Llama's queries and keys are put back in order, packed as they are; Gemma's norms lose the 1 that
-was added; a tensor of all experts is one for each.
+The converter's changes are undone as each architecture's family describes: the rows of Llama's
+queries and keys are restored to their order, still packed; the 1 that was added to Gemma's norms is
+subtracted; a tensor of all experts becomes one for each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..value_checks import is_int, is_number
 from .contents import SHOWN, GGUFContents, PlacedTensor
 from .names import GGUFFamily, Rows, most
 
-#: What stands for rotary frequencies, which a config holds.
+#: Tensors with rotary frequencies, which belong to the config.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 logger = logging.getLogger(__name__)
@@ -34,16 +34,16 @@ _NUMBER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.")
 
 
 class GGUFCheckpoint(Checkpoint):
-    """The tensors of a GGUF model, by the names of Hugging Face's checkpoints.
+    """The tensors of a GGUF model under Hugging Face's names.
 
-    Packed ones are uint8 (rows, bytes a row), as they lie in the file.
+    Packed ones are uint8 (rows, bytes a row), as in the file.
 
     Args:
         path: the file, or its first part.
 
     Raises:
         FileNotFoundError: a part is missing.
-        CheckpointError: the file is damaged, or of an architecture that isn't known.
+        CheckpointError: the file is damaged, or its architecture unknown.
     """
 
     described_by = "the metadata"
@@ -61,7 +61,7 @@ class GGUFCheckpoint(Checkpoint):
         self._identities = {file.path: file.identity for file in contents.files}
         _, _, family = contents.family()
         self._made: dict[str, _Made] = {}
-        #: Of an MTP head: the checkpoint's name -> the file's.
+        #: Tensors of an MTP head: name in the checkpoint -> name in the file.
         self._behind: dict[str, str] = {}
         found: dict[str, TensorInfo] = {}
         count = layers_of(contents)
@@ -80,7 +80,7 @@ class GGUFCheckpoint(Checkpoint):
         return found
 
     def _check_unread(self, tensors: Iterable[str], unused: tuple[str, ...]) -> None:
-        """A head for multi-token prediction may be left alone."""
+        """Tensors of an MTP head may stay unread."""
         head = {name: stored for name, stored in self._behind.items() if name not in {*tensors}}
         if head:
             self._warn(list(dict.fromkeys(head.values())))
@@ -91,7 +91,7 @@ class GGUFCheckpoint(Checkpoint):
         logger.warning("%s: %d of its tensors are not used: %s", self.folder, len(unused), shown)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As :meth:`Checkpoint.tensor` says; a copy where the converter's work is undone."""
+        """As :meth:`Checkpoint.tensor`; a copy if the converter's changes are undone."""
         made = self._made.get(name)
         if made is None:
             return super().tensor(name)
@@ -105,8 +105,8 @@ class GGUFCheckpoint(Checkpoint):
         return stored
 
     def rows_in_file(self, name: str) -> tuple[TensorInfo, torch.Tensor | None] | None:
-        """The rows of the file that a tensor consists of, and where each of its own lies among
-        them (None: in order); None where its numbers are not the file's."""
+        """The file's rows that a tensor consists of, and the index among them of each of its own
+        (None: in order); None if its numbers differ from the file's."""
         made = self._made.get(name)
         if made is None:
             return self.info(name), None
@@ -131,13 +131,13 @@ class GGUFCheckpoint(Checkpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """How a checkpoint's tensor is made of the file's.
+    """How a checkpoint's tensor is made from the file's.
 
     Attributes:
-        whole: the file's.
-        order: where each of its rows lies there, int64; None for as they are.
-        restore: makes its numbers of those; None where they are the same.
-        value: itself, where the metadata has it.
+        whole: the file's tensor.
+        order: index of each row there, int64; None for the same order.
+        restore: function from the file's numbers; None if they are the same.
+        value: the tensor itself, if it comes from the metadata.
     """
 
     whole: TensorInfo
@@ -146,25 +146,25 @@ class _Made:
     value: torch.Tensor | None = None
 
 
-#: A checkpoint's tensor; how it is made of the file's, None where it lies there as it is.
+#: A checkpoint's tensor, and how it is made from the file's; None if the file has it unchanged.
 _Part = tuple[TensorInfo, _Made | None]
 
 
 def layers_of(contents: GGUFContents) -> Any:
-    """The layers that a token passes, without the MTP heads behind them."""
+    """Number of decoder layers, without MTP heads after them."""
     blocks, extra = contents.own("block_count"), contents.own("nextn_predict_layers", 0)
     return blocks - extra if is_int(blocks) and is_int(extra) else blocks
 
 
 def _layer_of(placed: PlacedTensor) -> int:
-    """The number of a tensor's layer, -1 for none."""
+    """Index of a tensor's layer; -1 if it is in none."""
     match = _NUMBER.match(placed.tensor.name)
     return int(match[1]) if match else -1
 
 
 def _infos(contents: GGUFContents, placed: PlacedTensor, family: GGUFFamily) -> list[_Part] | None:
-    """The tensors of a checkpoint that a tensor of the file stands for; None where it isn't known,
-    and none of them where a config has what it says."""
+    """The checkpoint's tensors that a tensor of the file has; None if unknown, and empty if it
+    belongs to the config."""
     tensor = placed.tensor
     if tensor.name in ROPE_TENSORS:
         return []
@@ -180,18 +180,18 @@ def _infos(contents: GGUFContents, placed: PlacedTensor, family: GGUFFamily) -> 
     kind, dims = ("bias", 2) if tensor.name.endswith(".bias") else ("matrix", 3)
     if len(shape) != dims or shape[0] > _MOST_EXPERTS:
         raise CheckpointError(
-            f"{placed.file.path}: tensor {tensor.name!r} is {list(tensor.shape)}; expected is a "
+            f"{placed.file.path}: tensor {tensor.name!r} is {list(tensor.shape)}, expected a "
             f"{kind} for each of at most {_MOST_EXPERTS} experts: download it again"
         )
     whole = _info(placed, shape[1:], dtype)
     first = [_part(contents, family, whole, name, rows) for name, rows in names.items()]
-    return [_behind(part, i, whole.nbytes) for i in range(shape[0]) for part in first]
+    return [_of_expert(part, i, whole.nbytes) for i in range(shape[0]) for part in first]
 
 
-def _behind(part: _Part, index: int, nbytes: int) -> _Part:
-    """The same of the index-th expert, of so many bytes each."""
+def _of_expert(part: _Part, index: int, nbytes: int) -> _Part:
+    """The first expert's part moved to another expert, with ``nbytes`` bytes for each."""
     info, made = part
-    found = TensorInfo(  # not by `replace`, which is slow: there may be 40,000
+    found = TensorInfo(  # `replace` is slow, and there may be 40,000
         name=info.name.format(index),
         dtype=info.dtype,
         shape=info.shape,
@@ -208,8 +208,8 @@ def _behind(part: _Part, index: int, nbytes: int) -> _Part:
 def _part(
     contents: GGUFContents, family: GGUFFamily, whole: TensorInfo, name: str, rows: Rows | None
 ) -> _Part:
-    """A checkpoint's tensor, and how it is made of ``whole``: where it lies in one piece, that
-    piece is all that it is made of."""
+    """A checkpoint's tensor, and how it is made from ``whole``, or from a contiguous piece of
+    it."""
     order = None if rows is None else _order(contents, whole, rows)
     if order is not None and bool((order.diff() == 1).all()):
         row = whole.nbytes // whole.shape[0]
@@ -243,7 +243,7 @@ def _order(contents: GGUFContents, whole: TensorInfo, rows: Rows) -> torch.Tenso
 
 
 def _scalars(contents: GGUFContents, family: GGUFFamily) -> list[tuple[TensorInfo, _Made]]:
-    """Parameters of layers that the metadata has."""
+    """Parameters of layers that are in the metadata."""
     found: list[tuple[TensorInfo, _Made]] = []
     layers, file = layers_of(contents), contents.files[0].path
     few = is_int(layers) and 0 < layers <= len(contents.tensors)
@@ -252,7 +252,7 @@ def _scalars(contents: GGUFContents, family: GGUFFamily) -> list[tuple[TensorInf
         each = stated if isinstance(stated, list) else [stated] * (layers if few else 0)
         if not few or len(each) != layers or not all(map(is_number, each)):
             raise CheckpointError(
-                f"{contents.path}: {key} is {quoted(stated)}; expected is a number for each of "
+                f"{contents.path}: {key} is {quoted(stated)}, expected a number for each of "
                 f"{quoted(layers)} layers: download it again"
             )
         for layer, number in enumerate(each):
@@ -270,16 +270,16 @@ def _scalars(contents: GGUFContents, family: GGUFFamily) -> list[tuple[TensorInf
 
 
 def _check_new(placed: PlacedTensor, infos: list[_Part], found: Container[str]) -> None:
-    """CheckpointError where another tensor of the file stands for the same weights."""
+    """CheckpointError if another tensor of the file has the same weights."""
     if twice := [info.name for info, _ in infos if info.name in found]:
         raise CheckpointError(
-            f"{placed.file.path}: tensor {placed.tensor.name!r} is {twice[0]}, and so is another: "
-            f"download the model again"
+            f"{placed.file.path}: tensor {placed.tensor.name!r} has the weights {twice[0]}, which "
+            f"another has already: download the model again"
         )
 
 
 def _info(placed: PlacedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> TensorInfo:
-    """The tensor as it is in the file, or the first of those that it holds one behind the other."""
+    """Description of the file's tensor, or of the first of the adjacent ones in it."""
     return TensorInfo(
         name=placed.tensor.name,
         dtype=dtype,
@@ -291,10 +291,10 @@ def _info(placed: PlacedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def _halves(path: Path, name: str, rows: int, heads: Any) -> torch.Tensor:
-    """Where each row of a projection lies, int64 (rows,).
+    """Index in the file of each row of a projection, int64 (rows,).
 
-    The converter puts the rows of a head that are rotated together, i and D / 2 + i, one behind
-    the other: row 2 i of a head in the file is row i of the checkpoint, 2 i + 1 is D / 2 + i.
+    The converter makes the rows of a head that are rotated together, i and D / 2 + i, adjacent:
+    row 2 i of a head in the file is row i of the checkpoint, and 2 i + 1 is D / 2 + i.
     """
     if not isinstance(heads, int) or isinstance(heads, bool) or heads < 1 or rows % (2 * heads):
         raise CheckpointError(
@@ -305,8 +305,7 @@ def _halves(path: Path, name: str, rows: int, heads: Any) -> torch.Tensor:
 
 
 def names_by_tensor(contents: GGUFContents) -> dict[str, list[str]]:
-    """Tensor of the file -> the names of those that it stands for in a checkpoint; without tensors
-    that none is known for."""
+    """Tensor of the file -> names of its tensors in a checkpoint; without unknown ones."""
     _, _, family = contents.family()
     return {
         name: [info.name for info, _ in infos]
@@ -316,7 +315,7 @@ def names_by_tensor(contents: GGUFContents) -> dict[str, list[str]]:
 
 
 def packed_types(contents: GGUFContents) -> dict[str, str]:
-    """Layer -> the type of its packed matrix; those of floats are left out."""
+    """Layer -> type of its packed matrix; without layers of floats."""
     _, _, family = contents.family()
     return {
         info.name.removesuffix(".weight"): placed.tensor.type.name

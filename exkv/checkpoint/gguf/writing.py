@@ -1,4 +1,4 @@
-"""Writes a GGUF file again with other types: its metadata, and so its tokenizer, byte by byte."""
+"""Rewrite a GGUF file with other types; its metadata, tokenizer included, is copied unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .header import MAGIC, TENSOR_TYPES, metadata_span
 
 _ALIGNMENT = 32
 _NUMBERS = {type.name: number for number, type in TENSOR_TYPES.items()}
-#: llama.cpp's number for a file most of whose matrices have this type.
+#: Type of most matrices -> llama.cpp's number for the file.
 _FILE_TYPES = {
     **{"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18},
@@ -21,15 +21,15 @@ _FILE_TYPES = {
 
 
 class GGUFRewriter:
-    """A file of the same model, whose tensors are written in any order.
+    """A new file of the same model, whose tensors are written in any order.
 
     Args:
-        contents: of the file, in one part.
-        path: of the new one.
-        types: of the tensors that get another type.
+        contents: headers of the file, which has one part.
+        path: path of the new file.
+        types: tensor -> its new type, if it changes.
 
     Raises:
-        ValueError: the model lies in several parts.
+        ValueError: the model has several parts.
     """
 
     def __init__(self, contents: GGUFContents, path: Path, types: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class GGUFRewriter:
 
 
 def _set_file_type(metadata: bytearray, types: Mapping[str, str]) -> None:
-    """Name the type that most tensors get, where the metadata names one."""
+    """Set the type of most tensors, if the metadata names one."""
     key = b"general.file_type"
     entry = struct.pack("<Q", len(key)) + key + struct.pack("<I", 4)
     at = metadata.find(entry)

@@ -20,11 +20,11 @@ _LARGEST_RANK = 1 << 16
 
 
 class AdapterError(CheckpointError):
-    """An adapter's files are damaged, contradict each other or the model, or ask for what exkv does
-    not do."""
+    """An adapter's files are damaged, contradict each other or the model, or need something that
+    exkv doesn't support."""
 
 
-#: Keys that change nothing of what an adapter computes.
+#: Keys without effect on what an adapter computes.
 _WITHOUT_EFFECT = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
@@ -42,32 +42,32 @@ _READ = frozenset(
     )
 )
 _MERGE = "merge it into the model with PEFT (merge_and_unload), and load that"
-#: Key -> what it asks for, and what to do about it; of others it is only said that they are there.
+#: Key -> what it asks for, and what to do about it.
 _NOT_DONE = {
-    "use_dora": ("DoRA, which scales the whole matrix anew", _MERGE),
+    "use_dora": ("DoRA, which rescales the whole matrix", _MERGE),
     "modules_to_save": ("whole matrices of its own", _MERGE),
     "lora_bias": ("biases beside its matrices", _MERGE),
     "target_parameters": ("parts of tensors that hold several matrices, e.g. experts", _MERGE),
     "trainable_token_indices": ("tokens of its own", _MERGE),
     "layer_replication": ("another number of layers", _MERGE),
-    "alora_invocation_tokens": ("to begin in the middle of a text (aLoRA)", "train it without"),
+    "alora_invocation_tokens": ("activation within a text (aLoRA)", "train it without"),
 }
-#: Ways to begin a training that change the model's own matrices.
+#: Initializations that change the model's own matrices.
 _CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says, checked.
+    """The checked contents of adapter_config.json.
 
     Attributes:
-        file: it.
-        rank, alpha: of matrices that no pattern names.
+        file: the file.
+        rank, alpha: those of matrices that no pattern names.
         rslora: whether the scale is alpha / sqrt(rank) (Kalajdzievski, 2023) and not alpha / rank.
-        targets: names of modules or of their ends, a regular expression, or "all-linear".
-        excluded: likewise.
-        layers: the only ones that it is for; None for all.
-        layers_pattern: what their list may be called; () for anything.
+        targets: names of modules or ends of names, a regular expression, or "all-linear".
+        excluded: modules to exclude, likewise.
+        layers: indices of the layers that it changes; None for all.
+        layers_pattern: names of lists of layers; () for any.
     """
 
     file: Path
@@ -83,7 +83,7 @@ class AdapterConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> AdapterConfig:
-        """Raises FileNotFoundError where there is none, AdapterError for one that can't be used."""
+        """Read the file; FileNotFoundError if there is none, AdapterError if it can't be used."""
         file = folder / CONFIG_NAME
         try:
             return cls._read(file, read_json_object(file, AdapterError))
@@ -99,7 +99,7 @@ class AdapterConfig:
         _refuse_others(values)
         targets = _names("target_modules", values.get("target_modules"))
         if not targets:
-            raise ValueError("target_modules names nothing: it must be names or an expression")
+            raise ValueError("target_modules is empty: it must be names or an expression")
         return cls(
             file=file,
             rank=_rank("r", values.get("r", 8)),
@@ -114,12 +114,12 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        """Of the matrices of a module, by its name in the model that was trained."""
+        """Rank of a module's matrices, by its name in the trained model."""
         key = key_of(self.rank_pattern, module)
         return self.rank if key is None else self.rank_pattern[key]
 
     def scale_of(self, module: str) -> float:
-        """The factor of B A."""
+        """Factor of B A for a module."""
         key, rank = key_of(self.alpha_pattern, module), self.rank_of(module)
         alpha = self.alpha if key is None else self.alpha_pattern[key]
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -144,18 +144,18 @@ class AdapterConfig:
 
 def _refuse_others(values: Mapping[str, Any]) -> None:
     if (bias := values.get("bias", "none")) != "none":
-        raise ValueError(f"bias is {quoted(bias)}: it changes the model's biases, too; {_MERGE}")
+        raise ValueError(f"bias is {quoted(bias)}: it also changes the model's biases; {_MERGE}")
     begun = values.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_MODEL):
         raise ValueError(
-            f"init_lora_weights is {quoted(begun)}: it goes with a model whose own matrices were "
+            f"init_lora_weights is {quoted(begun)}: it needs a model whose own matrices were "
             "changed; convert it to a plain LoRA (PEFT's "
             "path_initial_model_for_weight_conversion)"
         )
     for key, value in values.items():
         if not value or key in _WITHOUT_EFFECT or key in _READ:
             continue
-        what, remedy = _NOT_DONE.get(key, ("what exkv does not know", _MERGE))
+        what, remedy = _NOT_DONE.get(key, ("something that exkv doesn't know", _MERGE))
         raise ValueError(f"{key} is {quoted(value)}: the adapter asks for {what}; {remedy}")
 
 

@@ -1,4 +1,4 @@
-"""adapter_model.safetensors: which matrices it has, each of two halves, and what these hold."""
+"""adapter_model.safetensors: the adapter's matrices, each with two factors A and B."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .adapter_config import AdapterConfig, AdapterError
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-#: Ends of tensors' names, and whether they are of an embedding and of the second half.
+#: Ending of a tensor's name -> whether it belongs to an embedding, and whether it is B.
 _ENDS = {
     ".lora_A.weight": (False, False),
     ".lora_B.weight": (False, True),
@@ -44,13 +44,13 @@ class _Tensors(Checkpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankShape:
-    """The two halves of a matrix's change, by their names in the file: A (rank, in), B (out, rank).
+    """The factors of a matrix's change, by their names in the file: A (rank, in), B (out, rank).
 
     Attributes:
-        module: in the model that was trained.
-        embedding: whether it is of an embedding table (vocabulary, hidden), which is looked up and
-            not multiplied by: A is (rank, vocabulary), B (hidden, rank).
-        scale: the factor of B A.
+        module: the module in the trained model.
+        embedding: whether it changes an embedding table (vocabulary, hidden), which is looked up
+            and not multiplied: A is (rank, vocabulary), B (hidden, rank).
+        scale: factor of B A.
     """
 
     module: str
@@ -67,20 +67,19 @@ class AdapterFolder:
     """An adapter's files, open and checked against each other.
 
     Args:
-        strength: times the scale that the config says.
+        strength: multiplies the config's scale.
 
     Attributes:
-        folder: where they are.
-        strength: as it was given.
-        config: what adapter_config.json says.
-        matrices: by the modules' names.
-        whole: the modules of which the file has a whole matrix, and that tensor's name. PEFT adds
-            those of embeddings that are adapted.
+        folder: the adapter's folder.
+        strength: as given.
+        config: the contents of adapter_config.json.
+        matrices: module -> its factors.
+        whole: module -> tensor with its whole matrix, which PEFT adds for adapted embeddings.
 
     Raises:
-        ValueError: a strength that is no number.
+        ValueError: the strength is not a number.
         FileNotFoundError: a file is missing.
-        AdapterError: one is damaged, or they contradict each other.
+        AdapterError: a file is damaged, or files contradict each other.
     """
 
     def __init__(self, folder: str | os.PathLike[str], strength: float = 1.0) -> None:
@@ -96,21 +95,21 @@ class AdapterFolder:
         for name in self._tensors.names():
             self._sort(name, halves)
         if not halves:
-            raise AdapterError(f"{self.file} holds no tensor of an adapter: save it again")
+            raise AdapterError(f"{self.file} has no tensor of an adapter: save it again")
         self.matrices = {key[0]: self._matrix(*key, both) for key, both in halves.items()}
 
     @property
     def fingerprint(self) -> str:
-        """What tells this adapter from others: its tensors, and what they are multiplied by."""
+        """Identifies the adapter: hash of its tensors, and their scales."""
         scales = sorted({matrix.scale for matrix in self.matrices.values()})
         return f"{self._tensors.fingerprint}:{','.join(map(repr, scales))}"
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._tensors.close()
 
     def halves(self, matrix: LowRankShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and scale * B on the host, copies in ``dtype``; rounded once.
+        """A and scale * B on the host, copied and rounded once to ``dtype``.
 
         Raises:
             CheckpointError: the file has changed since it was opened.
@@ -127,11 +126,11 @@ class AdapterFolder:
         return a.to(dtype, copy=True), scaled.to(dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the file as it is stored."""
+        """A tensor of the file as stored."""
         return self._tensors.tensor(name)
 
     def _sort(self, name: str, halves: dict[tuple[str, bool], dict[bool, TensorInfo]]) -> None:
-        """Find out what a tensor is."""
+        """Add a tensor to ``halves`` or to ``whole``."""
         info, module = self._tensors.info(name), name.removeprefix(_PREFIX)
         for end, (embedding, second) in _ENDS.items():
             if module.endswith(end):
@@ -141,22 +140,23 @@ class AdapterFolder:
             if module.endswith(end) and ".lora_" not in module:
                 self.whole[module.removesuffix(end)] = name
                 return
-        what = "DoRA" if "magnitude" in name else "no part of a LoRA that exkv knows"
+        what = "belongs to DoRA" if "magnitude" in name else "is not a part of LoRA that exkv knows"
         raise AdapterError(
-            f"{self.file}: tensor {quoted(name)} is of {what}: merge the adapter into the model "
-            "with PEFT (merge_and_unload), and load that"
+            f"{self.file}: tensor {quoted(name)} {what}: merge the adapter into the model with "
+            "PEFT (merge_and_unload), and load that"
         )
 
     def _matrix(
         self, module: str, embedding: bool, both: Mapping[bool, TensorInfo]
     ) -> LowRankShape:
-        """AdapterError where one half is missing, or they don't fit each other or the config."""
+        """The factors of a module; AdapterError if one is missing, or they don't fit each other or
+        the config."""
         if len(both) < 2:
             (there,) = both.values()
             lacking = "B" if False in both else "A"
             raise AdapterError(
-                f"{self.file}: {quoted(there.name)} is there, and the {lacking} that belongs to it "
-                "is missing: the file is incomplete, save or download it again"
+                f"{self.file}: {quoted(there.name)} has no matching {lacking}: the file is "
+                "incomplete, save or download it again"
             )
         a, b = both[False], both[True]
         rank = self.config.rank_of(module)
