@@ -69,6 +69,8 @@ _NOT_COPIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *(LOSSES, USAGE, PROGRESS, REPORT),
 )
+#: Arguments of ``--fit``.
+_OF_PLAN = ("cpu", "max_seq_len", "cache", "draft", "reserve")
 #: Of a file that is being written.
 _PART = ".part"
 
@@ -123,6 +125,7 @@ def add_to(commands: Any) -> None:
     add("--cpu", metavar="SIZE", help="of host memory for what cards have no room for, for --fit")
     add("--max-seq-len", type=count, metavar="TOKENS", help="for --fit (the model's positions)")
     add("--cache", choices=list(CACHES), help="kind of cache, for --fit (fp16)")
+    add("--draft", choices=["mtp"], help="leave room for the model's own head, too, for --fit")
     add("--reserve", type=sizes, metavar="SIZES", help="to leave free on each card, for --fit: 1G")
     parser.set_defaults(run=run)
 
@@ -222,8 +225,7 @@ def _check(args: argparse.Namespace) -> None:
             f"{given} chooses by what fewer bits cost on a text: give --calibration FILE, a text "
             "like those that the model is for"
         )
-    names = ("cpu", "max_seq_len", "cache", "reserve")
-    of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _OF_PLAN}
     if args.fit is None and (alone := [name for name, value in of_plan.items() if value]):
         raise ValueError(f"{alone[0]} is for --fit CARDS, which is not given")
 
@@ -268,7 +270,7 @@ def _kept(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapp
         return layers.alike(args.weights)
     if args.bits is not None:
         return mixes.at(args.bits)
-    model = WrittenModel(mixes)
+    model = WrittenModel(mixes, mtp=args.draft is not None)
     kind = CACHES[args.cache or "fp16"]
     length = args.max_seq_len or layers.config.max_position_embeddings
     scenario = Scenario(
@@ -283,7 +285,7 @@ def _kept(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapp
 
 def _asked(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     """What decides what is written."""
-    names = ("weights", "bits", "fit", "cpu", "transform", "max_seq_len", "cache", "reserve")
+    names = ("weights", "bits", "fit", "transform", *_OF_PLAN)
     text = args.calibration
     if text is not None:
         text = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

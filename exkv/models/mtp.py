@@ -90,6 +90,15 @@ def store(
     return newest(hidden, batch.lengths)
 
 
+def guesses(module: MTPHead, embedded: Tensor, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
+    """What the head makes of whole rows, whose embeddings and last layer's output are both
+    (B, T, hidden); so is it."""
+    hidden = module.target_norm(x)
+    before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
+    made: Tensor = module(embedded, before, batch, cache)
+    return made
+
+
 def follow(
     model: Transformer, module: nn.Module, x: Tensor, ids: Tensor, batch: Batch, cache: KVCache
 ) -> None:
