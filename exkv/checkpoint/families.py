@@ -393,6 +393,7 @@ class Family:
         architecture: ``architectures[0]``; where that has text models of several architectures,
             behind a colon the ``model_type`` of this one.
         model_type: its name for the architecture, where it doesn't state ``architectures``.
+        published: other names of the architecture, in files from before transformers had the class.
         units: the model's units, in the order in which a token passes them.
         defaults: keys that a config.json may leave out, and what that means; what is left out here
             means what it means to a Llama.
@@ -434,6 +435,7 @@ class Family:
     architecture: str
     model_type: str
     units: Callable[[ModelConfig, torch.dtype], list[UnitSpec]]
+    published: tuple[str, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     windows: Windows = nowhere
