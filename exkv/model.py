@@ -107,15 +107,11 @@ class Model(Transformer):
             transform: "hadamard" for integers of matrices whose inputs go through the Hadamard
                 transform, which lose less (see ``exkv.weights.hadamard``).
             mtp: load the checkpoint's head for multi-token prediction, too, which proposes tokens
-                (``exkv.MTP``).
+                (``exkv.MTP``). "best" weighs what its proposals lose as it does what the model's
+                tokens do; by a text it isn't rounded, but as without one.
         """
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
-        if mtp and (calibration is not None or weights == BEST):
-            raise ValueError(
-                'mtp with weights="best" or a calibration text, which are for what every token '
-                'passes: take weights="int8" to "int4", or leave out mtp'
-            )
         if mtp:
             config = with_mtp(config)
         config = with_weights(config, weights, transform)

@@ -403,6 +403,7 @@ class Family:
         architecture: ``architectures[0]``; if that covers several text models, followed by a colon
             and this one's ``model_type``.
         model_type: the architecture's name in files without ``architectures``.
+        published: other names of the architecture, in files from before transformers had the class.
         units: makes the model's units, in the order in which a token passes them.
         defaults: values of missing keys, where they differ from a Llama's.
         derived: values that follow from others (with defaults filled in).
@@ -442,6 +443,7 @@ class Family:
     architecture: str
     model_type: str
     units: Callable[[ModelConfig, torch.dtype], list[UnitSpec]]
+    published: tuple[str, ...] = ()
     defaults: dict[str, Any] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda values: {}
     windows: Windows = nowhere

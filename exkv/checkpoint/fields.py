@@ -38,6 +38,7 @@ HARMLESS = frozenset(
         *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
         *("auto_map", "transformers_version", "_name_or_path"),
         *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
+        "shared_moe_mode",
     )
 )
 

@@ -682,10 +682,10 @@ def _named_architecture(values: Mapping[str, Any], where: str) -> str:
     # For a model without its head, e.g. LlamaModel, transformers also builds the one with a head.
     name = re.sub("Model$", "ForCausalLM", names[0])
     # Files from before transformers had the class may have capitals or underscores elsewhere.
-    known = [each for each in FAMILIES if _folded(each) == _folded(name)]
-    if not known:
-        raise UnsupportedArchitecture(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
-    return known[0]
+    for architecture, family in FAMILIES.items():
+        if _folded(name) in map(_folded, (architecture, *family.published)):
+            return architecture
+    raise UnsupportedArchitecture(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
 
 
 def _folded(name: str) -> str:

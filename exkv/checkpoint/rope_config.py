@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .families import Family
-from .value_checks import check_bool, check_size, is_number, set_floats, stated_once
+from .value_checks import check_bool, check_size, is_int, is_number, set_floats, stated_once
 from .windows import FULL_ATTENTION, SLIDING_ATTENTION
 
 ROPE_TYPES = (
@@ -293,8 +293,14 @@ def _check_part(key: str, value: Any) -> None:
 def _part_of_head(values: Mapping[str, Any], key: str, family: Family) -> float | None:
     """The rotated part of a head, from the number of features under ``key``."""
     stated, head = values.get(key), values.get("head_dim", family.defaults.get("head_dim"))
-    if stated is None or head is None:
+    if stated is None:
         return None
+    if head is None:  # it follows from these
+        hidden: Any = values.get("hidden_size")
+        heads: Any = values.get("num_attention_heads")
+        if not is_int(hidden) or not is_int(heads) or hidden < heads or heads < 1:
+            return None  # whoever reads them says what is wrong
+        head = hidden // heads
     for name, value in ((key, stated), ("head_dim", head)):
         check_size(name, value)
     return float(stated / head)

@@ -70,6 +70,8 @@ _NOT_COPIED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"),
     *(LOSSES, USAGE, PROGRESS, REPORT),
 )
+#: Arguments of ``--fit``.
+_OF_PLAN = ("cpu", "max_seq_len", "cache", "draft", "reserve")
 #: Suffix of incomplete files.
 _PART = ".part"
 
@@ -128,6 +130,7 @@ def add_to(commands: Any) -> None:
         help="with --fit: the cache's capacity (the model's positions)",
     )
     add("--cache", choices=list(CACHES), help="with --fit: kind of cache (fp16)")
+    add("--draft", choices=["mtp"], help="with --fit: leave room for the model's own MTP head, too")
     add("--reserve", type=sizes, metavar="SIZES", help="with --fit: bytes to leave free: 1G")
     parser.set_defaults(run=run)
 
@@ -213,8 +216,7 @@ def _check(args: argparse.Namespace) -> None:
             f"{given} chooses by what fewer bits cost on a text: give --calibration FILE, a text "
             "typical of the model's use"
         )
-    names = ("cpu", "max_seq_len", "cache", "reserve")
-    of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _OF_PLAN}
     if args.fit is None and (alone := [name for name, value in of_plan.items() if value]):
         raise ValueError(f"{alone[0]} is for --fit CARDS: give that too, or leave it out")
 
@@ -274,7 +276,7 @@ def _choose(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Ma
         return layers.alike(args.weights)
     if args.bits is not None:
         return mixes.at(args.bits)
-    model = WrittenModel(mixes)
+    model = WrittenModel(mixes, mtp=args.draft is not None)
     kind = CACHES[args.cache or "fp16"]
     length = args.max_seq_len or layers.config.max_position_embeddings
     scenario = Scenario(
@@ -289,7 +291,7 @@ def _choose(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Ma
 
 def _asked(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     """The options that determine the output."""
-    names = ("weights", "bits", "fit", "cpu", "transform", "max_seq_len", "cache", "reserve")
+    names = ("weights", "bits", "fit", "transform", *_OF_PLAN)
     text = args.calibration
     if text is not None:
         text = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -10,7 +10,7 @@ from torch import Tensor
 from exkv.batch import Lengths
 from exkv.models.bound_run import Logits
 
-from .wire import Expected, Wire
+from .wire import EMBEDDED, Expected, Wire
 
 
 class Hops:
@@ -43,6 +43,26 @@ class Hops:
             shape = len(lengths.new), lengths.chunk, self._width
             x = wire.receive(shape, self._dtype, owners[after - 1])
         return x, after
+
+    def hand(self, x: Tensor | None, source: int, target: int, lengths: Lengths) -> Tensor | None:
+        wire, start, end = self._wire, self._owners[source], self._owners[target]
+        if start == end:
+            return x
+        if start == wire.rank:
+            assert x is not None
+            wire.send(x, end)
+        if end != wire.rank:
+            return None
+        shape = len(lengths.new), lengths.chunk, self._width
+        return wire.receive(shape, self._dtype, start)
+
+    def give_embedded(self, x: Tensor, target: int) -> None:
+        self._wire.send(x, self._owners[target], tag=EMBEDDED)
+
+    def embedded(self, rows: int, tokens: int) -> Tensor:
+        x = torch.empty((rows, tokens, self._width), dtype=self._dtype)
+        self._wire.receive_into(x, self._owners[0], tag=EMBEDDED)
+        return x
 
     def logits(self, x: Tensor, lengths: Lengths, wanted: Logits) -> Tensor | None:
         wire, owner = self._wire, self._owners[-1]

@@ -31,6 +31,7 @@ from exkv.loading import LoadReport
 from exkv.loading.options import LoadOptions
 from exkv.model import Model, split_caps
 from exkv.models.adapters import Adapter
+from exkv.models.mtp import Drafting
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import planned
 from exkv.planning.model import ModelShape
@@ -39,6 +40,7 @@ from exkv.planning.solve import plans_for
 
 from .adapters import give
 from .contents import Away
+from .drafting import HostsDrafting
 from .errors import ClusterError, WireError, raise_failures
 from .hops import Hops
 from .hosts import by_host, host_name, owners, part, reported
@@ -82,11 +84,6 @@ class ClusterModel(Model):
             raise ValueError(
                 "calibration rounds weights on one host: write the integers once, with `exkv "
                 "quantize IN OUT --calibration FILE`, and load that folder over hosts"
-            )
-        if self.config.mtp:
-            raise ValueError(
-                "a head for multi-token prediction runs on one host, beside the last layer: leave "
-                "out mtp over hosts, and give a draft model, which lies with the driver"
             )
         self.cluster = cluster
         self.measured: list[Any] = []
@@ -151,7 +148,7 @@ class ClusterModel(Model):
                 return call()
             except WireError as error:
                 reason = str(error)
-            raise_failures(self._recover(reason))
+            raise_failures(self.recover(reason))
 
     def _build_on(self, names: Sequence[str]) -> None:
         """Have these hosts, by rank, build the model and its caches."""
@@ -300,7 +297,7 @@ class ClusterModel(Model):
         """Handle a host's death during a load: nothing stays loaded, and the others can load
         again."""
         self._owners = []
-        raise_failures(self._recover(reason))
+        raise_failures(self.recover(reason))
         raise ClusterError(
             f"{', '.join(self.cluster.gone)} is gone ({reason}), and nothing is loaded: load again "
             "over the hosts that are left"
@@ -391,6 +388,10 @@ class ClusterModel(Model):
         super().register_cache(cache)
         self._number(cache)
 
+    def number_of(self, cache: KVCache) -> int:
+        """The number by which hosts know a cache."""
+        return self._numbers[cache]
+
     def _number(self, made: KVCache | SwappedPages) -> None:
         """Number an object that hosts have a part of; they forget it once it is collected here."""
         self._numbers[made] = self._next
@@ -409,7 +410,7 @@ class ClusterModel(Model):
         except BaseException:
             self._gone.append(number)
             raise
-        raise_failures(self._recover(reason))
+        raise_failures(self.recover(reason))
         self.cluster.ask("add_cache", **args)
 
     def _description(self, cache: KVCache, number: int) -> dict[str, Any]:
@@ -467,7 +468,7 @@ class ClusterModel(Model):
 
     def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:
         """Recover from a host's death during a call of a cache that is complete here."""
-        raise_failures(self._recover(reason))
+        raise_failures(self.recover(reason))
         if name in ("fork", "clone", "convert", "sharing_pool"):
             raise ClusterError(f"a host died during cache.{name}: the others go on, call it again")
         if cache.pages is not None:
@@ -510,7 +511,7 @@ class ClusterModel(Model):
                 reason, failure = "the call failed here", error
             if cache is not None:  # chunks that are complete here may not be so elsewhere
                 cache.rollback(before, cache.written)
-            failed = self._recover(reason)
+            failed = self.recover(reason)
             if failure is not None:
                 raise failure
             raise_failures(failed)
@@ -529,6 +530,10 @@ class ClusterModel(Model):
         assert due is not None, "it made logits"
         return lambda: self._collect(wire, due, cache)
 
+    def drafting(self, cache: KVCache, rows: int) -> Drafting:
+        """:meth:`Transformer.drafting` on all hosts."""
+        return HostsDrafting(self, cache, rows)
+
     def _collect(self, wire: Wire, due: Expected, cache: KVCache) -> Tensor:
         """Wait for the logits of a call that was begun; errors as of :meth:`_forward`."""
         reason = ""
@@ -538,7 +543,7 @@ class ClusterModel(Model):
         except WireError as error:
             reason = str(error)
         if reason:
-            raise_failures(self._recover(reason))
+            raise_failures(self.recover(reason))
         _check_kept(cache)
         raise ContentsLostError("the hosts have formed another group since: make the call again")
 
@@ -587,14 +592,14 @@ class ClusterModel(Model):
         """
         check_forks(self)
         came: set[str] = set()
-        raise_failures(self._recover("hosts are admitted", welcome=True, came=came))
+        raise_failures(self.recover("hosts are admitted", welcome=True, came=came))
         return [name for name in self.cluster.names if name in came]
 
     def take_in(self) -> list[str]:
         """:meth:`replan` if hosts wait and the model is loaded; errors as of that."""
         return self.replan() if self.loaded and self.cluster.waiting else []
 
-    def _recover(
+    def recover(
         self, reason: str, *, welcome: bool = False, came: set[str] | None = None
     ) -> dict[str, str]:
         """Continue with the remaining hosts, with rows as they are here -> failures by host.

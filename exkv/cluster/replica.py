@@ -22,6 +22,7 @@ from exkv.checkpoint import ModelConfig, mount, open_checkpoint, unmount
 from exkv.loading.loader import move_units
 from exkv.model import Model
 from exkv.models import Transformer
+from exkv.models.mtp import Drafting
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets
 from exkv.weights.choice import Choice
 
@@ -42,7 +43,7 @@ def fingerprint(folder: Path) -> str:
 #: The driver's commands, and the cache methods that it may call.
 COMMANDS = frozenset(
     ("offer", "allocated", "has_copy", "build", "add_cache", "forget", "call_cache", "load")
-    + ("move", "connect", "unload", "forward", "set_rows", "rebuild")
+    + ("move", "connect", "unload", "forward", "draft", "set_rows", "rebuild")
     + ("load_adapter", "unload_adapter", "describe_rows", "send_rows", "make_room", "take_rows")
 )
 CACHE_CALLS = frozenset(
@@ -78,6 +79,7 @@ class Replica:
         self._adapter_files = AdapterFiles()
         self._mounted: Path | None = None
         self.model: Model | None = None
+        self._drafting: Drafting | None = None
         self.caches: dict[int, KVCache] = {}
         self.away: dict[int, SwappedPages] = {}
 
@@ -158,6 +160,7 @@ class Replica:
             unmount(self._mounted)
         self._adapter_files.clear()
         self.model, self.caches, self.away, self._mounted = None, {}, {}, None
+        self._drafting = None
 
     def load_adapter(self, name: str, key: str, strength: float, sizes: tuple[int, int]) -> None:
         """Load an adapter of the driver's, whose files follow this command."""
@@ -249,7 +252,7 @@ class Replica:
 
     def unload(self) -> None:
         """Release all memory of the model and its caches."""
-        model = self._model
+        model, self._drafting = self._model, None
         model.unload()
         model.transport, model.elsewhere = None, frozenset()
 
@@ -261,10 +264,28 @@ class Replica:
         pages: Sequence[Sequence[int]],
     ) -> None:
         """Run this host's part of a forward call; ``pages`` is the block table of a paged cache."""
-        cache = None if number is None else self.caches[number]
+        cache, self._drafting = None if number is None else self.caches[number], None
         if cache is not None and cache.pages is not None:
             cache.pages.show(pages)
         Transformer.forward(self._model, torch.tensor(ids), cache, **options)
+
+    def draft(
+        self,
+        number: int,
+        pages: Sequence[Sequence[int]] | None,
+        begins: bool,
+        step: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    ) -> None:
+        """Take this host's part in a step of the MTP head alone, the first or the next one."""
+        cache = self.caches[number]
+        if pages is not None:
+            assert cache.pages is not None
+            cache.pages.show(pages)
+        if begins:
+            self._drafting = self._model.drafting(cache, len(step[0]))
+        assert self._drafting is not None, "the first step begins"
+        with cache.use("model.forward"), torch.no_grad():
+            self._drafting.step(*step)
 
     def set_rows(self, number: int, state: dict[str, Any]) -> None:
         """Set a cache's rows to the driver's state, after a failed call or when they were read from

@@ -12,22 +12,22 @@ import torch
 class Sends:
     """Asynchronous sends, whose tensors are kept alive until they are received.
 
-    Their bytes in flight are bounded by ``room``, or by the largest tensor so far. So the sender
-    can queue the small hidden states of decode steps behind the large one of a prefill chunk, which
-    the receiver takes only when it has finished the one before, and go on.
+    Their bytes in flight are bounded by ``room``, or by ``most`` of the largest tensor so far. So
+    the sender can queue the small hidden states of decode steps behind the large one of a prefill
+    chunk, which the receiver takes only when it has finished the one before, and go on.
 
     Args:
         wait: waits for one of the group's sends.
     """
 
-    def __init__(self, wait: Callable[[Any], None], room: int = 0) -> None:
-        self._wait, self._room = wait, room
+    def __init__(self, wait: Callable[[Any], None], room: int = 0, most: int = 1) -> None:
+        self._wait, self._room, self._most = wait, room, most
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._nbytes = 0
 
     def make_room(self, nbytes: int) -> None:
         """Wait until ``nbytes`` more may be in flight; errors are those of ``wait``."""
-        self._room = max(self._room, nbytes)
+        self._room = max(self._room, self._most * nbytes)
         while self._nbytes + nbytes > self._room:
             self._wait(self._in_flight[0][0])
             _, data = self._in_flight.popleft()

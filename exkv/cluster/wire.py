@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from exkv.planning.plan import EMBEDDED_IN_FLIGHT
+
 from .errors import WireError
 from .gpu_wire import CUDA, GpuWire, kind_of_host
 from .rendezvous import while_alive
@@ -33,11 +35,11 @@ from .values import dumps, loads
 _FRAME = 4096
 #: Seconds that a host waits for its next command.
 _IDLE = timedelta(days=30)
-_COMMAND, _HIDDEN, WEIGHTS, _LOGITS = 0, 1, 2, 3  # tags
+_COMMAND, _HIDDEN, WEIGHTS, _LOGITS, EMBEDDED = range(5)  # tags
 #: Bytes of weights per message.
 PIECE = 8 << 20
-#: Bytes in flight to one host; for hidden states and logits those of the largest tensor, which is
-#: what a plan counts.
+#: Bytes in flight to one host; for hidden states and logits those of the largest tensor, and for
+#: embeddings on their way to an MTP head, which takes them last, those of a few, as a plan counts.
 _ROOM = {_COMMAND: 64 * _FRAME, WEIGHTS: 2 * PIECE}
 
 
@@ -205,7 +207,8 @@ class Wire:
     # ---------------------------------------------------------------------------------------
 
     def _send(self, data: Tensor, to: int, tag: int) -> None:
-        made = Sends(lambda work: work.wait(self._timeout), _ROOM.get(tag, 0))
+        most = EMBEDDED_IN_FLIGHT if tag == EMBEDDED else 1
+        made = Sends(lambda work: work.wait(self._timeout), _ROOM.get(tag, 0), most)
         sends = self._sends.setdefault((to, tag), made)
         try:
             sends.make_room(data.nbytes)

@@ -132,5 +132,4 @@ class CacheTextLosses(TextLosses):
         spec = replace(self._specs[layer], storage=storage_of(pair)).alone
         store: CacheLayer = make_layers([spec])[0]
         store.allocate(CPU, spec.capacity)
-        found: torch.Tensor = module(x, self.batch, store)
-        return found
+        return self.run(module, x, store)

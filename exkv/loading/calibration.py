@@ -102,6 +102,9 @@ def rounded_units(
     )
     floats = x = ids.to(device)
     for unit in model.units[:-1]:
+        if unit.spec.is_mtp:
+            yield {}  # the text's hidden states go on behind it
+            continue
         unit.read(checkpoint, device, {})
         checkpoint.unmap()
         rounding = (rounding_of or Rounding)(unit, formats(unit), known(unit))

@@ -1,13 +1,14 @@
 """What each unit loses in each way of keeping its weights: measured once, and kept in a file.
 
 With a text the loss of a unit is the KL divergence of the model's next-token probabilities when
-this unit alone is kept so, in nats a token. Every unit runs on the host, on what the units before
-make of the text, and its output in each way is compared with that of its weights as they are. How
-far such an error moves the logits is seen once a unit: its output in one way also passes through
-all units that follow. A layer's matrices are compared alike, class by class with the others as
-they are, and share what the whole layer loses in proportion. Without a text a sample of the rows of
-each matrix is rounded, and the loss is the weights' own error. Units are read one by one; nothing
-is loaded. A config without weights gets what normally distributed weights lose.
+this unit alone is kept so, in nats a token; of an MTP head that of its own probabilities, by which
+its proposals count as much as the model's tokens. Every unit runs on the host, on what the units
+before make of the text, and its output in each way is compared with that of its weights as they
+are. How far such an error moves the logits is seen once a unit: its output in one way also passes
+through all units that follow. A layer's matrices are compared alike, class by class with the others
+as they are, and share what the whole layer loses in proportion. Without a text a sample of the rows
+of each matrix is rounded, and the loss is the weights' own error. Units are read one by one;
+nothing is loaded. A config without weights gets what normally distributed weights lose.
 
 Figures lie in ``exkv-losses.json``: see ``exkv.loading.measured_file``.
 """
@@ -20,7 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -29,7 +30,10 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import NoCacheLayer
 from exkv.checkpoint import Checkpoint, ModelConfig, open_checkpoint
 from exkv.devices import CPU
+from exkv.layers.attention import Attend
 from exkv.models import Transformer, Unit
+from exkv.models.decoder import Head
+from exkv.models.mtp import MTPHead, guesses
 from exkv.models.units import UnitSpec
 from exkv.text import Tokenizer
 from exkv.weights import formats_of
@@ -132,6 +136,7 @@ def kept_as(
     """
     assert model.config.path is not None
     file = MeasuredFile(model.config.path, FILE, fingerprint, _VERSION)
+    key += " with mtp" * model.config.mtp
     found = file.read(key, checked)
     if found is None:
         found = measured()
@@ -232,7 +237,10 @@ class Errors:
 
 
 def has_its_own(spec: UnitSpec) -> bool:
-    """Whether a layer's matrices are named as its own; two halves of one share names."""
+    """Whether a layer's matrices are named as its own, as an MTP head's always are; two halves of
+    one share names."""
+    if spec.is_mtp:
+        return True
     names = (name for name in spec.matrices.values() if spec.layer is not None and class_of(name))
     return all(f".{spec.layer}." in name for name in names)
 
@@ -262,6 +270,7 @@ class TextLosses:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
         self.checkpoint, self.ids = checkpoint, torch.tensor([ids])
         self.model = Transformer(config, dtype=torch.float32)
+        self._embedded = torch.empty(0)
 
     def measured(self) -> Losses:
         """The divergence for every unit in each way, in nats a token."""
@@ -281,27 +290,38 @@ class TextLosses:
         errors: dict[str, Errors] = {}
         *units, head = self.model.units
         x, followed = self.ids, dict[str, torch.Tensor]()
+        guessed = dict[str, tuple[torch.Tensor, torch.Tensor]]()
         for unit in units:
             module = self.read(unit.index, AS_STORED)
             y = self.run(module, x)
-            for name, state in followed.items():
-                followed[name] = self.run(module, state)
+            if not unit.spec.is_mtp:
+                for name, state in followed.items():
+                    followed[name] = self.run(module, state)
             errors[unit.name], found = self.of_unit(unit, module, x, y)
+            del module
+            if unit.spec.is_mtp:  # nothing behind it reads its output
+                guessed |= {unit.name: (y, found)} if found is not None else {}
+                continue
             if found is not None:
                 followed[unit.name] = found
-            del module
+            self._embedded = self._embedded if unit.index else y
             x = y
         module = self.read(head.index, AS_STORED)
         logits = self.run(module, x)
         lost = {n: _divergence(logits, self.run(module, s)) for n, s in followed.items()}
+        project = cast("Head", module).project
+        lost |= {n: _divergence(*map(project, states)) for n, states in guessed.items()}
         errors[head.name], found = self.of_unit(head, module, x, logits)
         if found is not None:
             lost[head.name] = _divergence(logits, found)
         scale = {n: kl / (errors[n].unit[self.followed] or 1.0) for n, kl in lost.items()}
         return {name: each.times(scale.get(name, 0.0)) for name, each in errors.items()}
 
-    def run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = module(x, self.batch, NoCacheLayer())
+    def run(self, module: nn.Module, x: torch.Tensor, store: Attend | None = None) -> torch.Tensor:
+        store = NoCacheLayer() if store is None else store
+        if isinstance(module, MTPHead):
+            return guesses(module, self._embedded, x, self.batch, store)
+        y: torch.Tensor = module(x, self.batch, store)
         return y
 
     @property
@@ -382,6 +402,6 @@ def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
 @functools.lru_cache(maxsize=8)
 def _formats(config: ModelConfig, dtype: torch.dtype, option: str) -> Any:
     """The formats of a model whose units are all kept in one way."""
-    layers = (f"model.layers.{index}" for index in range(config.num_hidden_layers))
+    layers = (f"model.layers.{index}" for index in range(config.cache_layers))
     units = (EMBEDDING, *layers, HEAD)
     return formats_of(with_weights(config, dict.fromkeys(units, option)), dtype)

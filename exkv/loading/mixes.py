@@ -8,15 +8,16 @@ lie in the file. Embedding, head, routers, norms and biases stay as they are, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import ModelConfig, facts_of
 from exkv.models import Transformer, Unit, unit_specs
+from exkv.models.mtp import with_mtp
 from exkv.models.units import UnitSpec
 from exkv.planning import Scenario
 from exkv.planning.best import item_of, planned
@@ -145,10 +146,17 @@ class Layers:
         stay = self.matrices.keys() - formats.keys()
         return compressed_tensors.settings_of_packed(formats, sorted({*self.floats, *stay}))
 
-    def units(self, kept: Kept, dtype: torch.dtype) -> tuple[Unit, ...]:
-        """Those of the folder; ValueError where exkv could not load it."""
-        config = replace(self.config, path=None, quantization=self.settings(kept))
-        return tuple(Unit(index, spec) for index, spec in enumerate(unit_specs(config, dtype)))
+    def units(self, kept: Kept, dtype: torch.dtype, mtp: bool = False) -> tuple[Unit, ...]:
+        """Those of the folder, an MTP head of floats among them where it is used; ValueError where
+        exkv could not load it."""
+        config = replace(self.config, path=None, mtp=mtp)
+        named = _names_without_files(self.config)
+        formats = {named(name): format for name, format in self.formats(kept).items()}
+        specs = unit_specs(config, dtype)
+        floats = {name for spec in specs for name in spec.matrices.values()} - formats.keys()
+        settings = compressed_tensors.settings_of_packed(formats, sorted(floats))
+        found = unit_specs(replace(config, quantization=settings), dtype)
+        return tuple(Unit(index, spec) for index, spec in enumerate(found))
 
     def class_sizes(self, losses: Losses) -> dict[tuple[str, str], dict[str, int]]:
         """Unit and class of matrices that there are losses of -> option -> bytes."""
@@ -175,6 +183,19 @@ class Layers:
     def count(self) -> int:
         """Of all weights of the matrices."""
         return sum(each.size[0] * each.size[1] for each in self.matrices.values())
+
+
+def _names_without_files(config: ModelConfig) -> Callable[[str], str]:
+    """From what a matrix is called in the checkpoint to what the config alone would have it
+    called, which may have names of the text model in one with images."""
+    files, alone = facts_of(config), facts_of(replace(config, path=None))
+    ends = {files.head: alone.head, files.table: alone.table}
+
+    def named(name: str) -> str:
+        rest = name.removeprefix(f"{files.layers}.")
+        return ends.get(name, name) if rest == name else f"{alone.layers}.{rest}"
+
+    return named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,14 +261,21 @@ class Mixes:
 
 
 class WrittenModel(Transformer):
-    """A model as it is read from the folder that is to be written, for plans to choose its mix."""
+    """A model as it is read from the folder that is to be written, for plans to choose its mix.
 
-    def __init__(self, mixes: Mixes) -> None:
-        super().__init__(mixes.layers.config)
+    Args:
+        mtp: whether its MTP head is used, too, whose weights stay as they are.
+    """
+
+    def __init__(self, mixes: Mixes, mtp: bool = False) -> None:
+        config = mixes.layers.config
+        super().__init__(with_mtp(config) if mtp else config)
         self.mixes = mixes
 
     def losses(self) -> Losses:
-        return self.mixes.losses
+        found = self.mixes.losses
+        stays = {u.name: {AS_STORED: 0.0} for u in self.units if u.name not in found.units}
+        return replace(found, units={**found.units, **stays})
 
     def usage(self) -> Mapping[str, tuple[float, ...]] | None:
         return self.mixes.usage
@@ -255,4 +283,4 @@ class WrittenModel(Transformer):
     def units_kept(self, choice: Choice | None) -> tuple[Unit, ...]:
         layers = self.mixes.layers
         kept = choice.kept if choice else layers.alike(AS_STORED)
-        return layers.units(kept, self.dtype)
+        return layers.units(kept, self.dtype, mtp=self.config.mtp)

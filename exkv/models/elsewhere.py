@@ -24,5 +24,18 @@ class Transport(Protocol):
         """Send the output of the unit before ``done``, if that is local; return the input of the
         next local unit before ``end`` and its index, or anything and ``end``."""
 
+    def hand(
+        self, x: torch.Tensor | None, source: int, target: int, lengths: Lengths
+    ) -> torch.Tensor | None:
+        """Hand the output of unit ``source`` to the process of ``target``: there it is returned, in
+        others None."""
+
+    def give_embedded(self, x: torch.Tensor, target: int) -> None:
+        """Send embeddings of a call's tokens to the process of unit ``target``, which waits for
+        them when it comes to that unit."""
+
+    def embedded(self, rows: int, tokens: int) -> torch.Tensor:
+        """The embeddings of a call's tokens (B, T, hidden), from the process that has these."""
+
     def logits(self, x: torch.Tensor, lengths: Lengths, wanted: Logits) -> torch.Tensor | None:
         """The call's logits in the process that asked for them, None in others."""

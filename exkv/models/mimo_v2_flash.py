@@ -14,7 +14,8 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig, windows
 from exkv.checkpoint.families import Family
-from exkv.checkpoint.value_checks import check_size, set_floats
+from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily
+from exkv.checkpoint.value_checks import check_size, is_int, set_floats
 from exkv.layers import Attention, Linear
 from exkv.layers.attention import Attend
 from exkv.layers.linear import weight
@@ -81,7 +82,8 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
             f"v_head_dim {narrow} is more than head_dim {width}: exkv stores values that are "
             "as wide as keys, or narrower"
         )
-    found: dict[str, Any] = {"swa_num_key_value_heads": 2 * values["num_key_value_heads"]}
+    heads = values.get("swa_num_key_value_heads") or 2 * values["num_key_value_heads"]
+    found: dict[str, Any] = {"swa_num_key_value_heads": heads}
     if (before := values.get("sliding_window_size")) is not None:
         check_size("sliding_window_size", before)
         found["sliding_window"] = before + 1
@@ -94,6 +96,32 @@ def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     """Windows but in the first layer and every sixth, unless ``layer_types`` say otherwise."""
     window = windows.sliding_window(values)
     return windows.by_layer(values, window, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
+
+
+def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The window as a file has it, which llama.cpp counts with a token's own and Xiaomi without it,
+    so that it is one more; and what is said of each layer, by its type. Lists may go on with the
+    layers that propose several tokens."""
+    types, heads = values.get("layer_types"), values.get("num_key_value_heads")
+    window: Any = values.get("sliding_window")
+    part = values.get("partial_rotary_factor")
+    of_kind = {windows.FULL_ATTENTION: values.get("rope_theta")}
+    of_kind[windows.SLIDING_ATTENTION] = values.get("rope_local_base_freq")
+    found: dict[str, Any] = {
+        "sliding_window": window + 1 if is_int(window) else window,
+        "rope_parameters": {
+            kind: {"rope_theta": theta, "partial_rotary_factor": part}
+            for kind, theta in of_kind.items()
+        },
+        **dict.fromkeys(("rope_theta", "partial_rotary_factor", "rope_local_base_freq")),
+    }
+    if isinstance(types, list) and is_int(values.get("num_hidden_layers")):
+        found["layer_types"] = types[: values["num_hidden_layers"]]
+    if isinstance(types, list) and isinstance(heads, list) and heads:
+        by_type = dict(zip(types, heads, strict=False))
+        found["num_key_value_heads"] = by_type.get(windows.FULL_ATTENTION, heads[0])
+        found["swa_num_key_value_heads"] = by_type.get(windows.SLIDING_ATTENTION)
+    return found
 
 
 _PART = 0.334
@@ -141,4 +169,18 @@ FAMILY = Family(
     },
     partial_rotary_factor=_PART,
     aliases={"num_local_experts": "n_routed_experts"},
+    gguf=GGUFFamily(
+        architecture="mimo2",
+        names={
+            **EXPERTS,
+            "exp_probs_b.bias": glm4_moe.NAMES["mlp.correction"],
+            "attn_sinks.weight": "self_attn.attention_sink_bias",
+        },
+        metadata={
+            "attention.value_length": "v_head_dim",
+            "attention.value_scale": "attention_value_scale",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        additions=_of_gguf,
+    ),
 )

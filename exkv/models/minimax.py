@@ -1,6 +1,7 @@
 """MiniMax-Text-01 and M1 (MiniMax, 2025, arXiv 2501.08313): lightning attention, whose heads fade
 each at a rate of its own, in most layers, attention in the others; experts; and residual paths that
-begin behind the norms and have factors."""
+begin behind the norms and have factors. MiniMax's own config.json has other names of keys than
+transformers' class."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from exkv.batch import Batch
 from exkv.checkpoint import ExpertsConfig, ModelConfig, StateTensor, windows
 from exkv.checkpoint.families import Family
-from exkv.checkpoint.value_checks import check_layers, check_size, set_floats
+from exkv.checkpoint.value_checks import check_layers, check_size, is_int, set_floats
 from exkv.layers import MLP, Attention, Experts, Linear, PlainModule, RMSNorm
 from exkv.layers.recurrent import KeepsState
 from exkv.ops.activations import ACTIVATIONS
@@ -146,9 +147,21 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     return None, windows.check_layer_types(types, layers, None, (linear,))
 
 
+def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Types of layers as MiniMax has them: 0 for lightning attention, 1 for attention."""
+    types = values.get("attn_type_list")
+    if types is None:
+        return {}
+    if not isinstance(types, list) or not all(is_int(each) and each in (0, 1) for each in types):
+        raise ValueError(f"attn_type_list must be a list of 0 and 1, not {types!r}")
+    kinds = windows.STATES[0], windows.FULL_ATTENTION
+    return {"layer_types": [kinds[each] for each in types]}
+
+
 FAMILY = Family(
     architecture="MiniMaxForCausalLM",
     model_type="minimax",
+    published=("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
     units=Decoder(
         attention=_attention,
         mlp=Experts,
@@ -163,7 +176,15 @@ FAMILY = Family(
     },
     windows=_windows,
     specific=MiniMaxSettings,
-    refuses={"sliding_window": None},
+    derived=_derived,
+    refuses={"sliding_window": None, "postnorm": True, "shared_intermediate_size": 0},
+    aliases={
+        **{f"full_attn_{x}_factor": f"layernorm_full_attention_{x}" for x in ("alpha", "beta")},
+        **{f"linear_attn_{x}_factor": f"layernorm_linear_attention_{x}" for x in ("alpha", "beta")},
+        **{f"mlp_{x}_factor": f"layernorm_mlp_{x}" for x in ("alpha", "beta")},
+    },
+    rotary_dim="rotary_dim",
+    partial_rotary_factor=1.0,
     ignores=frozenset(
         ("norm_topk_prob", "moe_intermediate_size", "shared_expert_intermediate_size")
         + ("mlp_only_layers", "decoder_sparse_step")

@@ -14,26 +14,28 @@ as the layers are, so that they are found, moved and dropped together with those
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from exkv.batch import Batch
+from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache
 from exkv.cache.hidden import before, keep, newest
 from exkv.checkpoint import CheckpointError, Facts, ModelConfig, facts_of, open_checkpoint
 from exkv.checkpoint.families import FAMILIES, MTPNames
-from exkv.devices import move
+from exkv.devices import ELSEWHERE, move
 from exkv.layers import LayerNorm, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 from exkv.weights import FormatOf, Source
 
-from .units import UnitSpec, unit_spec
+from .bound_run import Logits
+from .units import PlacedUnit, UnitSpec, unit_spec
 
 if TYPE_CHECKING:
+    from .decoder import Head
     from .transformer import Transformer
 
 
@@ -88,6 +90,15 @@ def store(
     return newest(hidden, batch.lengths)
 
 
+def guesses(module: MTPHead, embedded: Tensor, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
+    """What the head makes of whole rows, whose embeddings and last layer's output are both
+    (B, T, hidden); so is it."""
+    hidden = module.target_norm(x)
+    before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
+    made: Tensor = module(embedded, before, batch, cache)
+    return made
+
+
 def follow(
     model: Transformer, module: nn.Module, x: Tensor, ids: Tensor, batch: Batch, cache: KVCache
 ) -> None:
@@ -98,6 +109,73 @@ def follow(
     own = cache.layers[model.config.num_hidden_layers]
     kept = store(module, model.embedded(ids, device), x, first, batch, own)
     keep(cache, kept, lengths)
+
+
+class Drafting:
+    """The head run again and again, on what it made of the rows' last tokens. It stores keys and
+    values of the tokens in its layer only.
+
+    Where units lie in other processes, each runs its part; ``exkv.cluster`` has all take each step.
+
+    Args:
+        cache: its first ``rows`` rows go on.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, rows: int) -> None:
+        self.model, self.cache = model, cache
+        self._past = cache.seq_lens[:rows]
+        self._hidden: Tensor | None = None
+
+    def step(
+        self, tokens: Sequence[int], done: Sequence[int], going: Sequence[int]
+    ) -> Tensor | None:
+        """Run each row's last token.
+
+        Args:
+            done: steps that each row has taken.
+            going: of each row, 1 if it takes this one, else 0.
+
+        Returns:
+            Logits (B, V), undefined for rows that don't go on; None in processes that get none.
+        """
+        model = self.model
+        (at, mtp_head), (end, last) = ((unit.index, unit) for unit in model.units[-2:])
+        ids, lengths = torch.tensor(tokens)[:, None], self._lengths(done, going)
+        model.give_embedded(ids)
+        x = None if mtp_head.device == ELSEWHERE else self._run(mtp_head, ids, lengths)
+        if model.transport is not None:
+            x = model.transport.hand(x, at, end, lengths)
+        logits = torch.empty(0)
+        if last.device != ELSEWHERE:
+            head, device = model.standing(last)
+            assert x is not None
+            logits = cast("Head", head).project(move(x, device))
+        if model.transport is not None:
+            found = model.transport.logits(logits, lengths, Logits.LAST)
+            return None if found is None else found[:, 0]
+        return logits[:, 0]
+
+    def make_room(self, done: Sequence[int], going: Sequence[int]) -> None:
+        """For what a step stores; errors as of ``cache.make_room``."""
+        self.cache.make_room(self._lengths(done, going).final)
+
+    def _lengths(self, done: Sequence[int], going: Sequence[int]) -> Lengths:
+        past = tuple(a + b for a, b in zip(self._past, done, strict=True))
+        return Lengths(past=past, new=tuple(going))
+
+    def _run(self, unit: PlacedUnit, ids: Tensor, lengths: Lengths) -> Tensor:
+        """The head's output (B, 1, hidden)."""
+        model, cache = self.model, self.cache
+        module, device = model.standing(unit)
+        assert isinstance(module, MTPHead)
+        cache.make_room(lengths.final)
+        lengths = cache.placed(lengths)
+        batch = Batch.on(device, lengths, model.rotary, model.dtype)
+        if self._hidden is None:
+            self._hidden = before(cache, self._past, module.norm.weight)
+        own = cache.layers[model.config.num_hidden_layers]
+        self._hidden = module(model.embedded(ids, device), self._hidden, batch, own)
+        return self._hidden
 
 
 def with_mtp(config: ModelConfig) -> ModelConfig:

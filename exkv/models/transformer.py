@@ -37,7 +37,7 @@ from .bound_run import Logits
 from .elsewhere import Transport
 from .exchange import ExpertExchange, between_exchanges
 from .logits_check import check_logits
-from .mtp import follow
+from .mtp import Drafting, follow
 from .rerun import Rerun
 from .runs import Runs
 from .units import PlacedUnit, Unit, UnitSpec, largest_host_expert, unit_specs
@@ -733,6 +733,8 @@ class Transformer:
         units = self.units if chosen is None else self._adapted.find(self.units, chosen)
         last = len(units) - 1
         end = len(units) - (not head) if stop is None else stop
+        if cache is not None and any(unit.spec.is_mtp for unit in units[last - 1 : end]):
+            self.give_embedded(input_ids)
         while done < end:
             unit = units[done]
             if self.transport is not None and unit.device == devices.ELSEWHERE:
@@ -774,9 +776,24 @@ class Transformer:
         return logits
 
     def embedded(self, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Embeddings (B, T, hidden) of ids (B, T), on this device."""
+        """Embeddings (B, T, hidden) of ids (B, T), on this device; those that another process has
+        given, if the table lies there."""
+        if self.units[0].device == devices.ELSEWHERE:
+            assert self.transport is not None
+            return devices.move(self.transport.embedded(*ids.shape), device)
         module, there = self.standing(self.units[0])
         return devices.move(module(devices.move(ids, there), None, None), device)
+
+    def give_embedded(self, ids: torch.Tensor) -> None:
+        """Send embeddings to the process of the MTP head, if the table lies here and that there."""
+        first, mtp_head = self.units[0], self.units[-2]
+        if mtp_head.device == devices.ELSEWHERE and first.device != devices.ELSEWHERE:
+            assert self.transport is not None and first.device is not None
+            self.transport.give_embedded(self.embedded(ids, first.device), mtp_head.index)
+
+    def drafting(self, cache: KVCache, rows: int) -> Drafting:
+        """Begin to propose tokens behind the first ``rows`` rows of a cache by the MTP head."""
+        return Drafting(self, cache, rows)
 
     def standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
         """The unit's module and device; reads it now if ``load(lazy=True)`` only placed it."""

@@ -73,6 +73,10 @@ class Role:
 #: All units are on one host.
 ALONE = Role()
 
+#: Embeddings of calls that are under way to an MTP head on another host, at most: it takes them
+#: behind the last layer, when hosts before it are at the next calls.
+EMBEDDED_IN_FLIGHT = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:

@@ -25,7 +25,7 @@ from exkv.weights.on_load import BITS
 
 from .ledgers import plan_where
 from .model import ModelShape
-from .plan import CPU, Budget, Link, Place, Plan, UnitCost
+from .plan import CPU, EMBEDDED_IN_FLIGHT, Budget, Link, Place, Plan, UnitCost
 from .reserved import Allocated, reserved_for
 from .search.experts import fits_experts
 from .search.placement import fits_units, place_units
@@ -183,11 +183,13 @@ class Workload:
         )
 
     def hidden_bytes(self) -> tuple[int, int]:
-        """Of the hidden states of the largest call, and of a decode step."""
+        """Of the hidden states of the largest call, and of a decode step; with the embeddings that
+        an MTP head on another host takes."""
         each = self.model.config.handed_on * self.model.dtype.itemsize
         calls = (lengths for _, lengths in self.promise.worst_calls())
         tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
-        return tokens * each, self.rows * each
+        crossing = 1 + EMBEDDED_IN_FLIGHT * self.model.config.mtp
+        return tokens * each * crossing, self.rows * each
 
     def _cost(self, unit: Unit, peaks: Peaks, home: str) -> UnitCost:
         if unit.index in self.model.elsewhere:

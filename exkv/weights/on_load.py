@@ -29,6 +29,7 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.facts import Facts, facts_of
+from exkv.checkpoint.families import FAMILIES
 from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import CHUNK
 
@@ -123,11 +124,11 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     transforms = config.quantization.get("transform") == HADAMARD
 
     def format_of(layer: str, size: Size) -> WeightFormat:
-        kept = AS_STORED if stays_float(layer, (OF_LAYERS, *ROUTERS)) else kept_as(layer)
-        if kept == AS_STORED:
+        has_groups = size[1] % CHUNK == 0 and not stays_float(layer, (OF_LAYERS, *ROUTERS))
+        if not has_groups or (kept := kept_as(layer)) == AS_STORED:
             return FLOATS[dtype]
         is_table = layer in (facts.table, facts.head)
-        return _format(BITS[kept], size, dtype, transforms and not is_table)
+        return _format(BITS[kept], size, transforms and not is_table)
 
     return format_of
 
@@ -137,14 +138,16 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
     assert config.quantization is not None
     weights = config.quantization.get("weights")
     if isinstance(weights, Mapping):
-        layers = (f"model.layers.{index}" for index in range(config.num_hidden_layers))
+        layers = (f"model.layers.{index}" for index in range(config.cache_layers))
         check_kept(weights, (EMBEDDING, HEAD, *layers))
         ends = {facts.table: weights[EMBEDDING], facts.head: weights[HEAD]}
         known = {unit: options_of(kept) for unit, kept in weights.items()}
         name_of = {unit: name_among(kept) for unit, kept in known.items()}
+        mtp_head = f"model.layers.{config.num_hidden_layers}"
+        parts = _parts_of_mtp(config, facts)
 
         def of_layer(layer: str) -> str:
-            unit = _unit_of(layer, facts)
+            unit = mtp_head if layer.startswith(parts) else _unit_of(layer, facts)
             kept = ends.get(layer) or known[unit]
             if isinstance(kept, str):
                 return kept
@@ -164,6 +167,15 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
         )
     ends = {facts.table: AS_STORED, facts.head: _OF_HEAD}
     return lambda layer: ends.get(layer, weights)
+
+
+def _parts_of_mtp(config: ModelConfig, facts: Facts) -> tuple[str, ...]:
+    """What matrices of the MTP head are called, or begin with, where it is used."""
+    names = FAMILIES[config.architecture].mtp if config.mtp else None
+    if names is None:
+        return ()
+    parts = names.of(f"{facts.layers}.{config.num_hidden_layers}")
+    return f"{parts['layer']}.", parts["projection"]
 
 
 def _unit_of(layer: str, facts: Facts) -> str:
@@ -219,11 +231,9 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
             raise ValueError(f"weights of {unit} are {error}") from None
 
 
-def _format(bits: int, size: Size, dtype: torch.dtype, transforms: bool) -> WeightFormat:
-    """The format with the largest group that fits the inputs; floats if none does."""
+def _format(bits: int, size: Size, transforms: bool) -> WeightFormat:
+    """The format with the largest group that fits the inputs."""
     inputs = size[1]
-    if inputs % CHUNK:
-        return FLOATS[dtype]
     group = CHUNK if inputs % _GROUP else _GROUP
     block = block_of(inputs) if transforms else 0
     return register(OnLoad(bits=bits, group=group, scale=torch.float16, hadamard=block))

@@ -26,6 +26,7 @@ from tiny import (
     LATENT_YARN,
     ROPE,
     TINY,
+    WINDOW,
     beside_images,
     gemma4,
     is_mixture,
@@ -54,7 +55,8 @@ IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 #: The converter has no class for these: nothing is known of files of them.
 UNWRITTEN = (
     *("CwmForCausalLM", "FlexOlmoForCausalLM", "HeliumForCausalLM", "HyperCLOVAXForCausalLM"),
-    *("MinistralForCausalLM", "OlmoHybridForCausalLM", "VaultGemmaForCausalLM"),
+    *("LongcatFlashForCausalLM", "MiniMaxForCausalLM", "MinistralForCausalLM"),
+    *("OlmoHybridForCausalLM", "VaultGemmaForCausalLM"),
 )
 #: What a file can't say, or the converter takes to be so: Gemma's scores are divided by the root of
 #: a head's features; one number stands for both of DeepSeek's temperatures; and so on.
@@ -110,9 +112,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**ALPHA["rope_parameters"], "alpha": 1000.0},
     },
     "KimiLinearForCausalLM": {"linear_num_heads": 4, "num_expert_group": 1},
+    "Kimi_K25ForConditionalGeneration": ONE_TEMPERATURE,
     "LagunaForCausalLM": LAGUNA,
     **dict.fromkeys(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), LLAMA4),
     "MellumForCausalLM": {"mlp_layer_types": ["sparse", "sparse"]},
+    "MiMoV2FlashForCausalLM": {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
     "Mistral4ForCausalLM": {"rope_parameters": {**MISTRAL4_ROPE, "llama_4_scaling_beta": 0.0}},
     "MistralForCausalLM": {"sliding_window": None},
     "NemotronHForCausalLM": NEMOTRON,
@@ -139,6 +143,14 @@ STEP = {
     **{"rope_theta": [5e5, 1e3, 5e5], "partial_rotary_factors": [0.5, 1.0, 0.5]},
     "rope_scaling": ROPE["llama3"],
 }
+#: Xiaomi's names. Its window is without a token's own.
+MIMO = {
+    **{"hybrid_layer_pattern": [1, 0], "swa_num_key_value_heads": 4, "swa_num_attention_heads": 4},
+    **{"swa_head_dim": 24, "swa_v_head_dim": 16, "topk_method": "noaux_tc"},
+    **{"sliding_window": WINDOW - 1, "sliding_window_size": WINDOW - 1, "layernorm_epsilon": 1e-5},
+    **{"rope_parameters": None, "rope_theta": 5e6, "swa_rope_theta": 1e4},
+    **{"partial_rotary_factor": 0.334, **OLD},
+}
 #: What published checkpoints' config.json has beside what transformers' classes write; None for
 #: what it lacks.
 SIGMOID = {"scoring_func": "sigmoid"}
@@ -162,11 +174,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 1, "linear_attn_config": KIMI_DELTA, "moe_layer_freq": 1},
         **OLD,
     },
+    "Kimi_K25ForConditionalGeneration": {"architectures": ["KimiK25ForConditionalGeneration"]},
     "Laguna M": {"sliding_window": None, **OLD},
+    "MiMoV2FlashForCausalLM": MIMO,
     "MiniMaxM2ForCausalLM": {"rotary_dim": 8},
     "PhimoeForCausalLM": {"architectures": ["PhiMoEForCausalLM"]},
     "Step3p7ForConditionalGeneration": OLD,
     "SolarOpenForCausalLM": {"partial_rotary_factor": 1.0},
+}
+#: The same of the text model beside one of images.
+OF_TEXT = {
+    "Gemma4UnifiedForConditionalGeneration": {"moe_intermediate_size": None},
+    "Kimi_K25ForConditionalGeneration": SIGMOID,
 }
 #: Settings that take another path through the converter.
 VARIANTS = {
@@ -218,12 +237,16 @@ AS_OTHERS = (
     *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
     *("Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration"),
     *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"),
+    *("Gemma4UnifiedForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
     *("Glm4MoeLiteForCausalLM", "Llama4ForConditionalGeneration", "MistralForCausalLM"),
     *("Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
     "SolarOpenForCausalLM",
 )
+#: Whose text models' files are those of another name here.
+ALIKE = {"Gemma4UnifiedForCausalLM", "Mistral3ForConditionalGeneration:mistral4"}
 WRITTEN = [name for name in TINY if FAMILIES[name].gguf is not None or name in AS_OTHERS]
+assert {*TINY} == {*WRITTEN, *UNWRITTEN, *ALIKE}, "one says nothing of its files"
 #: With layers whose keys and values are no heads', so that nothing is joined with queries; and with
 #: experts' gates and ups, which are joined on demand.
 STATES = [name for name in TINY if name.startswith(("Qwen3Next", "Qwen3_5"))]
@@ -257,6 +280,8 @@ def saved(name: str, folder: Path, how: str = "f32") -> PreTrainedModel:
     if name == "Step3p7ForConditionalGeneration":
         values["text_config"] |= STEP
         del values["text_config"]["rope_parameters"]
+    if name in OF_TEXT:
+        values["text_config"] |= OF_TEXT[name]
     if name == "Mistral4ForCausalLM":  # which is published beside a model of images
         images = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
         values = {**images, "text_config": {**values, "architectures": None}}
@@ -352,6 +377,20 @@ def test_the_converter_has_no_class_for_the_others(tmp_path, convert, name):
     with pytest.raises(RuntimeError, match=f"Architecture '{name}' not supported"):
         convert(tmp_path / "saved", tmp_path / "model.gguf")
     assert FAMILIES[name].gguf is None
+
+
+def test_mtp_heads_after_windowed_layers_are_ignored(tmp_path, convert):
+    """The metadata's lists have their entries, too."""
+    theirs = saved("MiMoV2FlashForCausalLM", tmp_path / "saved")
+    file, slides = tmp_path / "saved/model.safetensors", "model.layers.0."
+    tensors = load_file(file)
+    layer = {key: x + 1 for key, x in tensors.items() if key.startswith(slides)}
+    names = [f"model.mtp.layers.{index}." for index in range(3)]
+    heads = {k.replace(slides, name): x.clone() for name in names for k, x in layer.items()}
+    save_file({**tensors, **heads}, file, {"format": "pt"})
+    convert(tmp_path / "saved", tmp_path / "model.gguf", "f32 heads")
+    assert GGUFContents(tmp_path / "model.gguf").own("block_count") == 5
+    assert_near(logits_of(tmp_path / "model.gguf"), expected_of(theirs))
 
 
 def test_mtp_heads_after_layers_with_states_are_ignored(tmp_path, convert):

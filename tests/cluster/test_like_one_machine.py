@@ -6,12 +6,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from adapters import linears_of, write_adapter
 from cluster_hosts import alone, cluster_of
+from heads import agreeing, with_head
+from on_cpu import on_cpu
 from simproc import run_sim
 from tiny import GEMMA4_SHARED, TINY, gemma4, llama, reference, save, save_tokenizer
 from torch import Tensor
@@ -19,6 +23,8 @@ from torch import Tensor
 import exkv
 from exkv import Cache, Cache8bit, DynamicCache, KVCache, Model, PagedCache
 from exkv.cluster import Cluster, ClusterModel
+from exkv.planning import Workload
+from exkv.planning.ledgers import plan_where
 
 IDS = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(7))
 
@@ -38,6 +44,8 @@ def folders(tmp_path_factory):
     third = TINY["Qwen3NextForCausalLM"](num_hidden_layers=4, layer_types=types)
     save_tokenizer(save(reference(third), top / "states"))
     save_tokenizer(save(reference(gemma4(**GEMMA4_SHARED)), top / "shared"))
+    agreeing("Glm4MoeForCausalLM", top / "a head")
+    with_head("Qwen3_5ForCausalLM", top / "states and a head")
     return str(top)
 
 
@@ -256,6 +264,78 @@ def with_shared_keys(top: str) -> dict[str, object]:
     return rows_that_move(Path(top) / "shared")
 
 
+def with_a_head(top: str) -> dict[str, object]:
+    """An MTP head's proposals, wherever it lies; a host dies."""
+    result = {}
+    for name in ("states and a head", "a head"):
+        cluster = cluster_of("24M", "24M", "24M", timeout=5.0)
+        empty, folder = held(cluster), Path(top) / name
+        expected = on_cpu(folder, max_input_len=16, mtp=True)
+        for where, split in SPLITS.items() if name == "a head" else [("apart", SPLITS["apart"])]:
+            model = on_hosts(folder, cluster, mtp=True)
+            cache = room(model)
+            plan = split_at(model, cache, split)
+            model.load(plan=plan)
+            rows = [row for host in model.measured for row in host]
+            result[f"{name} {where}: planned"] = all(
+                row["measured"] == row["predicted"] for row in rows
+            )
+            result[f"{name} {where}"] = guessed(model, cache) == guessed(expected, room(expected))
+            texts = [proposed_by_jobs(each) for each in (model, expected)]
+            result[f"{name} {where}: jobs"] = texts[0] == texts[1]
+            if where == "apart":
+                os.kill(cluster.launcher.pids["host1"], signal.SIGKILL)
+                cache.reset()
+                again = guessed(model, cache)[0], guessed(expected, room(expected))[0]
+                result[f"{name}: without a host"] = again[0] == again[1]
+                result[f"{name}: it is gone"] = cluster.gone == ["host1"]
+            model.unload()
+        result[f"{name}: clean"] = held(cluster) == empty[:2]
+        cluster.close()
+    return result
+
+
+#: The hosts of the embedding, the layers, the MTP head, and the head.
+SPLITS = {"together": [0, 1, 2, 2], "first": [1, 2, 0, 0], "apart": [0, 2, 1, 2]}
+
+
+def split_at(model: ClusterModel, cache: KVCache, split: Sequence[int]) -> exkv.Plan:
+    """A plan of the model's units over its hosts."""
+    embedding, layers, mtp_head, head = split
+    hosts = [embedding, *[layers] * model.config.num_hidden_layers, mtp_head, head]
+    budgets = [each for each in model.budgets() if each.device.type != "cpu"]
+    workload = Workload.of(model, [cache])
+    costs = workload.costs(workload.peaks(budgets))
+    plan = plan_where(costs, budgets, [budgets[host].place for host in hosts], "pack", "listed")
+    return replace(plan, max_input_len=workload.promise.max_input_len)
+
+
+def room(model: Model, kind: type[KVCache] = Cache, *sizes: int, **options) -> KVCache:
+    return kind(model, *(sizes or (64, 2)), snapshots=model.config.has_states, **options)
+
+
+def guessed(model: Model, cache: KVCache) -> list[object]:
+    """Tokens with the head's proposals, and how many of these there were."""
+    options = {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0, "use_mtp": True}
+    found = model.generate(
+        IDS, cache=cache, max_new_tokens=9, return_dict_in_generate=True, **options
+    )
+    return [found.sequences.tolist(), found.proposed_tokens, found.accepted_tokens]
+
+
+def proposed_by_jobs(model: Model) -> list[object]:
+    """Tokens of jobs, of which one is preempted, with the head's proposals."""
+    cache, tokenizer = room(model, PagedCache, 64, page=16), exkv.Tokenizer(model.config.path)
+    with exkv.Engine(model, cache, tokenizer, draft=exkv.MTP(tokens=3, confidence=0)) as engine:
+        how = {"max_new_tokens": 20, "settings": exkv.SamplingParams.greedy(), "ignore_eos": True}
+        prompts = [IDS[0].tolist(), IDS[1, :9].tolist(), IDS[0, :20].tolist()]
+        handles = [engine.submit(exkv.Job(prompt=prompt, **how)) for prompt in prompts]
+        while engine.busy:
+            engine.iterate()
+        assert engine.stats.proposed_tokens and engine.stats.put_away
+    return [handle.tokens for handle in handles]
+
+
 def rows_that_move(folder: Path) -> dict[str, object]:
     cluster = cluster_of("24M", "24M")
     empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
@@ -317,7 +397,7 @@ def tokens_of_jobs(model: Model) -> list[list[int]]:
 
 # Tests --------------------------------------------------------------------------------------
 
-SCENARIOS = [in_turn, adapted, in_files, otherwise, with_states, with_shared_keys]
+SCENARIOS = [in_turn, adapted, in_files, otherwise, with_states, with_shared_keys, with_a_head]
 
 
 @pytest.mark.sweep(2)

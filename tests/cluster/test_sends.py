@@ -10,15 +10,17 @@ from exkv.cluster.sends import Sends
 
 
 @given(
-    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), room=st.sampled_from([0, 20, 60])
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    room=st.sampled_from([0, 20, 60]),
+    largest=st.sampled_from([1, 3]),
 )
-def test_bytes_in_flight_are_bounded_and_the_oldest_is_waited_for(sizes, room):
+def test_bytes_in_flight_are_bounded_and_the_oldest_is_waited_for(sizes, room, largest):
     waited: list[int] = []
-    sends = Sends(waited.append, room)
+    sends = Sends(waited.append, room, largest)
     for number, size in enumerate(sizes):
         before = len(waited)
         sends.make_room(size)
-        most = max(room, *sizes[: number + 1])
+        most = max(room, largest * max(sizes[: number + 1]))
         assert sum(sizes[len(waited) : number + 1]) <= most
         # and no longer than it had to
         assert len(waited) == before or sum(sizes[len(waited) - 1 : number + 1]) > most

@@ -17,13 +17,28 @@ from packers.gguf import floats, write_gguf
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import TINY, reference, save
+from torch.nn.functional import kl_div
 
-from exkv import MTP, Cache, Engine, Generator, Job, Model, PagedCache, SamplingParams, Tokenizer
+from exkv import (
+    MTP,
+    Cache,
+    Engine,
+    Generator,
+    Job,
+    Model,
+    ModelConfig,
+    PagedCache,
+    SamplingParams,
+    Tokenizer,
+    sim,
+)
 from exkv.cli import chat, main, serve
 from exkv.cli.loading import prepare
 from exkv.decode.speculation.heads import propose
 from exkv.loading.report import LINES
+from exkv.models.mtp import with_mtp
 from exkv.serve.hosting import Prepared
+from exkv.weights.on_load import with_weights
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 
@@ -360,6 +375,95 @@ def test_planned_is_measured_on_simulated_devices(tmp_path):
     assert sum(rest[0] > 0 for name, *rest in found if name.startswith("sim")) >= 6
 
 
+def chosen_for_a_card(folder, text):
+    """Bits of the head and of all else for a small card, its bytes, and its tokens and proposals
+    beside those of the same choice on the host."""
+    found = {}
+    for calibration in (None, text):
+        model = Model(folder, max_input_len=16, mtp=True, weights="best", calibration=calibration)
+        cache = Cache(model, 64, 3, snapshots=model.config.has_states)
+        model.load_autosplit(cache, devices=["sim:0"])
+        whole = model.report.devices[0].ledger
+        model.unload()
+        sim.set_capacity(0, whole.total - whole.weights // 2)
+        model.load_autosplit(cache)
+        kept = {unit.name: unit.kept for unit in model.plan.units}
+        rows = [
+            [getattr(row.ledger, line), row.measured.get(line, 0)]
+            for row in model.report.devices
+            for line in LINES
+        ]
+        answers = [proposals(model, cache)]
+        model.unload()
+        sim.set_capacity(0, 64 << 20)
+        config = with_mtp(ModelConfig.from_pretrained(folder))
+        alone = on_cpu(with_weights(config, kept), max_input_len=16)
+        other = Cache(alone, 64, 3, snapshots=alone.config.has_states)
+        answers.append(proposals(alone, other))
+        lost = model.losses().of(model.units[-2].name, kept[model.units[-2].name])
+        found[str(calibration is not None)] = [kept, rows, answers, lost]
+    return found
+
+
+def proposals(model, cache):
+    options = {"use_mtp": True, "num_assistant_tokens": 3, "assistant_confidence_threshold": 0}
+    found = generated(model, cache=cache, max_new_tokens=12, **options)
+    return [found.sequences.tolist(), found.proposed_tokens, found.accepted_tokens]
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Qwen3_5ForCausalLM"])
+def test_bits_of_a_head_are_chosen_with_those_of_the_layers(tmp_path, name):
+    dense = {"first_k_dense_replace": 3} if name in BEHIND else {}
+    folder = with_head(name, tmp_path, **dense)
+    found = run_sim(chosen_for_a_card, "64M", args=[str(folder), "one two three " * 40])
+    for kept, rows, answers, lost in found.values():
+        head = kept[list(kept)[-2]]
+        assert head != "as stored" and lost > 0
+        assert all(predicted == measured for predicted, measured in rows)
+        assert answers[0] == answers[1]
+    assert {"True", "False"} == found.keys()
+
+
+@pytest.mark.parametrize("name", ["Glm4MoeLiteForCausalLM", "Qwen3NextForCausalLM"])
+@torch.no_grad()
+def test_a_heads_loss_on_a_text_is_the_divergence_of_transformers_heads_probabilities(
+    folders, name
+):
+    folder, text = folders[name], "one two three " * 15
+    config = with_mtp(ModelConfig.from_pretrained(folder))
+    model = Model(config, weights="best", calibration=text)
+    units = [unit.name for unit in model.units]
+    found = model.losses()
+    assert list(found.units) == units
+    kept = dict.fromkeys(units, "as stored") | {units[-2]: "int6"}
+    rounded = on_cpu(with_weights(config, kept), dtype=torch.float32, max_input_len=512)
+    ids = torch.tensor([Tokenizer(folder).encode(text)])
+    made, handle = made_by_head(rounded)
+    rounded.forward(ids, Cache(rounded, 512, dtype=torch.float32))
+    handle.remove()
+    theirs = Theirs(folder)
+    hidden = theirs.hidden(ids)
+    hidden = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
+    _, exact = theirs.step(ids, hidden, 0)
+    pair = made[0].double().log_softmax(-1), exact.double().log_softmax(-1)
+    expected = kl_div(*pair, log_target=True, reduction="sum").item() / ids.shape[1]
+    assert found.units[units[-2]]["int6"] == pytest.approx(expected, rel=1e-2)
+    matrices = found.matrices[units[-2]].values()
+    assert sum(each["int4"] for each in matrices) == pytest.approx(found.units[units[-2]]["int4"])
+
+
+def test_layers_are_rounded_by_a_text_and_the_head_as_without_one(folders):
+    folder = folders["Glm4MoeForCausalLM"]
+    ways = {"weights": "int4", "dtype": "float32"}
+    by_text = loaded(folder, calibration="one two three " * 400, **ways)
+    plain = loaded(folder, **ways)
+    for at, same in ((1, False), (-2, True)):
+        pairs = zip(*(each.units[at].module.parameters() for each in (by_text, plain)), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs) == same
+    assert proposals(by_text, Cache(by_text, 64, 3))[1] > 0
+
+
 # Commands ---------------------------------------------------------------------------------------
 
 
@@ -411,8 +515,6 @@ def test_what_does_not_go_with_it_is_refused(model):
         generated(model, use_mtp=True, num_beams=2)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens and use_mtp are both given"):
         generated(model, use_mtp=True, prompt_lookup_num_tokens=3)
-    with pytest.raises(ValueError, match='mtp with weights="best"'):
-        Model(model.config.path, mtp=True, weights="best")
     with pytest.raises(ValueError, match="tokens is 17"):
         MTP(tokens=17)
 

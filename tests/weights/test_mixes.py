@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from heads import with_head
 from safetensors.torch import load_file
 from simproc import run_sim
 from tiny import TINY, llama, reference, save, save_tokenizer
@@ -19,10 +20,10 @@ from exkv.cli import main, quantize
 from exkv.loading import calibrated_losses
 from exkv.loading.calibrated_losses import FOLLOWED, calibrated_losses_of
 from exkv.loading.calibration import calibration_rows
-from exkv.loading.mixes import Layers, Mixes
+from exkv.loading.mixes import Layers, Mixes, WrittenModel
 from exkv.ops.weight_groups import PLANES
 from exkv.weights.bits import pack
-from exkv.weights.choice import Losses
+from exkv.weights.choice import Choice, Losses
 from exkv.weights.on_load import AS_STORED, OPTIONS, class_of, mixed, options_of
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps " * 75
@@ -186,6 +187,30 @@ def on_a_card(folder: str, text: str, out: str) -> dict:
         "a bit": layers.count // 8,
         "mixed": sum(len({*unit.values()}) > 1 for unit in report["matrices"].values()),
     }
+
+
+def test_the_models_own_head_is_planned_as_it_is_written(folder, text, tmp_path, capsys):
+    source = with_head("Qwen3_5ForCausalLM", tmp_path / "in", num_hidden_layers=2)
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--weights", "int4"]) == 0
+    layers = Layers.of(ModelConfig.from_pretrained(source), {})
+    lost = {unit: dict.fromkeys(OPTIONS, 0.0) for unit in layers.alike("int4")}
+    ends = {name: {AS_STORED: 0.0} for name in ("model.embed_tokens", "lm_head")}
+    losses = Losses(units={**lost, **ends})
+    planned = WrittenModel(Mixes(layers=layers, losses=losses), mtp=True)
+    planned.choose(
+        Choice.of(
+            planned.losses(),
+            layers.alike("int4") | dict.fromkeys([*ends, "model.layers.2"], AS_STORED),
+        )
+    )
+    written = Model(tmp_path / "out", mtp=True).units
+    sizes = [[sum(unit.nbytes.values()) for unit in units] for units in (planned.units, written)]
+    assert sizes[0] == sizes[1] and len(sizes[0]) == 5
+    given = [str(folder), str(tmp_path / "no"), "--calibration", str(text), "--draft", "mtp"]
+    assert main(["quantize", *given, "--bits", "5"]) == 2
+    assert "--draft is for --fit CARDS" in capsys.readouterr().err
+    assert main(["quantize", *given, "--fit", "1G"]) == 2
+    assert "exkv reads no heads" in capsys.readouterr().err
 
 
 def test_the_mix_that_fits_is_loaded_onto_the_card_that_it_was_made_for(folder, text, tmp_path):

@@ -71,8 +71,14 @@ def _thirds(index: int) -> Rows:
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         heads = own("attention.head_count")
-        of_keys = most(own("attention.head_count_kv") or heads)
-        size = own("attention.key_length")
+        stated = own("attention.head_count_kv") or heads
+        of_keys, size = most(stated), own("attention.key_length")
+        narrow = own("attention.value_length")
+        if is_int(heads) and is_int(size) and is_int(narrow) and narrow != size:
+            for each in {of_keys, *(stated if isinstance(stated, list) else ())}:
+                sizes = [heads * size, each * size, each * narrow]
+                if sum(sizes) == count:  # of keys, where layers differ in them
+                    return torch.arange(count).split(sizes)[index]
         if isinstance(heads, list) and is_int(of_keys) and is_int(size) and size:
             heads = count // size - 2 * of_keys  # they differ by layer
         sizes = [heads, of_keys, of_keys]

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache
-from exkv.cache.hidden import KEPT, before
-from exkv.devices import move
+from exkv.cache.hidden import KEPT
 from exkv.errors import Attempt
 from exkv.models import Transformer
-from exkv.models.decoder import Head
-from exkv.models.mtp import MTPHead
 from exkv.sampling.bounds import check_count
 
 from ..rows import Row
@@ -80,11 +75,17 @@ def propose(
     """
     asked = {at: row for at, row in enumerate(rows) if row is not None and row in most}
     found: dict[int, list[int]] = {at: [] for at in asked}
-    drafts = _Drafts(model, cache, [0 if row is None else row.newest for row in rows])
+    newest = [0 if row is None else row.newest for row in rows]
     with cache.use("model.forward"), torch.no_grad(), Attempt():
+        drafting = model.drafting(cache, len(rows))
         going = [at for at, row in asked.items() if most[row] > 0]
         while going:
-            logits = drafts.step(going, found)
+            each = [found.get(at, []) for at in range(len(rows))]
+            last = [(mine or [first])[-1] for mine, first in zip(each, newest, strict=True)]
+            goes = [int(at in going) for at in range(len(rows))]
+            logits = drafting.step(last, list(map(len, each)), goes)
+            if logits is None:
+                break  # hosts died
             tokens = [guesses[asked[at]](logits[at : at + 1], found[at]) for at in going]
             sure = likely(logits[going], tokens, confidence)
             for at, token in zip(going, tokens, strict=True):
@@ -93,32 +94,3 @@ def propose(
             going = [at for at, on in pairs if on and len(found[at]) < most[asked[at]]]
     cache.layers[model.config.num_hidden_layers].prefetched = None  # of a call that failed
     return {row: found[at] for at, row in asked.items()}
-
-
-class _Drafts:
-    """Rows of a cache, each of which goes on from its newest token."""
-
-    def __init__(self, model: Transformer, cache: KVCache, newest: Sequence[int]) -> None:
-        self._model, self._cache, self._newest = model, cache, newest
-        mtp_head, last = model.units[-2:]
-        module, device = model.standing(mtp_head)
-        head, self._last = model.standing(last)
-        assert isinstance(module, MTPHead) and isinstance(head, Head)
-        self._module, self._head, self._device = module, head, device
-        self._past = cache.seq_lens[: len(newest)]
-        self._hidden = before(cache, self._past, module.norm.weight)
-
-    def step(self, going: Sequence[int], found: Mapping[int, Sequence[int]]) -> Tensor:
-        """Run these rows' last tokens -> logits (B, V), undefined for other rows."""
-        rows = range(len(self._past))
-        past = tuple(at + len(found.get(row, ())) for row, at in enumerate(self._past))
-        new = tuple(int(row in going) for row in rows)
-        lengths = Lengths(past=past, new=new)
-        self._cache.make_room(lengths.final)
-        lengths = self._cache.placed(lengths)
-        batch = Batch.on(self._device, lengths, self._model.rotary, self._model.dtype)
-        tokens = [[*found.get(row, ())][-1:] or [self._newest[row]] for row in rows]
-        embedded = self._model.embedded(torch.tensor(tokens), self._device)
-        own = self._cache.layers[self._model.config.num_hidden_layers]
-        self._hidden = self._module(embedded, self._hidden, batch, own)
-        return self._head.project(move(self._hidden, self._last))[:, 0]
