@@ -178,4 +178,10 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "help": "what cards have no room for goes to the host as whole layers, never as single "
         "experts",
     },
+    ("--no-disk-experts",): {
+        "dest": "disk_experts",
+        "action": "store_false",
+        "help": "refuse a model with more experts than memory has room for, instead of reading "
+        "them from its file as they are chosen",
+    },
 }

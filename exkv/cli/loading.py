@@ -189,4 +189,5 @@ def _scenario(
         objective=args.objective,
         order=args.order,
         host_experts=args.host_experts,
+        disk_experts=args.disk_experts,
     )

@@ -34,6 +34,7 @@ from exkv.planning.answer import (
     Answer,
     as_values,
     best_cache,
+    disk_sentences,
     expectations,
     experts_placed,
     fixed,
@@ -116,6 +117,12 @@ def add_to(commands: Any) -> None:
         "context (cuda), or to the byte (exact)",
     )
     add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
+    add(
+        "--disk-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="of the disk, where experts are read from it (measured if the file is here)",
+    )
     add("--last-id-only", action="store_true", help="promise logits of the last token only")
     add("--simulate", action="store_true", help="carry the plan out on simulated devices")
     add("--watch", action="store_true", help="draw the bars anew each second, until Ctrl-C")
@@ -264,6 +271,7 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         objective=args.objective,
         order=args.order,
         host_experts=args.host_experts,
+        disk_experts=args.disk_experts,
         link=parse_link(args.link) if args.link else None,
     )
     if args.max_seq_len == "max":
@@ -280,6 +288,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
     hosts = parse_hosts(args.hosts) if args.hosts else None
     sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
     sizes["allocator"] = args.allocator
+    sizes["disk_bandwidth"] = args.disk_bandwidth and args.disk_bandwidth * 1e9
     budgets = make_budgets(args.devices, cpu=host, hosts=hosts, **sizes)
     if args.bandwidth == "measure":
         budgets = with_measured_bandwidths(budgets)
@@ -323,6 +332,7 @@ def _print(
         *weights_chosen(answer),
         *experts_placed(answer),
         *map(_expected, expectations(answer)),
+        *disk_sentences(answer),
         *prompts_sent(answer),
     ]:
         console.print(line, highlight=False, markup=False)

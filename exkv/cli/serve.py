@@ -161,6 +161,7 @@ def options(args: argparse.Namespace) -> ServeOptions:
         objective=args.objective,
         order=args.order,
         host_experts=args.host_experts,
+        disk_experts=args.disk_experts,
         draft=Path(args.draft) if args.draft and args.draft != OWN_HEAD else args.draft,
         exchange_experts=not args.no_exchange,
     )

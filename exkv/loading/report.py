@@ -78,11 +78,13 @@ class LoadReport:
     Attributes:
         weights: with ``weights="best"`` what they were made, a line a device.
         fitted: what was made smaller than usual so that it fits, in words.
+        from_disk: a sentence on experts that are read from disk, if any are.
     """
 
     devices: tuple[DeviceReport, ...]
     weights: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()
+    from_disk: str = ""
 
     def surprises(self) -> list[str]:
         return [sentence for row in self.devices for sentence in row.surprises()]
@@ -95,7 +97,7 @@ class LoadReport:
     def remarks(self) -> list[str]:
         """What is said below the table."""
         fitted = [f"To fit: {', '.join(self.fitted)}; the same answers."] if self.fitted else []
-        return [*self.weights, *fitted]
+        return [*self.weights, *fitted, *filter(None, [self.from_disk])]
 
     def table(self) -> Table:
         table = Table(title="predicted (measured)")
@@ -178,10 +180,10 @@ class ReportBuilder:
         key = (device, line)
         self._bytes[key] = max(self._bytes.get(key, 0), nbytes)
 
-    def finish(self, plan: Plan) -> LoadReport:
+    def finish(self, plan: Plan, from_disk: str) -> LoadReport:
         """The report for where the units really are."""
         rows = tuple(self._row(ledger) for ledger in plan.ledgers)
-        return LoadReport(rows, tuple(given_up(plan)), plan.fitted)
+        return LoadReport(rows, tuple(given_up(plan)), plan.fitted, from_disk)
 
     def _row(self, ledger: Ledger) -> DeviceReport:
         counted = () if ledger.device.type == "cpu" else LINES

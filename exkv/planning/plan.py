@@ -110,6 +110,8 @@ class UnitCost:
         shared_experts: of what all tokens take, read while a host reads its routed experts.
         host_experts: routed experts whose weights lie in host memory while the rest is elsewhere.
         host_weights: of these, which ``weights`` doesn't count.
+        mapped: of one of its experts, which are alike, that may be read from disk, since they are
+            used where they lie in the file (``exkv.planning.from_disk``).
         staging: of the buffers through which their weights come to a card for long prompts; one
             unit after the other uses them.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
@@ -146,6 +148,7 @@ class UnitCost:
     host_experts: tuple[int, ...] = ()
     host_weights: int = 0
     staging: int = 0
+    mapped: int = 0
 
     def held_on(self, budget: Budget) -> int:
         """Bytes that it keeps of a device, with what is reserved beyond them."""
@@ -193,6 +196,9 @@ class Budget:
         promised_workspace: workspace of models loaded there; one that comes may use it too,
             since calls run one after the other.
         bandwidth: bytes a second at which it reads its memory, where that is known.
+        disk: the most, of experts in host memory, that is read from their file as tokens choose
+            them instead.
+        disk_bandwidth: bytes a second at which that is read, where it is known.
         host: whose device it is; empty for this machine.
         models: what other loaded models are promised there, by name, in ``in_use`` and
             ``promised_workspace`` already; for messages.
@@ -211,6 +217,8 @@ class Budget:
     cap: int | None = None
     promised_workspace: int = 0
     bandwidth: float | None = None
+    disk: int = 0
+    disk_bandwidth: float | None = None
     host: str = ""
     models: Mapping[str, int] = field(default_factory=dict)
 
@@ -236,6 +244,11 @@ class Budget:
         free = max(self.capacity - taken, 0)
         return free if self.cap is None else min(free, self.cap)
 
+    @property
+    def room(self) -> int:
+        """The same with what is on disk instead: what a search may put there."""
+        return self.limit + self.disk
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
@@ -244,7 +257,9 @@ class Ledger:
     ``workspace`` is shared with models loaded there already, so that it is at least theirs.
     ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
     A host's ``weights`` count those of experts there whose units are elsewhere, and ``staging`` is
-    where these come to on a card, for long prompts. Where memory comes in segments, ``segments`` is
+    where these come to on a card, for long prompts; ``mapped`` is what of experts is used
+    where it lies in a file, if some of it may be left there, and ``from_disk`` what memory has no
+    room for. Where memory comes in segments, ``segments`` is
     what the other lines but workspace reserve beyond their bytes, and ``call`` the most that a call
     reserves, its workspace included.
     """
@@ -259,6 +274,8 @@ class Ledger:
     segments: int = 0
     call: int = 0
     staging: int = 0
+    mapped: int = 0
+    from_disk: int = 0
 
     @classmethod
     def empty(cls, budget: Budget, transport: int = 0) -> Ledger:
@@ -305,7 +322,13 @@ class Ledger:
     def held(self) -> int:
         """Bytes in use between calls."""
         beside = self.logits + self.transport + self.staging + self.segments
-        return self.weights + self.cache + beside
+        return self.weights - self.from_disk + self.cache + beside
+
+    @property
+    def resident(self) -> int:
+        """Bytes, where experts are read from disk, of the others that are mapped: the system drops
+        them for whatever else needs memory, and reads them again."""
+        return self.mapped - self.from_disk if self.from_disk else 0
 
     @property
     def headroom(self) -> int:
@@ -320,6 +343,7 @@ class Ledger:
     def with_unit(self, cost: UnitCost, weights: int, cache: int) -> Ledger:
         """The ledger once this unit is placed here too, with these bytes of its own."""
         peak = cost.workspace[self.device.type]
+        on_host = self.device.type == "cpu"
         return replace(
             self,
             units=self.units + 1,
@@ -329,12 +353,21 @@ class Ledger:
             logits=self.logits + cost.logits,
             segments=self.segments + (cost.segments if self.budget.segmented else 0),
             call=max(self.call, cost.call_on(self.budget)) if self.budget.segmented else 0,
-            staging=0 if self.device.type == "cpu" else max(self.staging, cost.staging),
-        )
+            staging=0 if on_host else max(self.staging, cost.staging),
+            mapped=self.mapped + (cost.mapped * len(cost.experts) if on_host else 0),
+        ).with_disk()
 
-    def with_experts(self, nbytes: int) -> Ledger:
-        """The ledger once experts of a unit that is elsewhere are here too."""
-        return replace(self, weights=self.weights + nbytes)
+    def with_experts(self, cost: UnitCost) -> Ledger:
+        """The ledger once the experts of a unit that is elsewhere are here too."""
+        mapped = self.mapped + cost.mapped * len(cost.host_experts)
+        return replace(self, weights=self.weights + cost.host_weights, mapped=mapped).with_disk()
+
+    def with_disk(self) -> Ledger:
+        """With as much read from disk as memory has no room for, and as may be."""
+        if not self.budget.disk:
+            return self
+        lacking = max(-replace(self, from_disk=0).headroom, 0)
+        return replace(self, from_disk=min(lacking, self.mapped, self.budget.disk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +378,7 @@ class PlacedUnit:
         kept, loss: as in :class:`UnitCost`.
         host_experts: routed experts whose weights lie in host memory, in ascending order.
         host_weights: bytes of these, which ``weights`` doesn't count.
+        mapped: as in :class:`UnitCost`.
     """
 
     name: str
@@ -358,6 +392,7 @@ class PlacedUnit:
     host: str = ""
     host_experts: tuple[int, ...] = ()
     host_weights: int = 0
+    mapped: int = 0
 
     @property
     def place(self) -> Place:
@@ -451,6 +486,11 @@ class Plan:
         return {u.name: frozenset(u.host_experts) for u in self.units if u.host_experts}
 
     @property
+    def from_disk(self) -> int:
+        """Bytes of experts that memory has no room for."""
+        return sum(ledger.from_disk for ledger in self.ledgers)
+
+    @property
     def choice(self) -> Choice | None:
         """What the plan has chosen for the weights, if it has; ValueError where it has for some
         units only."""
@@ -506,10 +546,11 @@ class Plan:
 
 
 def _beside(ledger: Ledger) -> Budget:
-    taken, cap = ledger.held, ledger.budget.cap
+    taken, cap = ledger.held - ledger.resident, ledger.budget.cap
     return replace(
         ledger.budget,
         in_use=ledger.budget.in_use + taken,
+        disk=ledger.budget.disk - ledger.from_disk,
         cap=None if cap is None else max(cap - taken, 0),
         promised_workspace=ledger.promised_call,
     )

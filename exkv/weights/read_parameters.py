@@ -5,8 +5,8 @@ larger tensor, as one expert is of all; the rest goes into one stretch of large 
 Two threads read the one in and fill the other, and no page is touched twice. To an accelerator:
 through two pinned buffers, one of which is filled while the other is copied; what is stored in
 another dtype is converted on the device. Only what a format makes anew of stored tensors goes by
-way of mapped files. For tensors with no memory behind them, on simulated devices that run dry, no
-file is read.
+way of mapped files. Of experts that memory has no room for nothing is read. For tensors with no
+memory behind them, on simulated devices that run dry, no file is read.
 
 Every piece is checked for NaN and infinity right after it was read, while it is in the processor's
 cache (``finite.py``).
@@ -27,6 +27,7 @@ from exkv import devices, sim
 from exkv.checkpoint import Checkpoint, CheckpointError, ExpectedTensor
 from exkv.errors import Attempt
 
+from .expert_groups import expert_of
 from .finite import first_in_stored, first_not_finite
 from .source import Source
 
@@ -42,12 +43,15 @@ def read_parameters(
     shapes: Mapping[str, torch.Tensor],
     device: torch.device,
     on_host: Container[str] = (),
+    resident: float = 1.0,
 ) -> dict[str, torch.Tensor]:
     """What the sources make, on the device, by the parameters' names.
 
     Args:
         shapes: shape and dtype of every parameter, on ``meta``.
         on_host: parameters that are read to host memory instead.
+        resident: the share of mapped experts that memory has room for. Below 1, these are neither
+            read nor checked before they are used.
 
     Raises:
         CheckpointError: a file was changed or replaced since it was opened, or holds a number that
@@ -65,7 +69,7 @@ def read_parameters(
     stays: list[_Made] = []
     if there:
         _read_to_accelerator(checkpoint, sources, _without(host, found, stays), made, device)
-    made |= _read_to_host(checkpoint, [*stays, *found], host)
+    made |= _read_to_host(checkpoint, [*stays, *found], host, resident)
     checkpoint.check(name for source in sources for name in source.stored)
     return made
 
@@ -203,7 +207,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_to_host(
-    checkpoint: Checkpoint, found: Sequence[_Made], shapes: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint,
+    found: Sequence[_Made],
+    shapes: Mapping[str, torch.Tensor],
+    resident: float,
 ) -> dict[str, torch.Tensor]:
     mapped = {
         each.parameter: each.values
@@ -213,7 +220,11 @@ def _read_to_host(
     others = {name: like for name, like in shapes.items() if name not in mapped}
     made = {**mapped, **devices.empty_tensors(others, devices.CPU)}
     with ThreadPoolExecutor(_THREADS) as threads:
-        steps = [step for each in found for step in _steps(checkpoint, each, made[each.parameter])]
+        steps = [
+            step
+            for each in found
+            for step in _steps(checkpoint, each, made[each.parameter], resident)
+        ]
         for step in [threads.submit(step) for step in steps]:
             step.result()
     return made
@@ -224,14 +235,17 @@ def _is_mapped(checkpoint: Checkpoint, made: _Made) -> bool:
 
 
 def _steps(
-    checkpoint: Checkpoint, made: _Made, target: torch.Tensor
+    checkpoint: Checkpoint, made: _Made, target: torch.Tensor, resident: float
 ) -> Iterator[Callable[[], object]]:
     """What brings a parameter's values into memory, to be called in any threads."""
     if made.stored is None or made.values.dtype != target.dtype:
         yield partial(_copy, made, target)
         return
     if target is made.values:
-        devices.count_mapped(checkpoint.mapping(made.stored), target.nbytes)
+        share = 1.0 if expert_of(made.parameter) is None else resident
+        devices.count_mapped(checkpoint.mapping(made.stored), round(share * target.nbytes))
+        if share < 1:
+            return
     for first, count in made.pieces():
         yield partial(_read_piece, checkpoint, made, target, first, count)
 
