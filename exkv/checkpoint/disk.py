@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+#: Bytes that Linux reads ahead in one go at least, by default; it drops the rest of a longer hint.
+_AHEAD = 128 << 10
 #: Bytes read at once where the rate is measured, how many in all at most, and for how long.
 _PIECE, _MOST, _SECONDS = 2 << 20, 256 << 20, 0.3
 
@@ -25,9 +27,10 @@ def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
         return
     madvise = _madvise()
     for tensor in tensors:
-        begin = tensor.data_ptr()
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        madvise(first, begin + tensor.nbytes - first, mmap.MADV_WILLNEED)  # a hint, if it fails
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = tensor.data_ptr() + tensor.nbytes
+        for first in range(begin, end, _AHEAD):
+            madvise(first, min(_AHEAD, end - first), mmap.MADV_WILLNEED)  # where it fails, so be it
 
 
 @functools.cache

@@ -357,7 +357,7 @@ class _Load:
         device = ledger.device
         if device.type == "cpu":
             more = devices.memory(device).in_use - self.before[device].in_use
-            return min(max(more, 0), ledger.weights - ledger.from_disk + ledger.cache)
+            return min(max(more, 0), ledger.weights + ledger.cache)
         layers = [layer for cache in self.caches for layer in cache.layers]
         tensors = [tensor for layer in layers for tensor in layer.tensors.values()]
         caches = sum(devices.rounded(t.nbytes) for t in tensors if t.device == device)

@@ -78,7 +78,7 @@ class LoadReport:
     Attributes:
         weights: with ``weights="best"`` what they were made, a line a device.
         fitted: what was made smaller than usual so that it fits, in words.
-        from_disk: a sentence on experts that are read from disk, if any are.
+        from_disk: a sentence on experts that are read from disk, if any are; a load logs it.
     """
 
     devices: tuple[DeviceReport, ...]
@@ -97,14 +97,15 @@ class LoadReport:
     def remarks(self) -> list[str]:
         """What is said below the table."""
         fitted = [f"To fit: {', '.join(self.fitted)}; the same answers."] if self.fitted else []
-        return [*self.weights, *fitted, *filter(None, [self.from_disk])]
+        return [*self.weights, *fitted]
 
     def table(self) -> Table:
         table = Table(title="predicted (measured)")
         table.add_column("device")
         staging = any(row.ledger.staging for row in self.devices)
         lines = [line for line in LINES if staging or line != "staging"]
-        for heading in ("units", *lines, "margin", "reserve", "of"):
+        on_disk = any(row.ledger.from_disk for row in self.devices)
+        for heading in ("units", *lines, "margin", "reserve", "of", *["on disk"] * on_disk):
             table.add_column(heading, justify="right")
         for row in self.devices:
             budget = row.ledger.budget
@@ -115,13 +116,15 @@ class LoadReport:
                 human(budget.margin),
                 human(budget.reserve),
                 "" if budget.capacity == UNBOUNDED else human(budget.capacity),
+                *[human(row.ledger.from_disk)] * on_disk,
             )
         return table
 
     def __str__(self) -> str:
         text = io.StringIO()
         Console(file=text, width=140).print(self.table())
-        return "\n".join([text.getvalue().rstrip(), *self.remarks])
+        said = [self.from_disk] if self.from_disk else []
+        return "\n".join([text.getvalue().rstrip(), *self.remarks, *said])
 
 
 def _pair(predicted: int, measured: int | None) -> str:

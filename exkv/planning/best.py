@@ -25,7 +25,7 @@ from exkv.weights.expert_groups import is_routed, parsed
 from exkv.weights.on_load import AS_STORED, OPTIONS, mixed, options_of
 
 from .fitting import fitted
-from .from_disk import allowed, least_on_disk, may_be_left, most_on_disk, with_disk
+from .from_disk import allowed, least_on_disk, may_be_left, most_on_disk, with_disk, with_rate
 from .host_experts import with_host_experts
 from .plan import PlacedUnit, Plan, UnitCost
 from .scenario import Scenario, Workload
@@ -66,6 +66,7 @@ def beyond_memory(
     fit either. As few bytes as can be are left there: cards and memory are full before."""
     if (most := may_be_left(scenario)) is None:
         return None
+    most = with_rate(most)
     usual = settled(most).each(Workload.unplaced)
     allowance = most_on_disk(most)
     for nbytes in dict.fromkeys((least_on_disk(usual), allowance)):

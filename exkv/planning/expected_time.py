@@ -189,10 +189,10 @@ class OnDisk:
 
     def sentence(self, tokens_per_second: float) -> str:
         """What users are told."""
-        rate = f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.2g}"
+        digits = ",.0f" if tokens_per_second >= 100 else ".2g"
         return (
-            f"{human(self.nbytes)} of experts are read from disk as they are chosen: about {rate} "
-            f"tokens/s predicted at {self.bandwidth}."
+            f"{human(self.nbytes)} of experts are read from disk as they are chosen: about "
+            f"{tokens_per_second:{digits}} tokens/s predicted at {self.bandwidth}."
         )
 
 

@@ -27,7 +27,7 @@ from exkv.weights.expert_groups import expert_of
 from exkv.weights.read_parameters import mapped_parameters
 
 from .model import ModelShape
-from .plan import CPU, Budget, Plan
+from .plan import CPU, Plan
 from .scenario import Scenario, Workload
 
 #: To which the bytes on disk are found out.
@@ -97,9 +97,7 @@ def may_be_left(scenario: Scenario) -> Scenario | None:
     total = sum(map(_mapped_total, workloads))
     if not total:
         return None
-    extended = replace(scenario, workloads=workloads)
-    rate = memory[0].disk_bandwidth or _rate_of(workloads)
-    return with_disk(extended, total, rate)
+    return with_disk(replace(scenario, workloads=workloads), total)
 
 
 def _mapped_total(workload: Workload) -> int:
@@ -107,25 +105,24 @@ def _mapped_total(workload: Workload) -> int:
     return sum(workload.mapped.get(u.name, 0) * len(u.expert_bytes) for u in units)
 
 
-def _rate_of(workloads: Sequence[Workload]) -> float | None:
-    """That of the disk with the last experts."""
-    model = next(w.model for w in workloads if w.mapped)
+def with_rate(scenario: Scenario) -> Scenario:
+    """With the rate of the disk that has a model's experts, measured unless it is known."""
+    if any(budget.disk_bandwidth for budget in scenario.budgets):
+        return scenario
+    model = next(workload.model for workload in scenario.workloads if workload.mapped)
     unit = next(unit for unit in reversed(model.units) if unit.expert_bytes)
     assert model.config.path is not None
     with open_checkpoint(model.config.path) as checkpoint:
         name = next(iter(_sources(unit, range(1))[0].stored))
-        return measured_rate(checkpoint.info(name).file)
+        rate = measured_rate(checkpoint.info(name).file)
+    budgets = (replace(budget, disk_bandwidth=rate) for budget in scenario.budgets)
+    return replace(scenario, budgets=tuple(budgets))
 
 
-def with_disk(scenario: Scenario, nbytes: int, rate: float | None = None) -> Scenario:
+def with_disk(scenario: Scenario, nbytes: int) -> Scenario:
     """With so many bytes on disk at most."""
-
-    def changed(budget: Budget) -> Budget:
-        if budget.device != CPU:
-            return budget
-        return replace(budget, disk=nbytes, disk_bandwidth=rate or budget.disk_bandwidth)
-
-    return replace(scenario, budgets=tuple(map(changed, scenario.budgets)))
+    budgets = (replace(b, disk=nbytes) if b.device == CPU else b for b in scenario.budgets)
+    return replace(scenario, budgets=tuple(budgets))
 
 
 def in_memory(scenario: Scenario) -> Scenario:

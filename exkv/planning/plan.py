@@ -258,8 +258,8 @@ class Ledger:
     ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
     A host's ``weights`` count those of experts there whose units are elsewhere, and ``staging`` is
     where these come to on a card, for long prompts; ``mapped`` is what of experts is used
-    where it lies in a file, if some of it may be left there, and ``from_disk`` what memory has no
-    room for. Where memory comes in segments, ``segments`` is
+    where it lies in a file, if some of it may stay there alone, and ``from_disk`` what does, which
+    ``weights`` doesn't count. Where memory comes in segments, ``segments`` is
     what the other lines but workspace reserve beyond their bytes, and ``call`` the most that a call
     reserves, its workspace included.
     """
@@ -322,7 +322,7 @@ class Ledger:
     def held(self) -> int:
         """Bytes in use between calls."""
         beside = self.logits + self.transport + self.staging + self.segments
-        return self.weights - self.from_disk + self.cache + beside
+        return self.weights + self.cache + beside
 
     @property
     def resident(self) -> int:
@@ -366,8 +366,9 @@ class Ledger:
         """With as much read from disk as memory has no room for, and as may be."""
         if not self.budget.disk:
             return self
-        lacking = max(-replace(self, from_disk=0).headroom, 0)
-        return replace(self, from_disk=min(lacking, self.mapped, self.budget.disk))
+        whole = replace(self, weights=self.weights + self.from_disk, from_disk=0)
+        left = min(max(-whole.headroom, 0), self.mapped, self.budget.disk)
+        return replace(whole, weights=whole.weights - left, from_disk=left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
