@@ -24,6 +24,7 @@ from tiny import TINY, reference, save, save_tokenizer
 from exkv import Cache, GenerationConfig, Model, PlacementError, devices, place
 from exkv.checkpoint import disk
 from exkv.cli import main
+from exkv.layers.mlp import mixtures
 from exkv.models.units import expert_of
 from exkv.planning import Plan
 from exkv.planning.expected_time import DISK, OnDisk, on_disk
@@ -161,10 +162,23 @@ def beside_card(folder: str, share_of_host: float) -> dict:
     found["tokens"] = [once, *(tokens(model, cache) for _ in range(3))]
     found["swaps"], found["grown"] = model.exchange.swaps, resident() - before
     found["measured"] = model.report.surprises()
+    found["copied"] = sorted(copied(model))
     model.unload()
     model.load(devices=["cpu"])
     found["expected"] = [tokens(model, Cache(model, max_seq_len=64))] * 4
     return found
+
+
+def copied(model: Model) -> set[str]:
+    """Matrices of which an expert in host memory has a copy of its own."""
+    return {
+        name.split(".")[0]
+        for unit in model.units
+        for mixture in mixtures(unit.module)
+        for expert in unit.host_experts
+        for name, tensor in mixture.experts[expert].named_parameters()
+        if tensor.untyped_storage().resizable()
+    }
 
 
 def pairs(model: Model):
@@ -194,6 +208,7 @@ def test_experts_on_disk_change_places_with_those_on_a_card(folder, tmp_path, ki
     assert found["disk"] > 0 and found["room"][0] <= found["room"][1]
     assert 0 <= found["free"] < 2 << 20, "the card is full before anything is left on disk"
     assert found["grown"] < NOISE / 4 and found["measured"] == []
+    assert found["copied"] == ([] if kind == "floats" else ["w1", "w3"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
