@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from packers.gguf import in_types, write_gguf
 from simproc import run_sim
 from tiny import TINY, reference, save, save_tokenizer
 
@@ -231,6 +232,22 @@ def test_a_part_of_experts_may_be_mapped(tmp_path):
     (ledger,) = plan.ledgers
     down = sum(n for u in model.units for name, n in u.nbytes.items() if ".w2." in name)
     assert ledger.mapped == down and ledger.from_disk == 4 << 20
+    model.load(plan=plan)
+    got = tokens(model, cache)
+    model.unload()
+    model.load(devices=["cpu"])
+    assert tokens(model, Cache(model, max_seq_len=64)) == got
+
+
+def test_k_types_of_a_gguf_file_run_from_disk(tmp_path):
+    sizes = {**LARGE, "num_experts": 16, "moe_intermediate_size": 256}
+    theirs = reference(TINY["Qwen3MoeForCausalLM"](**sizes))
+    kinds = in_types("Q4_K", "Q6_K", "Q3_K")
+    write_gguf(tmp_path / "model.gguf", theirs.config, theirs.state_dict(), kinds)
+    model = Model(tmp_path / "model.gguf")
+    cache = Cache(model, max_seq_len=64)
+    plan = beside_disk(model, cache, 1 << 20)
+    assert plan.ledgers[0].mapped == sum(sum(unit.expert_bytes) for unit in model.units)
     model.load(plan=plan)
     got = tokens(model, cache)
     model.unload()
