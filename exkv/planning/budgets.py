@@ -101,7 +101,9 @@ def make_budgets(
     if disk_bandwidth is not None:
         if not disk_bandwidth > 0:
             raise ValueError(f"disk_bandwidth is {disk_bandwidth}: give bytes a second, above 0")
-        budgets = [replace(b, disk_bandwidth=disk_bandwidth) for b in budgets]
+        budgets = [
+            replace(b, disk_bandwidth=disk_bandwidth) if b.device == CPU else b for b in budgets
+        ]
     used = [budget for budget in budgets if budget.cap != 0]
     if not used:
         raise ValueError("cap leaves every device out: give one of them a size above 0")

@@ -115,13 +115,20 @@ def with_rate(scenario: Scenario) -> Scenario:
     with open_checkpoint(model.config.path) as checkpoint:
         name = next(iter(_sources(unit, range(1))[0].stored))
         rate = measured_rate(checkpoint.info(name).file)
-    budgets = (replace(budget, disk_bandwidth=rate) for budget in scenario.budgets)
-    return replace(scenario, budgets=tuple(budgets))
+    return _with_host(scenario, disk_bandwidth=rate)
 
 
 def with_disk(scenario: Scenario, nbytes: int) -> Scenario:
     """With so many bytes on disk at most."""
-    budgets = (replace(b, disk=nbytes) if b.device == CPU else b for b in scenario.budgets)
+    return _with_host(scenario, disk=nbytes)
+
+
+def _with_host(scenario: Scenario, **lines: int | float | None) -> Scenario:
+    """With these lines of the host's budget."""
+    budgets = (
+        replace(budget, **lines) if budget.device == CPU else budget  # type: ignore[arg-type]
+        for budget in scenario.budgets
+    )
     return replace(scenario, budgets=tuple(budgets))
 
 

@@ -80,7 +80,8 @@ def place(
     if beside is not None:
         if devices is not None or hosts is not None:
             raise ValueError("devices follow from the plan that is given as beside")
-        budgets, link = beside.remaining(), link or beside.link
+        budgets = [replace(budget, disk=0) for budget in beside.remaining()]
+        link = link or beside.link
     else:
         budgets = make_budgets(
             devices,

@@ -449,7 +449,8 @@ class Scenario:
         for plan in plans.values():
             left |= {budget.place: budget for budget in plan.remaining()}
         stays = self.over_hosts and position > 0
-        return [budget for budget in left.values() if not stays or budget.host == self.home]
+        found = [budget for budget in left.values() if not stays or budget.host == self.home]
+        return found if self.workloads[position].mapped else [replace(b, disk=0) for b in found]
 
     def fits(self, peaks: Sequence[Peaks] | None = None) -> bool:
         """Whether there is a plan; with peaks that are known, or else predicted, which takes

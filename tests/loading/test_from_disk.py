@@ -19,8 +19,9 @@ from unittest import mock
 import pytest
 import torch
 from packers.gguf import in_types, write_gguf
+from safetensors.torch import load_file
 from simproc import run_sim
-from tiny import TINY, reference, save, save_tokenizer
+from tiny import TINY, mixtral, reference, save, save_tokenizer
 
 from exkv import Cache, GenerationConfig, Model, PlacementError, devices, place
 from exkv.checkpoint import disk
@@ -55,6 +56,14 @@ def mixture(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return mixture(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> Path:
+    """A gpt-oss in MXFP4, of whose experts a part is mapped."""
+    from test_mapped_experts import packed
+
+    return packed(tmp_path_factory.mktemp("packed"))
 
 
 def beside_disk(model: Model, cache: Cache, left: int = LEFT, **options) -> Plan:
@@ -199,12 +208,9 @@ def pairs(model: Model):
 
 
 @pytest.mark.parametrize(("kind", "room"), [("floats", 0.25), ("packed", 0.45)])
-def test_experts_on_disk_change_places_with_those_on_a_card(folder, tmp_path, kind, room):
-    if kind == "packed":  # a part of each expert is mapped
-        from test_mapped_experts import packed
-
-        folder = packed(tmp_path)
-    found = run_sim(beside_card, "256M", args=[str(folder), room], fresh=True)
+def test_experts_on_disk_change_places_with_those_on_a_card(folder, packed, kind, room):
+    of = {"floats": folder, "packed": packed}[kind]
+    found = run_sim(beside_card, "256M", args=[str(of), room], fresh=True)
     assert found["tokens"] == found["expected"] and found["swaps"] >= 24
     assert found["disk"] > 0 and found["room"][0] <= found["room"][1]
     assert 0 <= found["free"] < 2 << 20, "the card is full before anything is left on disk"
@@ -213,20 +219,16 @@ def test_experts_on_disk_change_places_with_those_on_a_card(folder, tmp_path, ki
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layouts_that_are_none_of_the_kernels_are_refused_with_what_would_do(tmp_path, dtype):
-    from test_mapped_experts import floats, packed
-
-    make, said = (floats, r"0 B of \d") if dtype == "float32" else (packed, r"\d.* of \d")
-    model = Model(make(tmp_path), dtype=dtype)
+def test_layouts_that_are_none_of_the_kernels_are_refused_with_what_would_do(folder, packed, dtype):
+    of, said = (folder, r"0 B of \d") if dtype == "float32" else (packed, r"\d.* of \d")
+    model = Model(of, dtype=dtype)
     total = sum(sum(unit.expert_bytes) for unit in model.units)
     with pytest.raises(PlacementError, match=f"{said}.* of experts can be read.* GGUF file of K"):
         beside_disk(model, Cache(model, max_seq_len=64), int(0.9 * total))
 
 
-def test_a_part_of_experts_may_be_mapped(tmp_path):
-    from test_mapped_experts import packed
-
-    model = Model(packed(tmp_path), dtype="bfloat16")
+def test_a_part_of_experts_may_be_mapped(packed):
+    model = Model(packed, dtype="bfloat16")
     cache = Cache(model, max_seq_len=64)
     plan = beside_disk(model, cache, 4 << 20)
     (ledger,) = plan.ledgers
@@ -239,11 +241,23 @@ def test_a_part_of_experts_may_be_mapped(tmp_path):
     assert tokens(model, Cache(model, max_seq_len=64)) == got
 
 
+def test_a_second_model_takes_its_memory_from_experts_of_the_first(folder):
+    model, second = Model(folder), Model(Path(__file__).parents[2] / "examples" / "demo-model")
+    plan = beside_disk(model, Cache(model, max_seq_len=64))
+    beside = place(second, beside=plan, disk_experts=False).ledgers[0]
+    assert beside.weights > 0 and beside.headroom >= 0 and beside.from_disk == 0
+    room = plan.ledgers[0].budget.cap - plan.ledgers[0].held + plan.ledgers[0].resident
+    assert beside.limit == room
+    with pytest.raises(PlacementError):
+        place(Model(folder), beside=plan, disk_experts=False)
+
+
 def test_k_types_of_a_gguf_file_run_from_disk(tmp_path):
-    sizes = {**LARGE, "num_experts": 16, "moe_intermediate_size": 256}
-    theirs = reference(TINY["Qwen3MoeForCausalLM"](**sizes))
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    theirs = reference(mixtral(**sizes, num_local_experts=8))
     kinds = in_types("Q4_K", "Q6_K", "Q3_K")
-    write_gguf(tmp_path / "model.gguf", theirs.config, theirs.state_dict(), kinds)
+    tensors = load_file(save(theirs, tmp_path / "floats") / "model.safetensors")
+    write_gguf(tmp_path / "model.gguf", theirs.config, tensors, kinds)
     model = Model(tmp_path / "model.gguf")
     cache = Cache(model, max_seq_len=64)
     plan = beside_disk(model, cache, 1 << 20)
