@@ -308,6 +308,7 @@ class Model(Transformer):
         objective: str = "pack",
         order: str = "listed",
         host_experts: bool = True,
+        disk_experts: bool = True,
         progress: bool = False,
         draft: KVCache | None = None,
         cluster: Hosts | None = None,
@@ -327,8 +328,8 @@ class Model(Transformer):
             last_id_only: promise logits of each row's last token only, which saves the rest; False
                 promises those of a whole chunk on the device, None also in slices that are gathered
                 in host memory, where only these fit.
-            objective, order, host_experts: as for :func:`exkv.place`; "speed" first measures each
-                device's bandwidth.
+            objective, order, host_experts, disk_experts: as for :func:`exkv.place`; "speed" first
+                measures each device's bandwidth.
             callback, callback_gen, devices, progress: as for :meth:`load`.
             draft: the cache of a draft model (``exkv.Draft``), which is placed and loaded after
                 this one: both are planned before anything is read, and the draft's plan holds both
@@ -356,6 +357,7 @@ class Model(Transformer):
                 objective=objective,
                 order=order,
                 host_experts=host_experts,
+                disk_experts=disk_experts,
                 progress=progress,
                 draft=draft,
             )
@@ -396,6 +398,7 @@ class Model(Transformer):
             objective=options.objective,
             order=options.order,
             host_experts=options.host_experts,
+            disk_experts=options.disk_experts,
         )
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:

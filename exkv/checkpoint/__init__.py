@@ -8,6 +8,7 @@ files.
 
 from __future__ import annotations
 
+from .disk import measured_rate, read_ahead
 from .facts import Facts, facts_of, has_tensors
 from .families import (
     ClampedExpertsConfig,
@@ -47,9 +48,11 @@ __all__ = [
     "StateTensor",
     "TensorInfo",
     "facts_of",
-    "has_tensors",
     "find_gguf",
+    "has_tensors",
+    "measured_rate",
     "mount",
     "open_checkpoint",
+    "read_ahead",
     "unmount",
 ]

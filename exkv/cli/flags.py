@@ -184,4 +184,10 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "action": "store_false",
         "help": "move whole layers to the host if the cards have no room, never single experts",
     },
+    ("--no-disk-experts",): {
+        "dest": "disk_experts",
+        "action": "store_false",
+        "help": "refuse a model with more experts than memory has room for, instead of reading "
+        "them from its file as they are chosen",
+    },
 }

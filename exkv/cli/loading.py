@@ -22,11 +22,16 @@ from exkv.planning.best import planned
 from exkv.planning.best_cache import best_kind
 from exkv.planning.budgets import without
 from exkv.planning.fitting import ways
+from exkv.planning.from_disk import may_be_left
 from exkv.planning.solve import longest_in
 from exkv.text import Tokenizer
 from exkv.weights.on_load import BEST
 
 from .hosts import model_kind
+
+#: Tokens of a cache that nobody gave a length, where it takes its memory from experts that are read
+#: from disk instead.
+_BESIDE_DISK = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +173,8 @@ def _length(
         fitting = max(fitting, longest_in(way, most))
         if fitting > min(workload.promise.max_input_len for workload in way.workloads):
             break  # smaller chunks would slow prefill for a few tokens more
+    if not fitting and may_be_left(_scenario(models, shapes, args, budgets)) is not None:
+        fitting = min(most, _BESIDE_DISK)
     return fitting or most, 0 < fitting < most
 
 
@@ -185,4 +192,5 @@ def _scenario(
         objective=args.objective,
         order=args.order,
         host_experts=args.host_experts,
+        disk_experts=args.disk_experts,
     )

@@ -238,12 +238,18 @@ def _table(plans: Sequence[Plan], names: Sequence[str]) -> Table:
     for position in shown:
         table.add_column(devices[0][position].name, justify="right")
     table.add_column("free", justify="right")
-    for place, parts, after in zip(places, devices, [*places[1:], None], strict=True):
+    on_disk = [sum(_ledger(plan, place).from_disk for plan in plans) for place in places]
+    if any(on_disk):
+        table.add_column("on disk", justify="right")
+    for place, parts, left, after in zip(
+        places, devices, on_disk, [*places[1:], None], strict=True
+    ):
         table.add_row(
             str(place),
             *(_layers(plan, place) for plan in plans),
             *(human(parts[position].nbytes) for position in shown),
             _free(parts, _ledger(plans[-1], place)),
+            *([human(left)] if any(on_disk) else []),
             end_section=after is not None and after.host != place.host,
         )
     if len(devices) > 1:

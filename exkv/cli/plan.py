@@ -34,6 +34,7 @@ from exkv.planning.answer import (
     Answer,
     as_values,
     best_cache,
+    disk_sentences,
     expectations,
     experts_placed,
     fixed,
@@ -117,6 +118,12 @@ def add_to(commands: Any) -> None:
     )
     add(
         "--bandwidth", metavar="LIST", help="GB/s of each device, for --objective speed; or measure"
+    )
+    add(
+        "--disk-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="of the disk that experts are read from (measured if the file is here)",
     )
     add("--last-id-only", action="store_true", help="plan logits of the last token only")
     add("--simulate", action="store_true", help="carry out the plan on simulated devices")
@@ -258,6 +265,7 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         objective=args.objective,
         order=args.order,
         host_experts=args.host_experts,
+        disk_experts=args.disk_experts,
         link=parse_link(args.link) if args.link else None,
     )
     if args.max_seq_len == "max":
@@ -274,6 +282,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
     hosts = parse_hosts(args.hosts) if args.hosts else None
     sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
     sizes["allocator"] = args.allocator
+    sizes["disk_bandwidth"] = args.disk_bandwidth and args.disk_bandwidth * 1e9
     budgets = make_budgets(args.devices, cpu=host, hosts=hosts, **sizes)
     if args.bandwidth == "measure":
         budgets = with_measured_bandwidths(budgets)
@@ -318,6 +327,7 @@ def _print(
             f"Predicted with full caches: {each}, by bandwidths of {each.bandwidths}."
             for each in expectations(answer)
         ),
+        *disk_sentences(answer),
         *prompts_sent(answer),
         *_host_cache(answer),
     ]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from exkv import epochs
-from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig
+from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig, read_ahead
 from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
 from exkv.ops.experts import (
     Routing,
@@ -126,11 +126,13 @@ class Experts(MLP):
     Attributes:
         on_host: experts whose weights lie in host memory while all else is on a card.
         staging: by which these come to the card.
+        from_disk: whether experts may have to be read from disk, so that a call does it ahead.
         has_op: whether the op ``experts`` computes what :meth:`output` does.
     """
 
     on_host: frozenset[int] = frozenset()
     staging: ExpertStaging | None = None
+    from_disk: bool = False
     has_op: bool = True
 
     def __init__(
@@ -215,6 +217,8 @@ class Experts(MLP):
         """The weighted sum of the chosen experts' outputs, wherever their weights lie."""
         if self.on_host:
             return split_sum(self, x, routing, meanwhile)
+        if self.from_disk:
+            self.read_ahead(routing.chosen.unique().tolist())
         return self.sum_of(range(self.count), x, routing)
 
     def sum_of(self, experts: Sequence[int], x: Tensor, routing: Routing) -> Tensor:
@@ -233,6 +237,12 @@ class Experts(MLP):
         """One expert's output for its inputs (n, hidden)."""
         assert isinstance(expert, Expert)
         return gated((expert.w1, expert.w3, expert.w2), inputs, self.act)
+
+    def read_ahead(self, experts: Iterable[int]) -> None:
+        """Have what is on disk of these experts read, in the order in which they compute."""
+        for module in map(self.expert, experts):
+            if module is not None:
+                read_ahead(module.parameters())
 
     def expert(self, index: int) -> nn.Module | None:
         """One expert's weights; None for one that has none."""
@@ -385,6 +395,8 @@ def _experts(mlp: Experts) -> ExpertsBlock:
         raise NotDescribed("experts by SparseMixer")
     if mlp.on_host:
         raise NotDescribed("experts in host memory")
+    if mlp.from_disk:
+        raise NotDescribed("experts that are read from disk")
     if mlp.counts is not None:
         raise NotDescribed("experts that are counted")
     return ExpertsBlock(

@@ -136,6 +136,8 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
     for pair, expert in enumerate(chosen):
         pairs[expert in mixture.on_host].append(pair)
     card, host = (_blocks(chosen, taken, those, worst) for those in pairs)
+    if mixture.from_disk and known:
+        mixture.read_ahead(expert for block in host for expert in block.experts)
     order = _order([*card, *host], chosen, taken)
     rows, order = _sent([block.rows for block in card], order, x.device)
     parts = [_parts(mixture, x, routing.weights, *each) for each in zip(card, rows, strict=True)]
@@ -242,6 +244,8 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
         mixture.counts.add_(torch.tensor(counts))
     chosen = [expert for expert in sorted(mixture.on_host) if counts[expert]]
     sent = [e for e in chosen if worst or _is_sent(mixture, e, counts[e])]
+    if mixture.from_disk and known:
+        mixture.read_ahead(chosen)
     if known and len(sent) < len(chosen):
         inputs, pairs = devices.fetched(x, order)
         rows_of = pairs.div(taken, rounding_mode="floor").split(counts)

@@ -30,10 +30,17 @@ from exkv.models.adapters import adapted
 from exkv.planning import Budget, Ledger, Plan, Scenario, UnitCost, Workload
 from exkv.planning.best import planned
 from exkv.planning.budgets import present_budget
+from exkv.planning.expected_time import expected
 from exkv.planning.plan import UNBOUNDED
 from exkv.planning.unit_call import run_unit
 
-from .plan_checks import check_devices, check_plan, check_room, warn_of_missing_kernels
+from .plan_checks import (
+    check_devices,
+    check_mapped,
+    check_plan,
+    check_room,
+    warn_of_missing_kernels,
+)
 from .report import LoadReport, ReportBuilder
 from .route import Route
 
@@ -182,6 +189,8 @@ def _checked_costs(scenario: Scenario, plan: Plan) -> list[UnitCost]:
     check_devices(plan)
     (costs,) = scenario.costs(scenario.peaks())
     check_plan(plan, costs)
+    if plan.from_disk:
+        check_mapped(plan, scenario.workloads[0].model)
     return costs
 
 
@@ -204,6 +213,7 @@ class _Load:
         self.before = {ledger.device: devices.memory(ledger.device) for ledger in plan.ledgers}
         self.measured = ReportBuilder(self.before)
         self.done: tuple[Plan, LoadReport]
+        self._leave_on_disk()
 
     def stage_all(self) -> Generator[int, None, PlacementError | None]:
         """Stage every unit; yields each one's index before.
@@ -228,6 +238,13 @@ class _Load:
                 unit.put_on_host(experts)
             else:
                 self.route.go_on_after(unit.index, why)
+            self._leave_on_disk()
+
+    def _leave_on_disk(self) -> None:
+        """Have units read from now on no more of their experts than the plan has memory for."""
+        ledgers = self.route.carried_out().ledgers
+        disk, mapped = (sum(getattr(x, n) for x in ledgers) for n in ("from_disk", "mapped"))
+        self.model.resident = 1 - disk / mapped if disk else 1.0
 
     def _try_stage(self, unit: Unit, device: torch.device) -> str:
         """Stage the unit; where memory runs out, roll it back and return the reason."""
@@ -318,10 +335,18 @@ class _Load:
         for ledger in plan.ledgers:
             if ledger.units and ledger.device in self.before:
                 check_room(plan, ledger, self._held(ledger), self.before[ledger.device])
-        report = self.measured.finish(plan)
+        report = self.measured.finish(plan, self._said_of_disk(plan))
         for complaint in report.surprises():
             logger.warning("%s", complaint)
         return plan, report
+
+    def _said_of_disk(self, plan: Plan) -> str:
+        if not plan.from_disk:
+            return ""
+        budgets = [ledger.budget for ledger in plan.ledgers]
+        said = expected(plan, self.route.costs, budgets, self.workload.rows).from_disk
+        logger.warning("%s", said)
+        return said
 
     def _held(self, ledger: Ledger) -> int:
         """Bytes of the ledger that its device has given already.

@@ -32,6 +32,7 @@ class LoadOptions:
     objective: str = "pack"
     order: str = "listed"
     host_experts: bool = True
+    disk_experts: bool = True
     last_id_only: bool | None = None
     plan: Plan | None = None
     lazy: bool = False

@@ -13,8 +13,10 @@ from exkv.devices import Memory
 from exkv.errors import MissingKernelsWarning, PlacementError
 from exkv.planning import Budget, Ledger, Plan, UnitCost
 from exkv.planning.budgets import present_budget
+from exkv.planning.from_disk import mapped_bytes
 from exkv.planning.launches import missing_kernels
 from exkv.planning.ledgers import plan_where
+from exkv.planning.model import ModelShape
 from exkv.planning.plan import UNBOUNDED
 from exkv.planning.scenario import Workload
 from exkv_ext import Missing
@@ -68,6 +70,9 @@ def check_plan(plan: Plan, costs: Sequence[UnitCost]) -> None:
 def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
     """PlacementError where a device that offered ``then`` has too little for its ledger now."""
     kept = replace(ledger.budget, reserve=then.reserve, margin=then.margin, cap=then.cap)
+    if then.disk:
+        kept = replace(kept, disk=then.disk)
+    ledger = replace(ledger, budget=kept).with_disk()
     lacking = ledger.total - kept.limit
     if lacking > 0:
         others = "".join(f"; {line}" for line in kept.others)
@@ -81,6 +86,18 @@ def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
             available=kept.limit,
             plan=now,
         )
+
+
+def check_mapped(plan: Plan, model: ModelShape) -> None:
+    """ValueError where a plan leaves experts on disk that the model's files don't have there."""
+    found = mapped_bytes(model)
+    for unit in plan.units:
+        if unit.mapped != found.get(unit.name, 0):
+            raise ValueError(
+                f"the plan was made for other files: of each expert of {unit.name} it leaves "
+                f"{unit.mapped:,} bytes in the file, and in {model.config.path} "
+                f"{found.get(unit.name, 0):,} can be: make a new plan"
+            )
 
 
 def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
@@ -97,7 +114,7 @@ def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
     Raises:
         PlacementError: less is free than calls may need: somebody took memory meanwhile.
     """
-    now, needed = devices.memory(ledger.device), ledger.total - held
+    now, needed = devices.memory(ledger.device), ledger.total - held - ledger.resident
     if needed <= now.available or ledger.budget.capacity == UNBOUNDED:
         return
     taken = now.in_use_by_others - before.in_use_by_others

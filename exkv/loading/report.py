@@ -78,11 +78,13 @@ class LoadReport:
     Attributes:
         weights: with ``weights="best"`` what they were made, a line a device.
         fitted: what was made smaller than usual so that it fits, in words.
+        from_disk: a sentence on experts that are read from disk, if any are; a load logs it.
     """
 
     devices: tuple[DeviceReport, ...]
     weights: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()
+    from_disk: str = ""
 
     def surprises(self) -> list[str]:
         return [sentence for row in self.devices for sentence in row.surprises()]
@@ -102,7 +104,8 @@ class LoadReport:
         table.add_column("device")
         staging = any(row.ledger.staging for row in self.devices)
         lines = [line for line in LINES if staging or line != "staging"]
-        for heading in ("units", *lines, "margin", "reserve", "of"):
+        on_disk = any(row.ledger.from_disk for row in self.devices)
+        for heading in ("units", *lines, "margin", "reserve", "of", *["on disk"] * on_disk):
             table.add_column(heading, justify="right")
         for row in self.devices:
             budget = row.ledger.budget
@@ -113,13 +116,15 @@ class LoadReport:
                 human(budget.margin),
                 human(budget.reserve),
                 "" if budget.capacity == UNBOUNDED else human(budget.capacity),
+                *[human(row.ledger.from_disk)] * on_disk,
             )
         return table
 
     def __str__(self) -> str:
         text = io.StringIO()
         Console(file=text, width=140).print(self.table())
-        return "\n".join([text.getvalue().rstrip(), *self.remarks])
+        said = [self.from_disk] if self.from_disk else []
+        return "\n".join([text.getvalue().rstrip(), *self.remarks, *said])
 
 
 def _pair(predicted: int, measured: int | None) -> str:
@@ -178,10 +183,10 @@ class ReportBuilder:
         key = (device, line)
         self._bytes[key] = max(self._bytes.get(key, 0), nbytes)
 
-    def finish(self, plan: Plan) -> LoadReport:
+    def finish(self, plan: Plan, from_disk: str) -> LoadReport:
         """The report for where the units really are."""
         rows = tuple(self._row(ledger) for ledger in plan.ledgers)
-        return LoadReport(rows, tuple(given_up(plan)), plan.fitted)
+        return LoadReport(rows, tuple(given_up(plan)), plan.fitted, from_disk)
 
     def _row(self, ledger: Ledger) -> DeviceReport:
         counted = () if ledger.device.type == "cpu" else LINES

@@ -25,12 +25,12 @@ class Route:
         costs: of the units, in their order.
 
     Attributes:
-        devices: of the units, in their order.
+        devices, costs: of the units, in their order.
     """
 
     def __init__(self, plan: Plan, costs: Sequence[UnitCost]) -> None:
         self.devices = list(plan.devices)
-        self._plan, self._costs = plan, list(costs)
+        self._plan, self.costs = plan, list(costs)
         #: Of the devices that the rest of the units may be placed on: not of a host that has
         #: experts alone, for which no calls are planned.
         self._budgets = [
@@ -44,29 +44,29 @@ class Route:
         plan = self._plan
         budgets = [ledger.budget for ledger in plan.ledgers]
         where = [Place(device) for device in self.devices]
-        placed = plan_where(self._costs, budgets, where, plan.objective, plan.order, plan.role)
+        placed = plan_where(self.costs, budgets, where, plan.objective, plan.order, plan.role)
         return replace(placed.promising(plan), link=plan.link)
 
     def with_more_on_host(self, index: int) -> tuple[int, ...] | None:
         """The experts of a unit that lie in host memory from now on, since its device is full: half
         of those that were to be on the device, too, the coldest of them. None where the unit
         has no others, the host no room for them, or the plan no buffers for their size."""
-        before = self._costs[index]
+        before = self.costs[index]
         there = sorted(
             set(range(len(before.experts))).difference(before.host_experts),
             key=lambda expert: (before.chosen[expert], expert),
         )
-        buffers = max(cost.staging for cost in self._costs)
+        buffers = max(cost.staging for cost in self.costs)
         if not there or 2 * max(before.experts) > buffers:
             return None
         more = there[: -(-len(there) // 2)]
         whole = replace(before, weights=before.weights + before.host_weights)
-        self._costs[index] = with_experts_apart(whole, (*before.host_experts, *more))
+        self.costs[index] = with_experts_apart(whole, (*before.host_experts, *more))
         host = (ledger for ledger in self.carried_out().ledgers if ledger.device == CPU)
         if any(ledger.headroom < 0 for ledger in host):
-            self._costs[index] = before
+            self.costs[index] = before
             return None
-        return self._costs[index].host_experts
+        return self.costs[index].host_experts
 
     def go_on_after(self, index: int, why: str) -> None:
         """The device of this unit is full, as the error ``why`` says: plan the unit and those after
@@ -78,16 +78,16 @@ class Route:
         full = self.devices[index]
         self._budgets = self._behind(full, set(self.devices[:index]))
         if not self._budgets:
-            raise self._out_of_devices(self._costs[index], full, why)
+            raise self._out_of_devices(self.costs[index], full, why)
         # What is tied to a unit that is placed already is not there beside it.
-        rest = [_without_placed(cost, index) for cost in self._costs[index:]]
+        rest = [_without_placed(cost, index) for cost in self.costs[index:]]
         try:
             plan = place_units(
                 rest, self._budgets, objective=self._plan.objective, order=self._plan.order
             )
         except PlacementError as error:
             raise PlacementError(
-                f"{full} ran out of memory at {self._costs[index].name}, where the plan had room "
+                f"{full} ran out of memory at {self.costs[index].name}, where the plan had room "
                 f"for it (another program may have taken it), and behind it there is {error}. It "
                 f"ran out with: {why}",
                 unit=error.unit,

@@ -181,8 +181,8 @@ def exchange(swap: Swap, stored: dict[int, dict[str, Tensor]]) -> None:
     """Have two experts change places, both or neither.
 
     Args:
-        stored: experts on the card whose tensors are in a mapped file, too, where one that goes to
-            host memory is found again.
+        stored: of experts on the card, tensors that are in a mapped file, too, where those of one
+            that goes to host memory are found again.
 
     Raises:
         torch.OutOfMemoryError: and whatever copies raise; both experts are as before.
@@ -195,19 +195,18 @@ def exchange(swap: Swap, stored: dict[int, dict[str, Tensor]]) -> None:
         _copy(cold, kept)
         with _or_back(kept, cold):
             _copy(hot, cold)
-            target = stored.get(swap.to_host)
-            if target is None:
-                # What is mapped isn't written to: other readers of the file would find that.
-                mapped = {name for name, each in hot.items() if _is_mapped(each)}
-                fresh = {name: torch.empty_like(hot[name]) for name in mapped}
-                with _or_back(cold, {n: each for n, each in hot.items() if n not in mapped}):
-                    target = {**hot, **fresh}
-                    _copy(kept, target)
-    if all(map(_is_mapped, hot.values())):
-        stored[swap.to_card] = hot
+            found = stored.get(swap.to_host, {})
+            mapped = {name: each for name, each in hot.items() if _is_mapped(each)}
+            # What is mapped isn't written to: other readers of the file would find that.
+            fresh = {n: torch.empty_like(e) for n, e in mapped.items() if n not in found}
+            others = {n: e for n, e in hot.items() if n not in found and n not in fresh}
+            with _or_back(cold, others):
+                _copy(kept, others | fresh)
+    if mapped:
+        stored[swap.to_card] = mapped
     stored.pop(swap.to_host, None)
     _put(mixture, swap.to_card, cold)
-    _put(mixture, swap.to_host, target)
+    _put(mixture, swap.to_host, others | fresh | found)
     unit.put_on_host(unit.host_experts - {swap.to_card} | {swap.to_host})
 
 
@@ -222,20 +221,32 @@ def _or_back(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iter
 
 
 def _in_mapped_files(unit: Unit, checkpoint: Checkpoint) -> dict[int, dict[str, Tensor]]:
-    """The experts on the card that are stored as those in host memory which lie in a mapped file;
-    by themselves, as these are."""
+    """Of experts on the card, the tensors that lie in a mapped file where those of experts in host
+    memory do; by themselves, as these are."""
     assert unit.module is not None
     mixture = next(mixtures(unit.module))
-    mapped = [e for e in unit.host_experts if all(map(_is_mapped, _tensors(mixture, e).values()))]
-    formats = [_formats(mixture, expert) for expert in mapped]
+    mapped = {
+        (str(_formats(mixture, expert)), name)
+        for expert in unit.host_experts
+        for name, tensor in _tensors(mixture, expert).items()
+        if _is_mapped(tensor)
+    }
     experts = range(len(unit.expert_bytes)) if mapped else ()
-    here = {e for e in experts if e not in unit.host_experts and _formats(mixture, e) in formats}
-    sources = [s for s in unit.spec.sources if not here.isdisjoint(map(expert_of, s.parameters))]
+    formats = {e: str(_formats(mixture, e)) for e in experts if e not in unit.host_experts}
+
+    def place(parameter: str) -> tuple[int, str] | None:
+        """The expert, and its tensor; None for what is none of these."""
+        if (expert := expert_of(parameter)) not in formats:
+            return None
+        name = parameter.partition(f"experts.{expert}.")[2]
+        return (expert, name) if (formats[expert], name) in mapped else None
+
+    sources = [s for s in unit.spec.sources if any(map(place, s.parameters))]
     found: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in mapped_parameters(checkpoint, sources, unit.shapes).items():
-        if (expert := expert_of(name)) in here:
-            found.setdefault(expert, {})[name.partition(f"experts.{expert}.")[2]] = tensor
-    return {e: parts for e, parts in found.items() if parts.keys() == _tensors(mixture, e).keys()}
+    for parameter, tensor in mapped_parameters(checkpoint, sources, unit.shapes).items():
+        if (there := place(parameter)) is not None:
+            found.setdefault(there[0], {})[there[1]] = tensor
+    return found
 
 
 def _formats(mixture: Experts, expert: int) -> list[tuple[str, str]]:

@@ -83,6 +83,8 @@ class Transformer:
             call is through once it has begun.
         pool_kind: of the pools of caches in pages.
         host_rates: by which experts in host memory are computed there, or sent to a card.
+        resident: the share of experts in mapped files that host memory has room for, where a plan
+            leaves others on disk.
         exchange: of experts; None while no unit has any in host memory, or none is to be moved.
     """
 
@@ -121,6 +123,7 @@ class Transformer:
         self.host_rates = HostRates()
         self.exchange_experts = exchange_experts
         self.exchange: ExpertExchange | None = None
+        self.resident = 1.0
         self._logits_checked = False
         self.transport: Transport | None = None
         self.elsewhere: frozenset[int] = frozenset()
@@ -275,7 +278,7 @@ class Transformer:
             for name, adapter in self._adapters.items()
         }
         staging = self.expert_staging(unit, device)
-        unit.read(self.checkpoint, device, shared, self.precomputed(unit), staging)
+        unit.read(self.checkpoint, device, shared, self.precomputed(unit), staging, self.resident)
         unit.low_rank = changes
         if self.exchange_experts and unit.host_experts and not hollow:
             if self.exchange is None:
@@ -311,6 +314,7 @@ class Transformer:
         for unit in self.units:
             unit.release()
         self.set_host_experts({})
+        self.resident = 1.0
         for cache in self.caches:
             cache.free()
         if self.checkpoint is not None:

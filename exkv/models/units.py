@@ -24,7 +24,7 @@ from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
-from exkv.layers.mlp import lay_on_host
+from exkv.layers.mlp import lay_on_host, mixtures
 from exkv.layers.split_experts import ExpertStaging, staging_bytes_of
 from exkv.weights import FormatOf, Source, format_source, tensor_source
 from exkv.weights.expert_groups import expert_of, name_among
@@ -321,6 +321,7 @@ class Unit:
         shared: Mapping[str, torch.Tensor],
         made: Mapping[str, torch.Tensor] = MappingProxyType({}),
         staging: ExpertStaging | None = None,
+        resident: float = 1.0,
     ) -> None:
         """Read the weights to the device, all of them or none; those of :attr:`host_experts` to
         host memory.
@@ -329,6 +330,8 @@ class Unit:
             shared: parameters whose tensor is on the device already, for tied weights.
             made: precomputed parameters on the host, which replace what the formats would convert.
             staging: by which experts come to the device from host memory.
+            resident: the share of mapped experts that host memory has room for; below 1, calls
+                read them ahead.
 
         Raises:
             torch.OutOfMemoryError: the device is full; the unit is as before.
@@ -336,12 +339,14 @@ class Unit:
         there = (s for s in self.spec.sources if not shared.keys() >= set(s.parameters))
         sources = [with_precomputed(source, made) for source in there]
         on_host = {name for name in self.shapes if expert_of(name) in self.host_experts}
-        read = read_parameters(checkpoint, sources, self.shapes, device, on_host)
+        read = read_parameters(checkpoint, sources, self.shapes, device, on_host, resident)
         with torch.device("meta"):
             module = self.spec.build()
         module.load_state_dict({**shared, **read}, assign=True)
         if device.type != "cpu":
             lay_on_host(module, self.host_experts, staging)
+        for mixture in mixtures(module):
+            mixture.from_disk = resident < 1
         self.device, self.module = device, module
 
     def put_on_host(self, experts: Collection[int]) -> None:

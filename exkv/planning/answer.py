@@ -23,10 +23,11 @@ from exkv.layers.split_experts import HostRates, rows_to_stream
 from exkv.models import Unit
 from exkv.sizes import human
 
-from .best import given_up, settled
+from .best import beyond_memory, given_up, settled
 from .best_cache import best_kind
 from .expected_time import Expected, expected, where_experts_are
 from .fitting import even_with
+from .from_disk import in_memory, why_not
 from .plan import Plan, UnitCost
 from .scenario import Scenario
 from .solve import extra_memory, nearest_changes
@@ -55,12 +56,14 @@ class Answer:
 
 def fixed(scenario: Scenario) -> Answer:
     """Whether it fits as it is."""
-    scenario = settled(scenario)
+    asked, scenario = scenario, settled(scenario)
     costs = scenario.costs(scenario.peaks())
     try:
         plans = scenario.attempt(costs)
     except PlacementError as error:
-        return _refusal(scenario, error)
+        if (found := beyond_memory(asked)) is None:
+            return _refusal(scenario, error)
+        scenario, plans, costs = found
     least = min((plan.smallest_headroom for plan in plans), default=0)
     cards = {place for plan in plans for place in plan.places}
     hosts = {place.host for place in cards}
@@ -75,7 +78,7 @@ def fixed(scenario: Scenario) -> Answer:
         plans=plans,
         sentence=f"It fits on {where}{near}; the smallest headroom is {human(least)}.",
         found={"devices": len(cards), "smallest_headroom": least, "gap": gap},
-        costs=tuple(costs) if scenario.beside_host else (),
+        costs=tuple(costs) if scenario.beside_host or any(p.from_disk for p in plans) else (),
     )
 
 
@@ -87,7 +90,8 @@ def solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answ
     """With the largest value of a size that was found to fit; 0 where none does."""
     if value == 0:
         answer = fixed(scenario.resized(**{name: 1}))
-        words = f"Not even {name}=1 fits. {answer.sentence}"
+        where = " into memory" if answer.fits else ""
+        words = f"Not even {name}=1 fits{where}. {answer.sentence}"
         return replace(answer, sentence=words, found={name: 0})
     answer = fixed(scenario.resized(**{name: value}))
     why = "what the model was made for" if value == limit else "one more does not fit"
@@ -100,7 +104,8 @@ def best_cache(scenario: Scenario) -> Answer:
     best = best_kind(scenario)
     if best is None:
         answer = fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
-        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
+        where = " into memory" if answer.fits else ""
+        return replace(answer, sentence=f"No kind of cache fits{where}. {answer.sentence}")
     answer = fixed(best.scenario)
     words = f"The least lossy cache that fits is {best}. {answer.sentence}"
     return replace(answer, sentence=words, found={**best.values(), **answer.found})
@@ -117,7 +122,7 @@ def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
         fits=False,
         plans=tuple(placed[position] for position in sorted(placed)),
         sentence=f"No room for {error.unit}{even_with(scenario)}: {human(lacking)} "
-        f"({lacking:,} bytes) more on {place} would do.",
+        f"({lacking:,} bytes) more on {place} would do{why_not(scenario)}.",
         found={"extra_memory": lacking, "extra_memory_on": str(place)},
         remedies=nearest_changes(scenario),
     )
@@ -142,6 +147,11 @@ def expectations(answer: Answer) -> list[Expected]:
     pairs = zip(answer.plans, answer.costs, answer.scenario.workloads, strict=False)
     budgets = answer.scenario.budgets
     return [expected(plan, costs, budgets, workload.rows) for plan, costs, workload in pairs]
+
+
+def disk_sentences(answer: Answer) -> list[str]:
+    """What is read from disk, a sentence for each plan that does."""
+    return [each.from_disk for each in expectations(answer) if each.from_disk]
 
 
 def experts_placed(answer: Answer) -> list[str]:
@@ -183,7 +193,7 @@ def gains(answer: Answer) -> Iterator[str]:
     one more card, or fewer bits."""
     if not answer.fits or not any(plan.host_experts for plan in answer.plans):
         return
-    for words, scenario in answer.scenario.larger():
+    for words, scenario in in_memory(answer.scenario).larger():
         with contextlib.suppress(PlacementError):
             found = fixed(scenario)
             if found.fits:
@@ -206,6 +216,7 @@ def as_values(answer: Answer, names: Sequence[str], seconds: float) -> dict[str,
         "would_fit": list(answer.remedies),
         "experts": experts_placed(answer),
         "expected": [dataclasses.asdict(each) for each in expectations(answer)],
+        "from_disk": disk_sentences(answer),
         "prompts": prompts_sent(answer),
         "gains": list(gains(answer)),
         "host_cache_bytes": host_cache_bytes(answer.scenario),

@@ -25,6 +25,7 @@ from exkv.weights.expert_groups import is_routed, parsed
 from exkv.weights.on_load import AS_STORED, OPTIONS, mixed, options_of
 
 from .fitting import fitted
+from .from_disk import allowed, least_on_disk, may_be_left, most_on_disk, with_disk, with_rate
 from .host_experts import with_host_experts
 from .plan import PlacedUnit, Plan, UnitCost
 from .scenario import Scenario, Workload
@@ -48,9 +49,34 @@ def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[U
     costs = usual.costs(usual.peaks())
     with contextlib.suppress(PlacementError):
         return usual, usual.attempt(costs), costs
-    scenario = settled(scenario)
+    asked, scenario = scenario, settled(scenario)
     costs = scenario.costs(scenario.peaks())
-    return scenario, plans_for(scenario, costs), costs
+    try:
+        return scenario, plans_for(scenario, costs), costs
+    except PlacementError:
+        if (found := beyond_memory(asked)) is None:
+            raise
+        return found
+
+
+def beyond_memory(
+    scenario: Scenario,
+) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]] | None:
+    """The same where nothing fits, with experts of which some stay on disk; None where that doesn't
+    fit either. As few bytes as can be are left there: cards and memory are full before."""
+    if (most := may_be_left(scenario)) is None:
+        return None
+    most = with_rate(most)
+    usual = settled(most).each(Workload.unplaced)
+    allowance = most_on_disk(most)
+    for nbytes in dict.fromkeys((least_on_disk(usual), allowance)):
+        found = settled(with_disk(most, nbytes))
+        costs = found.costs(found.peaks())
+        with contextlib.suppress(PlacementError):
+            plans = found.attempt(costs)
+            if all(plan.fits for plan in plans):
+                return found, tuple(allowed(plan, allowance) for plan in plans), costs
+    return None
 
 
 def settled(scenario: Scenario) -> Scenario:

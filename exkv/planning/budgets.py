@@ -55,6 +55,7 @@ def make_budgets(
     margin: Sizes | None = None,
     cpu: bool | int | str = False,
     bandwidth: Sequence[float] | None = None,
+    disk_bandwidth: float | None = None,
     hosts: Hosts | None = None,
     allocator: str = "cuda",
 ) -> list[Budget]:
@@ -71,6 +72,8 @@ def make_budgets(
             host and the simulated accelerator, 160 MiB on a GPU.
         cpu: the host as overflow: True for what is free, or bytes, or text.
         bandwidth: bytes a second at which each device reads, for ``objective="speed"``.
+        disk_bandwidth: bytes a second at which experts that host memory has no room for are read;
+            None to measure it where they are.
         hosts: instead of devices, each host's: sizes of its cards, and of its memory as overflow
             ("24G,24G,cpu:32G"), or budgets that a process there has made. Then ``cpu`` is a size,
             and every host has it.
@@ -95,6 +98,12 @@ def make_budgets(
     budgets = _with_numbers(budgets, "cap", cap, lambda b, n: replace(b, cap=n))
     if bandwidth is not None:
         budgets = _with_bandwidths(budgets, bandwidth)
+    if disk_bandwidth is not None:
+        if not disk_bandwidth > 0:
+            raise ValueError(f"disk_bandwidth is {disk_bandwidth}: give bytes a second, above 0")
+        budgets = [
+            replace(b, disk_bandwidth=disk_bandwidth) if b.device == CPU else b for b in budgets
+        ]
     used = [budget for budget in budgets if budget.cap != 0]
     if not used:
         raise ValueError("cap leaves every device out: give one of them a size above 0")
@@ -123,7 +132,8 @@ def _filled_in(budgets: Sequence[Budget], *, named: bool) -> list[Budget]:
 
 def _as_asked(budget: Budget) -> Budget:
     """What a device has now, with the numbers that the user gave."""
-    given = {name: getattr(budget, name) for name in ("reserve", "margin", "cap", "bandwidth")}
+    lines = ("reserve", "margin", "cap", "bandwidth", "disk_bandwidth")
+    given = {name: getattr(budget, name) for name in lines}
     return replace(present_budget(budget.device), **given)
 
 

@@ -5,14 +5,16 @@ Units run one after the other, so that their times add up. Where experts of a un
 memory, the host computes with them while the card computes with the others, and with what all
 tokens take; hidden states go there and come back. Which experts a token chooses is chance, and one
 device waits for the other: what counts is the mean over these chances of the longer time. What is
-computed costs nothing beside what is read, as long as there are few rows. Bandwidths are the
-budgets' own; where they have none, common ones are assumed.
+computed costs nothing beside what is read, as long as there are few rows. What is read from disk
+comes on top: of the experts that are chosen least often as many as memory has no room for, since
+the system keeps what is used most. Bandwidths are the budgets' own; where they have none, common
+ones are assumed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +26,8 @@ from .plan import Budget, Place, Plan, UnitCost
 
 #: Bytes a second where nobody gave or measured any: of a card with GDDR6X, and of a host.
 CARD, HOST, LINK = 1000e9, HostRates().bandwidth, HostRates().link
+#: Likewise of a disk, where none could be measured either.
+DISK = 1e9
 
 #: Seconds until a hidden state has reached another device, beside its bytes over the link.
 HOP_SECONDS = 20e-6
@@ -154,6 +158,67 @@ def step_seconds(
     return total
 
 
+# From disk -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnDisk:
+    """What a plan reads from disk.
+
+    Attributes:
+        nbytes: of experts that memory has no room for.
+        read: of these in a decode step, to be expected.
+        rate: bytes a second at which they are read.
+        assumed: whether nobody gave or measured it.
+    """
+
+    nbytes: int
+    read: float
+    rate: float
+    assumed: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of a decode step."""
+        return self.read / self.rate
+
+    @property
+    def bandwidth(self) -> str:
+        """The rate in words."""
+        return f"{'assumed ' if self.assumed else ''}{self.rate / 1e9:,.3g} GB/s"
+
+    def sentence(self, tokens_per_second: float) -> str:
+        """What users are told."""
+        digits = ",.0f" if tokens_per_second >= 100 else ".2g"
+        return (
+            f"{human(self.nbytes)} of experts are read from disk as they are chosen: about "
+            f"{tokens_per_second:{digits}} tokens/s predicted at {self.bandwidth}."
+        )
+
+
+def on_disk(plan: Plan, costs: Sequence[UnitCost]) -> OnDisk | None:
+    """What a plan reads from disk; None for one in memory."""
+    ledger = next((each for each in plan.ledgers if each.from_disk), None)
+    if ledger is None:
+        return None
+    left, read = ledger.from_disk, 0.0
+    for share, nbytes in sorted(_there(plan, costs)):
+        read += share * min(nbytes, left)
+        left -= min(nbytes, left)
+    rate = ledger.budget.disk_bandwidth
+    return OnDisk(nbytes=ledger.from_disk, read=read, rate=rate or DISK, assumed=not rate)
+
+
+def _there(plan: Plan, costs: Sequence[UnitCost]) -> Iterator[tuple[float, int]]:
+    """Of each expert in host memory that may be on disk, the probability that a decode step reads
+    it, and its bytes."""
+    for unit, cost in zip(plan.units, costs, strict=True):
+        on_host = unit.place == unit.place.memory
+        for expert in range(len(cost.experts)) if on_host else unit.host_experts:
+            if cost.mapped:
+                yield cost.chosen[expert], cost.mapped
+
+
 # In words ---------------------------------------------------------------------------------------
 
 
@@ -165,11 +230,13 @@ class Expected:
         seconds: of a decode step of all rows, with full caches.
         rows: that get a token in it.
         bandwidths: in words, by which that was said.
+        from_disk: a sentence on experts that are read from disk, if any are.
     """
 
     seconds: float
     rows: int
     bandwidths: str
+    from_disk: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -184,10 +251,13 @@ def expected(
     plan: Plan, costs: Sequence[UnitCost], budgets: Sequence[Budget], rows: int
 ) -> Expected:
     """What is to be expected of a plan of one machine."""
+    disk = on_disk(plan, costs)
+    seconds = step_seconds(costs, plan.places, budgets) + (disk.seconds if disk else 0.0)
     return Expected(
-        seconds=step_seconds(costs, plan.places, budgets),
+        seconds=seconds,
         rows=rows,
-        bandwidths=in_words(plan, budgets),
+        bandwidths=in_words(plan, budgets) + (f", disk {disk.bandwidth}" if disk else ""),
+        from_disk=disk.sentence(rows / seconds) if disk else "",
     )
 
 

@@ -85,7 +85,7 @@ def placing(
         changed = {place: ledger.with_unit(cost, weights, cache)}
         if apart:
             host = ledgers.get(place.memory) or Ledger.empty(_unbounded(place.memory))
-            changed[place.memory] = host.with_experts(apart)
+            changed[place.memory] = host.with_experts(cost)
         ledgers |= changed
         unit = PlacedUnit(
             name=cost.name,
@@ -99,5 +99,6 @@ def placing(
             loss=cost.loss,
             host_experts=cost.host_experts if apart else (),
             host_weights=apart,
+            mapped=cost.mapped,
         )
         yield unit, changed

@@ -46,13 +46,15 @@ def place(
     link: Link | str | None = None,
     allocator: str = "cuda",
     host_experts: bool = True,
+    disk_experts: bool = True,
+    disk_bandwidth: float | None = None,
 ) -> Plan:
     """Say what would be placed where, before a byte is loaded.
 
     Args:
         model: built from a config; loaded or not makes no difference.
         caches: that are to be placed beside it. (Those of :attr:`Model.caches` are not added here.)
-        devices, hosts, reserve, cap, margin, cpu, bandwidth, allocator: see
+        devices, hosts, reserve, cap, margin, cpu, bandwidth, disk_bandwidth, allocator: see
             :func:`exkv.planning.budgets.make_budgets`.
         objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
         order: "listed", or "any" where the devices may be filled in any order.
@@ -63,6 +65,8 @@ def place(
         host_experts: where a model with routed experts is larger than the cards and ``cpu`` takes
             the rest, leave it single experts, those that are chosen least often, instead of whole
             layers, so that a token is expected to take the least time.
+        disk_experts: where experts that the checkpoint's file has as kernels take them have no room
+            in host memory, read them from it as tokens choose them (docs/larger-than-my-cards.md).
 
     Returns:
         The plan; ``model.load(plan=plan)`` carries it out, one over several hosts each host's
@@ -76,7 +80,8 @@ def place(
     if beside is not None:
         if devices is not None or hosts is not None:
             raise ValueError("devices follow from the plan that is given as beside")
-        budgets, link = beside.remaining(), link or beside.link
+        budgets = [replace(budget, disk=0) for budget in beside.remaining()]
+        link = link or beside.link
     else:
         budgets = make_budgets(
             devices,
@@ -85,6 +90,7 @@ def place(
             margin=margin,
             cpu=cpu,
             bandwidth=bandwidth,
+            disk_bandwidth=disk_bandwidth,
             hosts=hosts,
             allocator=allocator,
         )
@@ -97,6 +103,7 @@ def place(
         order=order,
         link=parse_link(link) if isinstance(link, str) else link,
         host_experts=host_experts,
+        disk_experts=disk_experts,
     )
     _, (plan,), _ = planned(scenario)
     return plan
@@ -184,9 +191,17 @@ def _beyond(ledger: Ledger) -> str:
 
 def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
     """What the devices of a loaded model's plan offer now."""
+    resident = {ledger.device: ledger.resident for ledger in plan.ledgers}
+    now = ((present_budget(b.device, model), b) for b in plan.remaining())
     return tuple(
-        replace(present_budget(b.device, model), reserve=b.reserve, margin=b.margin, cap=b.cap)
-        for b in plan.remaining()
+        replace(
+            present,
+            in_use=max(present.in_use - resident[b.device], 0),
+            reserve=b.reserve,
+            margin=b.margin,
+            cap=b.cap,
+        )
+        for present, b in now
     )
 
 

@@ -114,6 +114,8 @@ class UnitCost:
         shared_experts: of what all tokens take, read while a host reads its routed experts.
         host_experts: routed experts whose weights lie in host memory while the rest is elsewhere.
         host_weights: of these, which ``weights`` doesn't count.
+        mapped: of one of its experts, which are alike, that may be read from disk, since they are
+            used where they lie in the file (``exkv.planning.from_disk``).
         staging: of the buffers through which their weights come to a card for long prompts; one
             unit after the other uses them.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
@@ -150,6 +152,7 @@ class UnitCost:
     host_experts: tuple[int, ...] = ()
     host_weights: int = 0
     staging: int = 0
+    mapped: int = 0
 
     def held_on(self, budget: Budget) -> int:
         """Bytes that it keeps of a device, with what is reserved beyond them."""
@@ -197,6 +200,9 @@ class Budget:
         promised_workspace: workspace of models loaded there; one that comes may use it too,
             since calls run one after the other.
         bandwidth: bytes a second at which it reads its memory, where that is known.
+        disk: the most, of experts in host memory, that is read from their file as tokens choose
+            them instead.
+        disk_bandwidth: bytes a second at which that is read, where it is known.
         host: whose device it is; empty for this machine.
         models: what other loaded models are promised there, by name, in ``in_use`` and
             ``promised_workspace`` already; for messages.
@@ -215,6 +221,8 @@ class Budget:
     cap: int | None = None
     promised_workspace: int = 0
     bandwidth: float | None = None
+    disk: int = 0
+    disk_bandwidth: float | None = None
     host: str = ""
     models: Mapping[str, int] = field(default_factory=dict)
 
@@ -240,6 +248,11 @@ class Budget:
         free = max(self.capacity - taken, 0)
         return free if self.cap is None else min(free, self.cap)
 
+    @property
+    def room(self) -> int:
+        """The same with what is on disk instead: what a search may put there."""
+        return self.limit + self.disk
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
@@ -248,7 +261,9 @@ class Ledger:
     ``workspace`` is shared with models loaded there already, so that it is at least theirs.
     ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
     A host's ``weights`` count those of experts there whose units are elsewhere, and ``staging`` is
-    where these come to on a card, for long prompts. Where memory comes in segments, ``segments`` is
+    where these come to on a card, for long prompts; ``mapped`` is what of experts is used
+    where it lies in a file, if some of it may stay there alone, and ``from_disk`` what does, which
+    ``weights`` doesn't count. Where memory comes in segments, ``segments`` is
     what the other lines but workspace reserve beyond their bytes, and ``call`` the most that a call
     reserves, its workspace included.
     """
@@ -263,6 +278,8 @@ class Ledger:
     segments: int = 0
     call: int = 0
     staging: int = 0
+    mapped: int = 0
+    from_disk: int = 0
 
     @classmethod
     def empty(cls, budget: Budget, transport: int = 0) -> Ledger:
@@ -312,6 +329,12 @@ class Ledger:
         return self.weights + self.cache + beside
 
     @property
+    def resident(self) -> int:
+        """Bytes, where experts are read from disk, of the others that are mapped: the system drops
+        them for whatever else needs memory, and reads them again."""
+        return self.mapped - self.from_disk if self.from_disk else 0
+
+    @property
     def headroom(self) -> int:
         """Bytes that stay free below the limit; negative where the plan does not fit."""
         return self.limit - self.total
@@ -324,6 +347,7 @@ class Ledger:
     def with_unit(self, cost: UnitCost, weights: int, cache: int) -> Ledger:
         """The ledger once this unit is placed here too, with these bytes of its own."""
         peak = cost.workspace[self.device.type]
+        on_host = self.device.type == "cpu"
         return replace(
             self,
             units=self.units + 1,
@@ -333,12 +357,22 @@ class Ledger:
             logits=self.logits + cost.logits,
             segments=self.segments + (cost.segments if self.budget.segmented else 0),
             call=max(self.call, cost.call_on(self.budget)) if self.budget.segmented else 0,
-            staging=0 if self.device.type == "cpu" else max(self.staging, cost.staging),
-        )
+            staging=0 if on_host else max(self.staging, cost.staging),
+            mapped=self.mapped + (cost.mapped * len(cost.experts) if on_host else 0),
+        ).with_disk()
 
-    def with_experts(self, nbytes: int) -> Ledger:
-        """The ledger once experts of a unit that is elsewhere are here too."""
-        return replace(self, weights=self.weights + nbytes)
+    def with_experts(self, cost: UnitCost) -> Ledger:
+        """The ledger once the experts of a unit that is elsewhere are here too."""
+        mapped = self.mapped + cost.mapped * len(cost.host_experts)
+        return replace(self, weights=self.weights + cost.host_weights, mapped=mapped).with_disk()
+
+    def with_disk(self) -> Ledger:
+        """With as much read from disk as memory has no room for, and as may be."""
+        if not self.budget.disk:
+            return self
+        whole = replace(self, weights=self.weights + self.from_disk, from_disk=0)
+        left = min(max(-whole.headroom, 0), self.mapped, self.budget.disk)
+        return replace(whole, weights=whole.weights - left, from_disk=left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +383,7 @@ class PlacedUnit:
         kept, loss: as in :class:`UnitCost`.
         host_experts: routed experts whose weights lie in host memory, in ascending order.
         host_weights: bytes of these, which ``weights`` doesn't count.
+        mapped: as in :class:`UnitCost`.
     """
 
     name: str
@@ -362,6 +397,7 @@ class PlacedUnit:
     host: str = ""
     host_experts: tuple[int, ...] = ()
     host_weights: int = 0
+    mapped: int = 0
 
     @property
     def place(self) -> Place:
@@ -455,6 +491,11 @@ class Plan:
         return {u.name: frozenset(u.host_experts) for u in self.units if u.host_experts}
 
     @property
+    def from_disk(self) -> int:
+        """Bytes of experts that memory has no room for."""
+        return sum(ledger.from_disk for ledger in self.ledgers)
+
+    @property
     def choice(self) -> Choice | None:
         """What the plan has chosen for the weights, if it has; ValueError where it has for some
         units only."""
@@ -510,10 +551,11 @@ class Plan:
 
 
 def _beside(ledger: Ledger) -> Budget:
-    taken, cap = ledger.held, ledger.budget.cap
+    taken, cap = ledger.held - ledger.resident, ledger.budget.cap
     return replace(
         ledger.budget,
         in_use=ledger.budget.in_use + taken,
+        disk=ledger.budget.disk - ledger.from_disk,
         cap=None if cap is None else max(cap - taken, 0),
         promised_workspace=ledger.promised_call,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,7 @@ class Workload:
         where: the place of each unit, where it was chosen together with the experts that lie in
             host memory (``exkv.planning.host_experts``).
         gap: of that choice, as of :class:`Plan`.
+        mapped: by unit, as of :class:`UnitCost`; empty where nothing may be read from disk.
     """
 
     model: ModelShape
@@ -56,6 +57,7 @@ class Workload:
     fitted: tuple[str, ...] = ()
     where: tuple[Place, ...] = ()
     gap: float = 0.0
+    mapped: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -99,7 +101,10 @@ class Workload:
             logits_len=plan.logits_len,
         )
         on_host = model.embed_cpu or plan.units[0].place == Place(CPU)
-        return replace(workload, promise=promise, embed_cpu=on_host, fitted=plan.fitted)
+        mapped = {unit.name: unit.mapped for unit in plan.units if unit.mapped}
+        return replace(
+            workload, promise=promise, embed_cpu=on_host, fitted=plan.fitted, mapped=mapped
+        )
 
     def peaks(self, budgets: Sequence[Budget]) -> Peaks:
         """Predicted for the types of devices on offer."""
@@ -222,6 +227,7 @@ class Workload:
             shared_experts=unit.shared_expert_bytes if experts else 0,
             host_experts=tuple(sorted(unit.host_experts)),
             host_weights=unit.host_weights,
+            mapped=self.mapped.get(unit.name, 0),
             shared=_shared_bytes(unit),
             shared_cache=self._shared_cache(unit, cache, host_cache),
             pinned=Place(CPU, home) if self.embed_cpu and unit.index == 0 else None,
@@ -331,6 +337,7 @@ class Scenario:
         objective, order, link: as :func:`exkv.planning.search.placement.place_units` takes them.
         host_experts: whether experts may lie in host memory while their layer is on a card; else
             whole layers do.
+        disk_experts: whether experts that host memory has no room for may be read from their file.
     """
 
     workloads: tuple[Workload, ...]
@@ -339,6 +346,7 @@ class Scenario:
     order: str = "listed"
     link: Link | None = None
     host_experts: bool = True
+    disk_experts: bool = True
 
     @property
     def home(self) -> str:
@@ -443,7 +451,8 @@ class Scenario:
         for plan in plans.values():
             left |= {budget.place: budget for budget in plan.remaining()}
         stays = self.over_hosts and position > 0
-        return [budget for budget in left.values() if not stays or budget.host == self.home]
+        found = [budget for budget in left.values() if not stays or budget.host == self.home]
+        return found if self.workloads[position].mapped else [replace(b, disk=0) for b in found]
 
     def fits(self, peaks: Sequence[Peaks] | None = None) -> bool:
         """Whether there is a plan; with peaks that are known, or else predicted, which takes

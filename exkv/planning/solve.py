@@ -18,6 +18,7 @@ from exkv.errors import PlacementError
 from exkv.sizes import human
 
 from .fitting import anew, even_with, smallest
+from .from_disk import why_not
 from .plan import Plan, UnitCost
 from .scenario import Peaks, Scenario
 
@@ -54,7 +55,7 @@ def plans_for(
         return scenario.attempt(costs)
     except PlacementError as error:
         raise PlacementError(
-            f"{error}{even_with(scenario)}",
+            f"{error}{even_with(scenario)}{why_not(scenario)}",
             unit=error.unit,
             device=error.device,
             needed=error.needed,

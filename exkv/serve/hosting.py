@@ -68,7 +68,8 @@ class ServeOptions:
         dtype: of activations and float weights; None for the checkpoint's.
         embed_cpu: keep the embedding in host memory; None to do so only if the model does not fit
             otherwise.
-        objective, order, host_experts: how to use the devices, see :func:`exkv.place`.
+        objective, order, host_experts, disk_experts: how to use the devices, see
+            :func:`exkv.place`.
         draft: a smaller model with the same vocabulary that proposes tokens, with the same kind of
             cache; "mtp" for the model's own head, None for none.
         exchange_experts: see :class:`exkv.Model`.
@@ -91,6 +92,7 @@ class ServeOptions:
     objective: str = "pack"
     order: str = "listed"
     host_experts: bool = True
+    disk_experts: bool = True
     draft: Path | str | None = None
     exchange_experts: bool = True
 
@@ -260,6 +262,7 @@ class Prepared:
             objective=own.objective,
             order=own.order,
             host_experts=own.host_experts,
+            disk_experts=own.disk_experts,
             **announced,
         )
         yield from self.model.load_by(options)
@@ -386,6 +389,7 @@ class Prepared:
             objective=options.objective,
             order=options.order,
             host_experts=options.host_experts,
+            disk_experts=options.disk_experts,
         )
 
 

@@ -4,8 +4,9 @@ To the host: values that are used as stored stay in the mapped file, even as par
 (one expert of all); the rest goes into one allocation of large pages for a unit. Two threads read
 the former in and fill the latter, and touch each page once. To an accelerator: through two pinned
 buffers, one filled while the other is copied; values of another dtype are converted on the device.
-Only tensors that a format computes from stored ones go through mapped files. For tensors without
-memory, on simulated devices in a dry run, no file is read.
+Only tensors that a format computes from stored ones go through mapped files. Experts that memory
+has no room for are not read, nor is any file for tensors without memory, on simulated devices in a
+dry run.
 
 Every piece is checked for NaN and infinity right after it was read, while it is in the processor's
 cache (``finite.py``).
@@ -26,6 +27,7 @@ from exkv import devices, sim
 from exkv.checkpoint import Checkpoint, CheckpointError, ExpectedTensor
 from exkv.errors import Attempt
 
+from .expert_groups import expert_of
 from .finite import first_in_stored, first_not_finite
 from .source import Source
 
@@ -41,12 +43,15 @@ def read_parameters(
     shapes: Mapping[str, torch.Tensor],
     device: torch.device,
     on_host: Container[str] = (),
+    resident: float = 1.0,
 ) -> dict[str, torch.Tensor]:
     """Read the sources' parameters to the device; returns them by name.
 
     Args:
         shapes: shape and dtype of every parameter, on ``meta``.
         on_host: parameters to read to host memory instead.
+        resident: share of mapped experts that memory has room for. Below 1, these are neither read
+            nor checked before they are used.
 
     Raises:
         CheckpointError: a file was changed or replaced since it was opened, or has a number that is
@@ -64,7 +69,7 @@ def read_parameters(
     stays: list[_Made] = []
     if there:
         _read_to_accelerator(checkpoint, sources, _without(host, found, stays), made, device)
-    made |= _read_to_host(checkpoint, [*stays, *found], host)
+    made |= _read_to_host(checkpoint, [*stays, *found], host, resident)
     checkpoint.check(name for source in sources for name in source.stored)
     return made
 
@@ -202,7 +207,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_to_host(
-    checkpoint: Checkpoint, found: Sequence[_Made], shapes: Mapping[str, torch.Tensor]
+    checkpoint: Checkpoint,
+    found: Sequence[_Made],
+    shapes: Mapping[str, torch.Tensor],
+    resident: float,
 ) -> dict[str, torch.Tensor]:
     mapped = {
         each.parameter: each.values
@@ -212,7 +220,11 @@ def _read_to_host(
     others = {name: like for name, like in shapes.items() if name not in mapped}
     made = {**mapped, **devices.empty_tensors(others, devices.CPU)}
     with ThreadPoolExecutor(_THREADS) as threads:
-        steps = [step for each in found for step in _steps(checkpoint, each, made[each.parameter])]
+        steps = [
+            step
+            for each in found
+            for step in _steps(checkpoint, each, made[each.parameter], resident)
+        ]
         for step in [threads.submit(step) for step in steps]:
             step.result()
     return made
@@ -223,14 +235,17 @@ def _is_mapped(checkpoint: Checkpoint, made: _Made) -> bool:
 
 
 def _steps(
-    checkpoint: Checkpoint, made: _Made, target: torch.Tensor
+    checkpoint: Checkpoint, made: _Made, target: torch.Tensor, resident: float
 ) -> Iterator[Callable[[], object]]:
     """Yield calls that bring a parameter's values into memory, from any thread."""
     if made.stored is None or made.values.dtype != target.dtype:
         yield partial(_copy, made, target)
         return
     if target is made.values:
-        devices.count_mapped(checkpoint.mapping(made.stored), target.nbytes)
+        share = 1.0 if expert_of(made.parameter) is None else resident
+        devices.count_mapped(checkpoint.mapping(made.stored), round(share * target.nbytes))
+        if share < 1:
+            return
     for first, count in made.pieces():
         yield partial(_read_piece, checkpoint, made, target, first, count)
 

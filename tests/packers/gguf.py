@@ -4,6 +4,7 @@ quantization; the order of rows, norms and experts as llama.cpp's own converter 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -191,8 +192,10 @@ def quantize(values: np.ndarray, type: Any) -> np.ndarray:
         return gguf.quantize(values, type)
     except NotImplementedError:
         generator = torch.Generator().manual_seed(values.size)
-        size = values.shape[-2], values.shape[-1]
-        return random_blocks(type.name, size, values.std() / 3000, generator).numpy()
+        *rows, inputs = values.shape
+        size = math.prod(rows), inputs
+        blocks = random_blocks(type.name, size, values.std() / 3000, generator)
+        return blocks.view(*rows, -1).numpy()
 
 
 def _write_metadata(writer: Any, config: Any) -> None:

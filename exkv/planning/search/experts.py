@@ -94,7 +94,7 @@ def fits_experts(
 ) -> bool:
     """Whether :func:`place_experts` finds a placement; quicker, for searches."""
     held = sum(cost.weights + cost.cache for cost in costs if not cost.shared)
-    if held > sum(budget.limit for budget in budgets):
+    if held > sum(budget.room for budget in budgets):
         return False
     if order == "any":
         budgets = canonical(budgets, costs)

@@ -89,7 +89,7 @@ class Offer:
     def _limit(self, device: int) -> int:
         budget = self.budgets[device]
         experts = self._host_weights if self._is_memory(device) else self._staging
-        return budget.limit - experts - sum(cost.held_on(budget) for cost in self.pinned[device])
+        return budget.room - experts - sum(cost.held_on(budget) for cost in self.pinned[device])
 
     def _floor(self, device: int) -> int:
         budget = self.budgets[device]
