@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -52,6 +53,7 @@ OPTIONS = (AS_STORED, *BITS)
 #: The ``weights`` for which a plan chooses the units' bits.
 BEST = "best"
 _OF_HEAD = "int8"
+_FLOATS = (OF_LAYERS, *ROUTERS)
 _GROUP = 64
 
 
@@ -123,7 +125,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     transforms = config.quantization.get("transform") == HADAMARD
 
     def format_of(layer: str, size: Size) -> WeightFormat:
-        kept = AS_STORED if stays_float(layer, (OF_LAYERS, *ROUTERS)) else kept_as(layer)
+        kept = AS_STORED if stays_float(layer, _FLOATS) else kept_as(layer)
         if kept == AS_STORED:
             return FLOATS[dtype]
         is_table = layer in (facts.table, facts.head)
@@ -219,6 +221,7 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
             raise ValueError(f"weights of {unit} are {error}") from None
 
 
+@lru_cache
 def _format(bits: int, size: Size, dtype: torch.dtype, transforms: bool) -> WeightFormat:
     """In the largest groups that the inputs have; floats where there are none."""
     inputs = size[1]

@@ -237,7 +237,7 @@ def test_no_set_of_experts_is_below_the_bound():
         card, rates = budgets[0], rates_of(budgets[0], budgets)
         for unit in (unit for unit in units if unit.experts):
             least = _Coldest.least_of(unit, rates)
-            corners = least.hull()
+            corners = [0, *(after for *_, after in least.parts)]
             freed, seconds = least.freed[corners], least.seconds[corners]
             for nbytes, took, some in zip(*every_subset(unit, card), strict=True):
                 more = took - unit.traffic / card.bandwidth

@@ -21,8 +21,9 @@ says by how much a better one could be faster at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -344,7 +345,7 @@ class _Alike:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Coldest:
     """One unit's experts, the coldest first.
 
@@ -362,6 +363,7 @@ class _Coldest:
 
     @classmethod
     def of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
+        """Of the unit's experts as they are."""
         order = _coldest_first(unit)
         sizes = np.array([unit.experts[each] for each in order])
         seconds = seconds_beyond(unit, rates, order)
@@ -384,18 +386,21 @@ class _Coldest:
         seconds = least_seconds_beyond(unit, rates, on_host)
         return cls(tuple(order), freed, seconds, np.minimum.accumulate(seconds[::-1])[::-1])
 
-    def hull(self) -> list[int]:
-        """Numbers of experts at the corners of the lower convex hull of seconds over bytes."""
-        corners = [0]
-        for k in range(1, len(self.freed)):
-            while len(corners) > 1 and self._slope(*corners[-2:]) >= self._slope(corners[-1], k):
-                corners.pop()
-            corners.append(k)
-        return corners
-
-    def _slope(self, one: int, two: int) -> float:
-        seconds = self.seconds[two] - self.seconds[one]
-        return float(seconds / (self.freed[two] - self.freed[one]))
+    @cached_property
+    def parts(self) -> list[tuple[float, int, int]]:
+        """The edges of the lower convex hull of seconds over bytes: seconds a byte, and numbers of
+        experts before and after."""
+        freed, seconds = self.freed.tolist(), self.seconds.tolist()
+        parts: list[tuple[float, int, int]] = []
+        for after in range(1, len(freed)):
+            while True:
+                before = parts[-1][2] if parts else 0
+                slope = (seconds[after] - seconds[before]) / (freed[after] - freed[before])
+                if not parts or parts[-1][0] < slope:
+                    break
+                parts.pop()
+            parts.append((slope, before, after))
+        return parts
 
     def that_free(self, need: np.ndarray | float) -> np.ndarray:
         """The least numbers of experts that free so many bytes; all where that is too few."""
@@ -415,37 +420,49 @@ class _Unlike:
         freed, seconds: entry [i, l]: of the first l parts, of units before i.
         saving: the number of parts that save time.
         staging, least_staging: of the buffers for a range's experts, at most and at least.
-        least: what no experts are below; None in there.
     """
 
-    def __init__(self, units: Sequence[UnitCost], rates: Rates, *, least: bool = False) -> None:
-        self.least = None if least else _Unlike(units, rates, least=True)
-        make = _Coldest.least_of if least else _Coldest.of
-        having = {index: unit for index, unit in enumerate(units) if unit.experts}
-        self.coldest = {index: make(unit, rates) for index, unit in having.items()}
-        hulls = {index: each.hull() for index, each in self.coldest.items()}
-        parts = [
-            (index, before, after)
-            for index, corners in hulls.items()
-            for before, after in zip(corners, corners[1:], strict=False)
-        ]
-        parts.sort(key=lambda part: self.coldest[part[0]]._slope(*part[1:]))
-        self.parts = np.array(parts)
+    def __init__(
+        self,
+        units: Sequence[UnitCost],
+        rates: Rates,
+        make: Callable[[UnitCost, Rates], _Coldest] = _Coldest.of,
+    ) -> None:
+        self._of = units, rates
+        self.coldest: dict[int, _Coldest] = {}
+        alike: dict[Hashable, _Coldest] = {}
+        for index, unit in enumerate(units):
+            if unit.experts:
+                kind = unit.experts, unit.chosen, unit.shared_experts, unit.hidden_step
+                if kind not in alike:
+                    alike[kind] = make(unit, rates)
+                self.coldest[index] = alike[kind]
+        parts = sorted(
+            (slope, index, before, after)
+            for index, each in self.coldest.items()
+            for slope, before, after in each.parts
+        )
+        self.parts = np.array([part[1:] for part in parts])
+        self.saving = sum(slope < 0 for slope, *_ in parts)
         self.freed = np.zeros((len(units) + 1, len(parts) + 1))
         self.seconds = np.zeros_like(self.freed)
-        for number, (index, before, after) in enumerate(parts):
-            unit = self.coldest[index]
-            self.freed[index + 1, number + 1] = unit.freed[after] - unit.freed[before]
-            self.seconds[index + 1, number + 1] = unit.seconds[after] - unit.seconds[before]
+        for number, (_, index, before, after) in enumerate(parts, 1):
+            each = self.coldest[index]
+            self.freed[index + 1, number] = each.freed[after] - each.freed[before]
+            self.seconds[index + 1, number] = each.seconds[after] - each.seconds[before]
         for table in (self.freed, self.seconds):
             np.cumsum(table, axis=0, out=table)
             np.cumsum(table, axis=1, out=table)
-        self.saving = sum(self.coldest[i]._slope(one, two) < 0 for i, one, two in parts)
         largest = np.array([2 * max(unit.experts, default=0) for unit in units])
         self.staging = _over_ranges(largest, np.maximum, 0)
         self.least_staging = _over_ranges(
             np.where(largest, largest, UNBOUNDED), np.minimum, UNBOUNDED
         )
+
+    @cached_property
+    def least(self) -> _Unlike:
+        """What no experts are below."""
+        return _Unlike(*self._of, _Coldest.least_of)
 
     def _first(self, need: np.ndarray) -> np.ndarray:
         """The fewest parts that free so many bytes in each range; one more than there are where
@@ -462,7 +479,7 @@ class _Unlike:
 
     def ways(self, need: np.ndarray, *, least: bool) -> _Ways:
         seconds, freed = self._rounded_up(need, least=least)
-        bound = seconds if least or self.least is None else self.least._relaxed(need)
+        bound = seconds if least else self.least._relaxed(need)
         fits = need <= 0
         seconds = np.where(fits, 0.0 if least else np.minimum(seconds, 0.0), seconds)
         bound = np.where(fits, np.minimum(bound, 0.0), bound)
@@ -513,7 +530,8 @@ class _Unlike:
         first = int(np.searchsorted(freed, needed))
         whole = min(max(first - 1, saving), len(self.parts))
         total = float(seconds[whole])
-        counts = {int(index): after for index, _, after in self.parts[:whole] if index in units}
+        taken = self.parts[:whole]
+        counts = dict(taken[np.isin(taken[:, 0], units)][:, (0, 2)].tolist())
         if whole < first <= len(self.parts):
             index, before, _ = self.parts[whole]
             unit = self.coldest[int(index)]
