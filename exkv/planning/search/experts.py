@@ -28,6 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from ..expected_time import (
+    HOP_SECONDS,
     Rates,
     bandwidth,
     even_bytes,
@@ -220,9 +221,16 @@ class _Table(RangeTable):
         return self.offer.room[self._memory][None]
 
     def _at_least(self) -> float:
-        """Seconds, if the fastest device had everything."""
-        fastest = max(map(bandwidth, self.budgets))
-        return sum(cost.traffic for cost in self._units) / fastest
+        """Seconds that no placement in any order is below: each unit where it takes the least time,
+        with those of its experts in host memory with which that is so, whatever there is room for.
+        (Not what the fastest device takes with everything: a card and its host read at once.)"""
+        read = np.array([unit.traffic for unit in self._units], dtype=float)
+        seconds = [
+            read / bandwidth(budget)
+            + (0.0 if device == self._memory else self._experts_on(device).saved)
+            for device, budget in enumerate(self.budgets)
+        ]
+        return float(np.minimum.reduce(seconds).sum()) + HOP_SECONDS * (len(read) > 0)
 
     def _ways(self, *, least: bool) -> list[_Ways]:
         """Of every device; in host memory itself all of a unit lies there anyway."""
@@ -295,6 +303,11 @@ class _Alike:
         #: Entry [q - 1, k - 1]: of k experts in host memory, at most of q units.
         self.exactly = np.minimum.accumulate(self._spread(count), axis=0)
         self.at_least = np.minimum.accumulate(self.exactly[:, ::-1], axis=1)[:, ::-1]
+
+    @property
+    def saved(self) -> np.ndarray:
+        """Seconds, 0 or less, that experts in host memory save each unit at most."""
+        return np.where(self.with_experts, self.seconds.min(), 0.0)
 
     @staticmethod
     def are(units: Sequence[UnitCost]) -> bool:
@@ -463,6 +476,14 @@ class _Unlike:
     def least(self) -> _Unlike:
         """What no experts are below."""
         return _Unlike(*self._of, _Coldest.least_of)
+
+    @property
+    def saved(self) -> np.ndarray:
+        """As of :class:`_Alike`."""
+        saved = np.zeros(len(self._of[0]))
+        for index, unit in self.least.coldest.items():
+            saved[index] = unit.best[0]
+        return saved
 
     def _first(self, need: np.ndarray) -> np.ndarray:
         """The fewest parts that free so many bytes in each range; one more than there are where
