@@ -183,9 +183,12 @@ class Expected:
 def expected(
     plan: Plan, costs: Sequence[UnitCost], budgets: Sequence[Budget], rows: int
 ) -> Expected:
-    """What is to be expected of a plan of one machine."""
+    """What is to be expected of a plan; over hosts, with the hops of a token over their link where
+    it is known."""
+    hops = len({unit.host for unit in plan.units}) - 1
+    hop = plan.link.seconds(max(cost.hidden_step for cost in costs)) if plan.link else 0.0
     return Expected(
-        seconds=step_seconds(costs, plan.places, budgets),
+        seconds=step_seconds(costs, plan.places, budgets) + hops * hop,
         rows=rows,
         bandwidths=in_words(plan, budgets),
     )

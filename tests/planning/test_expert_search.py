@@ -13,7 +13,7 @@ import pytest
 import torch
 from sweep import cases
 
-from exkv.planning import Budget, UnitCost
+from exkv.planning import Budget, Link, UnitCost
 from exkv.planning.expected_time import rates_of
 from exkv.planning.ledgers import plan_where
 from exkv.planning.plan import CPU
@@ -96,9 +96,7 @@ def counts_of(shares: tuple[float, ...], apart: tuple[bool, ...]) -> dict[int, f
     return {count: odds / sum(found.values()) for count, odds in found.items()}
 
 
-def longer_of(
-    read: float, far: float, card: float, host: float, counts: dict[int, float]
-) -> float:
+def longer_of(read: float, far: float, card: float, host: float, counts: dict[int, float]) -> float:
     """Seconds at the mean until the later of card and host is through."""
     mean = sum(count * p for count, p in counts.items())
     parts = {far / mean * count if mean else 0.0: p for count, p in counts.items()}
@@ -113,9 +111,7 @@ def sums(parts: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-def on_card(
-    units: list[UnitCost], card: Budget, host: Budget
-) -> tuple[np.ndarray, np.ndarray]:
+def on_card(units: list[UnitCost], card: Budget, host: Budget) -> tuple[np.ndarray, np.ndarray]:
     """Bytes in host memory and seconds of all sets of experts with which they fit."""
     if not units:
         return np.zeros(1), np.zeros(1)
@@ -199,6 +195,54 @@ def test_what_is_said_of_orders_that_were_not_tried_is_a_bound(alike, monkeypatc
             fastest = max(budget.bandwidth for budget in budgets)
             beside += best < sum(unit.traffic for unit in units) / fastest
     assert beside, "some are faster than the fastest card with everything"
+
+
+def over_hosts(
+    units: list[UnitCost], hosts: list[list[Budget]], link: Link
+) -> tuple[float, list[int]]:
+    """The least seconds of a step over hosts one after the other, each with its own memory, and how
+    many units each has; infinite where nothing fits."""
+    best, counts = np.inf, []
+    for cuts in itertools.combinations_with_replacement(range(len(units) + 1), len(hosts) - 1):
+        stops = [*cuts, len(units)]
+        parts = [units[a:b] for a, b in zip([0, *stops], stops, strict=False)]
+        seconds = [by_force(part, host, "listed") for part, host in zip(parts, hosts, strict=True)]
+        hops = sum(map(bool, parts)) - 1
+        total = sum(seconds) + hops * link.seconds(max(unit.hidden_step for unit in units))
+        if total < best:
+            best, counts = total, list(map(len, parts))
+    return best, counts
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_every_placement_over_two_hosts_with_memory_of_their_own_is_no_faster(alike):
+    rng, link = np.random.default_rng(4 + alike), Link(bandwidth=1e9, latency=1e-4)
+    exact, refused, missed, apart_on = 0, 0, 0, set[str]()
+    for number in range(cases(25, 200)):
+        units, budgets = random_rig(rng, alike=alike)
+        total = sum(unit.weights + unit.cache for unit in units)
+        hosts = [
+            [
+                replace(budgets[at], capacity=int(total * rng.uniform(0.3, most)), host=name)
+                for at, most in ((0, 0.6), (-1, 0.9))
+            ]
+            for name in ("a", "b")
+        ]
+        found = place_experts(units, list(itertools.chain(*hosts)), link=link)
+        best, _ = over_hosts(units, hosts, link)
+        if found is None:
+            refused, missed = refused + 1, missed + (best < np.inf)
+            continue
+        assert found.seconds >= best * (1 - 1e-9), number
+        assert found.seconds * (1 - found.gap) <= best * (1 + 1e-9), number
+        exact += found.gap == 0
+        apart_on |= {found.where[unit].host for unit, those in found.experts.items() if those}
+        apart = [with_experts_apart(u, found.experts.get(i, ())) for i, u in enumerate(units)]
+        assert plan_where(
+            apart, list(itertools.chain(*hosts)), found.where, "pack", "listed"
+        ).fits, number
+    assert exact > 4 and apart_on == {"a", "b"}
+    assert refused < number // 2 and missed <= 1 + number // 20
 
 
 def in_bits(rng: np.random.Generator, units: list[UnitCost]) -> list[list[UnitCost]]:

@@ -37,7 +37,7 @@ from ..expected_time import (
     seconds_beyond,
     step_seconds,
 )
-from ..plan import UNBOUNDED, Budget, Place, Role, UnitCost
+from ..plan import UNBOUNDED, Budget, Link, Place, Role, UnitCost
 from .offer import Offer, canonical
 from .ranges import Costs, RangeTable, UnitRange
 
@@ -67,25 +67,29 @@ class ExpertPlacement:
 
 
 def place_experts(
-    costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed"
+    costs: Sequence[UnitCost],
+    budgets: Sequence[Budget],
+    order: str = "listed",
+    link: Link | None = None,
 ) -> ExpertPlacement | None:
     """The fastest placement; None where nothing fits.
 
     Args:
         costs: of all units with all their experts.
-        budgets: cards, and their host's memory, in the order in which they are filled if ``order``
-            is "listed".
+        budgets: cards, and the memory of their hosts, in the order in which they are filled if
+            ``order`` is "listed".
+        link: what joins the hosts; None where its time isn't known.
     """
     if order == "any":
         budgets = canonical(budgets, costs)
-    table = _Table(costs, Offer(budgets, costs, order))
+    table = _Table(costs, Offer(budgets, costs, order), link)
     found = table.fastest()
     if found is None:
         return None
     ranges, experts, bound = found
     where = tuple(table.where(ranges))
     apart = [with_experts_apart(cost, experts.get(i, ())) for i, cost in enumerate(costs)]
-    seconds = step_seconds(apart, where, budgets)
+    seconds = step_seconds(apart, where, budgets) + table.between_hosts(ranges)
     gap = max(1 - bound / seconds, 0.0) if seconds else 0.0
     gap = gap if gap > _ROUNDING else 0.0
     return ExpertPlacement(where=where, experts=experts, seconds=seconds, gap=gap)
@@ -136,10 +140,14 @@ class _Ways:
 class _Table(RangeTable):
     """Ranges that fit with experts in host memory; these lie beside what the host has of units."""
 
-    def __init__(self, costs: Sequence[UnitCost], offer: Offer) -> None:
+    def __init__(self, costs: Sequence[UnitCost], offer: Offer, link: Link | None = None) -> None:
         super().__init__(costs, offer)
         self._units = [costs[index] for index in self.free]
-        self._memory = next(d for d, b in enumerate(self.budgets) if b.place == b.place.memory)
+        at = {budget.place: device for device, budget in enumerate(self.budgets)}
+        #: Of each device, the position of its host's memory; None where that isn't on offer.
+        self._memory = [at.get(budget.place.memory) for budget in self.budgets]
+        self._memories = sorted({at for at in self._memory if at is not None})
+        self._hop = link.seconds(max(cost.hidden_step for cost in costs)) if link else 0.0
         self._made: dict[Rates, _Alike | _Unlike] = {}
 
     def fastest(self) -> tuple[list[UnitRange], Chosen, float] | None:
@@ -196,29 +204,34 @@ class _Table(RangeTable):
             costs = [self._costs(d, w.seconds, first[d]) for d, w in enumerate(ways)]
         else:
             costs = [self._costs(d, w.seconds + price * w.freed) for d, w in enumerate(ways)]
-        found = self._best(costs, np.add)
+        found = self._best(costs, np.add, self._hop)
         return None if found is None else (found[1], self._experts_of(found[1], least=least))
 
     def _bound(self, ways: Sequence[_Ways], price: float) -> float | None:
         """Seconds that a step takes at least; None where nothing fits."""
         costs = [self._costs(d, w.bound + price * w.freed_bound) for d, w in enumerate(ways)]
-        found = self._best(costs, np.add)
+        found = self._best(costs, np.add, self._hop)
         if found is None:
             return None
-        return found[0] - price * self._room if self.exact else self._at_least()
+        room = sum(max(self.offer.room[memory].values()) for memory in self._memories)
+        return found[0] - price * room if self.exact else self._at_least()
 
     def _seconds(self, ranges: Sequence[UnitRange], ways: Sequence[_Ways]) -> float:
         """That a step takes in these ranges."""
         bandwidths = list(map(bandwidth, self.budgets))
         read = self.seconds_at(bandwidths)
-        return sum(
-            float((read[r.device] + ways[r.device].seconds)[r.start, r.stop]) for r in ranges
-        )
+        seconds = (read[r.device] + ways[r.device].seconds for r in ranges)
+        each = (float(s[r.start, r.stop]) for s, r in zip(seconds, ranges, strict=True))
+        return sum(each) + self.between_hosts(ranges)
 
-    @property
-    def _room(self) -> int:
-        """Bytes of host memory for units and experts."""
-        return self.offer.room[self._memory][None]
+    def between_hosts(self, ranges: Sequence[UnitRange]) -> float:
+        """Seconds that a step is under way from host to host."""
+        hosts = len({self.budgets[each.device].host for each in ranges})
+        return self._hop * max(hosts - 1, 0)
+
+    def _apart_on(self, device: int) -> bool:
+        """Whether units on this device may have experts in host memory."""
+        return self._memory[device] not in (None, device)
 
     def _at_least(self) -> float:
         """Seconds that no placement in any order is below: each unit where it takes the least time,
@@ -227,7 +240,7 @@ class _Table(RangeTable):
         read = np.array([unit.traffic for unit in self._units], dtype=float)
         seconds = [
             read / bandwidth(budget)
-            + (0.0 if device == self._memory else self._experts_on(device).saved)
+            + (self._experts_on(device).saved if self._apart_on(device) else 0.0)
             for device, budget in enumerate(self.budgets)
         ]
         return float(np.minimum.reduce(seconds).sum()) + HOP_SECONDS * (len(read) > 0)
@@ -235,16 +248,17 @@ class _Table(RangeTable):
     def _ways(self, *, least: bool) -> list[_Ways]:
         """Of every device; in host memory itself all of a unit lies there anyway."""
         return [
-            self._as_they_are(device)
-            if device == self._memory
-            else self._experts_on(device).ways(self._need(device), least=least)
+            self._experts_on(device).ways(self._need(device), least=least)
+            if self._apart_on(device)
+            else self._as_they_are(device)
             for device in range(len(self.budgets))
         ]
 
     def _as_they_are(self, device: int) -> _Ways:
         extra = np.where(self._need(device) <= 0, 0.0, np.inf)
-        nbytes = self.bytes[device].astype(float)
-        return _Ways(extra, nbytes, extra, nbytes)
+        most = self.bytes[device] - max(self.offer.room[device].values())
+        nbytes = self.bytes[device] * float(self._memory[device] == device)
+        return _Ways(extra, nbytes, np.where(most <= 0, 0.0, np.inf), nbytes)
 
     def _costs(
         self, device: int, extra: np.ndarray, freed: np.ndarray | None = None
@@ -252,17 +266,20 @@ class _Table(RangeTable):
         """Of all ranges: seconds, and before these, if they are to be few, bytes of host memory."""
         seconds = extra + self.seconds_at([bandwidth(self.budgets[device])])[0]
         first = np.zeros(extra.shape) if freed is None else freed.copy()
-        empty = self.fits[device][None].diagonal()
         first[np.tril_indices(len(first))] = np.inf
         seconds[np.tril_indices(len(first))] = np.inf
         first[seconds == np.inf] = np.inf
-        for table in (first, seconds):
-            np.fill_diagonal(table, np.where(empty, 0.0, np.inf))
-        return {None: Costs(first, seconds)}
+        found: dict[Role | None, Costs] = {}
+        for role, fits in self.fits[device].items():
+            empty = np.where(fits.diagonal(), 0.0, np.inf)
+            found[role] = Costs(first.copy(), seconds.copy())
+            np.fill_diagonal(found[role].first, empty)
+            np.fill_diagonal(found[role].second, empty)
+        return found
 
     def _need(self, device: int) -> np.ndarray:
-        """Bytes that ranges with all their experts have too many."""
-        return self.bytes[device] - self.offer.room[device][None]
+        """Bytes that ranges with all their experts have too many, whatever their host's role is."""
+        return self.bytes[device] - min(self.offer.room[device].values())
 
     def _experts_on(self, device: int) -> _Alike | _Unlike:
         rates = rates_of(self.budgets[device], self.budgets)
@@ -275,7 +292,7 @@ class _Table(RangeTable):
         """Those in host memory, of units in these ranges."""
         found: Chosen = {}
         for each in ranges:
-            if each.device != self._memory:
+            if self._apart_on(each.device):
                 need = int(self._need(each.device)[each.start, each.stop])
                 experts = self._experts_on(each.device)
                 chosen = experts.chosen(range(each.start, each.stop), need, least=least)
@@ -283,11 +300,19 @@ class _Table(RangeTable):
         return found
 
     def _room_left(self, ranges: Sequence[UnitRange], experts: Chosen) -> int:
-        """Bytes of host memory beside these; negative where it has too few."""
-        here = next(((r.start, r.stop) for r in ranges if r.device == self._memory), (0, 0))
-        units = int(self.bytes[self._memory][here])
-        apart = sum(self.costs[unit].experts[e] for unit, those in experts.items() for e in those)
-        return self._room - units - apart
+        """Bytes of host memory beside these, on the host that has fewest; negative where one has
+        too few."""
+        left = {memory: min(self.offer.room[memory].values()) for memory in self._memories}
+        for each in ranges:
+            memory = self._memory[each.device]
+            if memory == each.device:
+                left[memory] -= int(self.bytes[memory][each.start, each.stop])
+            elif memory is not None:
+                units = self.free[each.start : each.stop]
+                left[memory] -= sum(
+                    self.costs[unit].experts[e] for unit in units for e in experts.get(unit, ())
+                )
+        return min(left.values())
 
 
 class _Alike:
