@@ -16,6 +16,7 @@ from torch import distributed
 from exkv import sim
 from exkv.model import Model
 from exkv.planning import Budget
+from exkv.planning.plan import CPU, without_memory
 
 from .errors import ClusterError, WireError, raise_failures
 from .host import follow
@@ -76,6 +77,7 @@ class Cluster:
         self._simulated = False
         self._caps: dict[str, Sequence[int]] = {}
         self._offered: dict[str, Sequence[Budget]] = {}
+        self._memory = False  # whether hosts offer theirs beside their cards
         self._holds: weakref.ref[Model] | None = None
         self.gone: list[str] = []
         self.came: list[str] = []
@@ -334,7 +336,8 @@ class Cluster:
         return self.launcher.has_ended(name) or left_group(self._store, self._epoch, name)
 
     def offers(self, own: Sequence[Budget], *, now: bool = False) -> list[list[Budget]]:
-        """Budgets of every process's devices by rank; the driver's are ``own``.
+        """Budgets of every process's devices by rank; the driver's are ``own``. If these include
+        its memory beside cards, so do the others'.
 
         Args:
             now: ask every host again, which must have no model loaded; else only those whose
@@ -348,10 +351,14 @@ class Cluster:
                 "hosts with simulated devices need a driver with some: set EXKV_SIM_DEVICES=16M, "
                 'or call exkv.sim.enable("16M") first'
             )
-        others = self.names[1:]
+        others, memory = self.names[1:], self._memory
+        if own:
+            self._memory = len(without_memory(own)) < len(own)
+        now = now or self._memory != memory
         lacking = [name for name in others if now or name not in self._offered]
         if lacking:
-            answers = zip(lacking, self.ask_some(lacking, "offer"), strict=True)
+            offered = self.ask_some(lacking, "offer", memory=self._memory)
+            answers = zip(lacking, offered, strict=True)
             self._offered |= dict(answers)
         pairs = ((self._offered[name], self._caps.get(name)) for name in others)
         return [list(own), *(_capped(*pair) for pair in pairs)]
@@ -453,4 +460,5 @@ def _torchrun_keys() -> str:
 def _capped(offer: Sequence[Budget], caps: Sequence[int] | None) -> list[Budget]:
     if caps is None:
         return list(offer)
-    return [replace(budget, cap=cap) for budget, cap in zip(offer, caps, strict=False)]
+    capped = [replace(budget, cap=cap) for budget, cap in zip(offer, caps, strict=False)]
+    return [*capped, *(each for each in offer[len(capped) :] if each.device == CPU)]

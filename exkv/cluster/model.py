@@ -34,6 +34,7 @@ from exkv.models.adapters import Adapter
 from exkv.models.mtp import Drafting
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import planned
+from exkv.planning.host_experts import with_host_experts
 from exkv.planning.model import ModelShape
 from exkv.planning.plan import CPU, UNBOUNDED
 from exkv.planning.solve import plans_for
@@ -85,6 +86,7 @@ class ClusterModel(Model):
                 "calibration rounds weights on one host: write the integers once, with `exkv "
                 "quantize IN OUT --calibration FILE`, and load that folder over hosts"
             )
+        self.exchange_experts = False  # a new plan counts on them where the last one had them
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []
@@ -110,6 +112,7 @@ class ClusterModel(Model):
             "quantization": json.dumps(self.config.quantization),
             "dtype": self.dtype,
             "max_input_len": self.max_input_len if len(self.chunks) == 1 else None,
+            "exchange_experts": False,
         }
         self._weights_are = fingerprint(self.config.path)
         self._streamed: set[str] = set()  # hosts without a copy of the checkpoint
@@ -241,13 +244,15 @@ class ClusterModel(Model):
         """Plan the loaded model over these devices, with the objective of its first plan."""
         plan = self._whole
         assert plan is not None
+        workload = Workload.under(plan, self._as_one(), self.caches)
+        workload = replace(workload, model=workload.model.with_host_experts({}))
         scenario = Scenario(
-            workloads=(Workload.under(plan, self._as_one(), self.caches),),
+            workloads=(workload,),
             budgets=tuple(budgets),
             objective=plan.objective,
             order=plan.order,
         )
-        return plans_for(scenario)[0]
+        return plans_for(with_host_experts(scenario))[0]
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
         """Have each host load its part of a plan, while this process loads its own."""
@@ -686,8 +691,14 @@ class ClusterModel(Model):
         left = {host_name(names, rank) for rank in range(len(names))}
         try:
             budgets = [budget for budget in self._budgets if budget.host in left]
-            plan = self._plan_anew(budgets)
-            self._note_lost([a == b for a, b in zip(self._places, plan.places, strict=True)])
+            before, plan = self._whole, self._plan_anew(budgets)
+            assert before is not None
+            self._note_lost(
+                [
+                    (a.place, a.host_experts) == (b.place, b.host_experts)
+                    for a, b in zip(before.units, plan.units, strict=True)
+                ]
+            )
             own = self._hand_out("move", plan)
             self.measured, self._moved = [], True
             with self._sending_weights():

@@ -89,9 +89,15 @@ class Replica:
             raise ClusterError("no model has been built here yet")
         return self.model
 
-    def offer(self, devices: Sequence[str] | None = None) -> list[Budget]:
-        """The budgets of this host's devices now."""
-        return make_budgets(devices)
+    def offer(self, devices: Sequence[str] | None = None, memory: bool = False) -> list[Budget]:
+        """The budgets of this host's devices now.
+
+        Args:
+            memory: whether to offer the host's memory beside its accelerators.
+        """
+        budgets = make_budgets(devices)
+        beside = memory and all(budget.device.type != "cpu" for budget in budgets)
+        return make_budgets(devices, cpu=True) if beside else budgets
 
     def allocated(self) -> dict[str, int]:
         """Bytes in live tensors on each of this host's accelerators."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -167,3 +167,29 @@ def linear_at(module: nn.Module, path: str) -> Linear:
     found = module.get_submodule(path)
     assert isinstance(found, Linear)
     return found
+
+
+def with_tensors(
+    module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "", *, watched: bool = False
+) -> nn.Module:
+    """A copy of the module with other tensors in the place of its parameters.
+
+    Args:
+        tensors: by the parameters' names behind the prefix.
+        watched: whether the copy is :attr:`PlainModule.watched` where the module is, which
+            advances the epoch.
+    """
+    copy = object.__new__(type(module))
+    kind: type[dict[str, Any]] = type(module._parameters) if watched else dict
+    found = kind(
+        (name, None if own is None else tensors[prefix + name])
+        for name, own in module._parameters.items()
+    )
+    inside = {
+        name: with_tensors(child, tensors, f"{prefix}{name}.", watched=watched)
+        for name, child in module._modules.items()
+        if child is not None
+    }
+    copy.__dict__.update(module.__dict__, _parameters=found, _modules=inside)
+    copy.__dict__.update((name, child) for name, child in inside.items() if name in copy.__dict__)
+    return copy

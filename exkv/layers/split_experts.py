@@ -31,7 +31,7 @@ from exkv import devices, sim
 from exkv.ops.experts import Routing, add_output, by_expert
 from exkv.ops.weight_groups import MOST_ROWS, is_decode_sized
 
-from .linear import Matrix
+from .linear import Matrix, with_tensors
 
 if TYPE_CHECKING:
     from .mlp import Experts
@@ -367,26 +367,9 @@ class ExpertStaging:
             copies.uses(self._memory)
             for name, tensor in stored.items():
                 made[name].copy_(tensor, non_blocking=True)
-        return _with_tensors(expert, made)
+        return with_tensors(expert, made)
 
 
 def staging_bytes_of(nbytes: int, device_type: str) -> int:
     """Bytes that :class:`ExpertStaging` asks a card for, for experts of up to ``nbytes``."""
     return devices.allocation_bytes(2 * nbytes, device_type)
-
-
-def _with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "") -> nn.Module:
-    """A copy of the module with other tensors in the place of its parameters."""
-    copy = object.__new__(type(module))
-    found = {
-        name: None if own is None else tensors[prefix + name]
-        for name, own in module._parameters.items()
-    }
-    inside = {
-        name: _with_tensors(child, tensors, f"{prefix}{name}.")
-        for name, child in module._modules.items()
-        if child is not None
-    }
-    copy.__dict__.update(module.__dict__, _parameters=found, _modules=inside)
-    copy.__dict__.update((name, child) for name, child in inside.items() if name in copy.__dict__)
-    return copy

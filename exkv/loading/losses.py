@@ -19,7 +19,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar, cast
 
@@ -149,8 +149,14 @@ def kept_as(
 
 def of_weights(model: Transformer, checkpoint: Checkpoint | None) -> Losses:
     """By the weights of a checkpoint, or None for normally distributed ones."""
-    specs = model.specs_kept(AS_STORED)
-    units = {spec.name: _unit_loss(model, spec, checkpoint) for spec in specs}
+    units: dict[str, dict[str, float]] = {}
+    alike: dict[Hashable, dict[str, float]] = {}
+    for spec in model.specs_kept(AS_STORED):
+        # Which layer's weights they are makes no difference where nothing is known of these.
+        key = spec.name if checkpoint or spec.layer is None else (spec.kind, spec.like.layout)
+        if key not in alike:
+            alike[key] = _unit_loss(model, spec, checkpoint)
+        units[spec.name] = alike[key]
     return Losses(units=units)
 
 

@@ -235,16 +235,14 @@ def mtp_unit(
         assert made is not None and isinstance(module, MTPHead)
         return [_inside(each) for each in made(config, dtype, parts["layer"], module.layer)]
 
-    return replace(
-        unit_spec(
-            f"model.layers.{index}",
-            lambda: MTPHead(config, dtype, layer(), norm),
-            rename,
-            formats=formats,
-            layer=index,
-            kind=("mtp", config.kind_of_layer(index)),
-            made=None if made is None else sources,
-        ),
+    return unit_spec(
+        f"model.layers.{index}",
+        lambda: MTPHead(config, dtype, layer(), norm),
+        rename,
+        formats=formats,
+        layer=index,
+        kind=("mtp", config.kind_of_layer(index)),
+        made=None if made is None else sources,
         is_mtp=True,
     )
 

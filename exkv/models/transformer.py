@@ -40,7 +40,14 @@ from .logits_check import check_logits
 from .mtp import Drafting, follow
 from .rerun import Rerun
 from .runs import Runs
-from .units import PlacedUnit, Unit, UnitSpec, largest_host_expert, unit_specs
+from .units import (
+    PlacedUnit,
+    Unit,
+    UnitSpec,
+    largest_host_expert,
+    quantized_anew,
+    unit_specs,
+)
 
 #: Default sizes of a chunk, in tokens: a plan takes the largest that fits.
 CHUNKS = (2048, 1024, 512, 256, 128)
@@ -152,7 +159,7 @@ class Transformer:
         if option not in self._specs:
             names = (spec.name for spec in self._specs[AS_STORED])
             config = with_weights(self.config, dict.fromkeys(names, option))
-            self._specs[option] = unit_specs(config, self.dtype)
+            self._specs[option] = quantized_anew(self._specs[AS_STORED], config, self.dtype)
         return self._specs[option]
 
     def choose(self, choice: Choice | None) -> None:
@@ -178,7 +185,7 @@ class Transformer:
                     )
         if all(option in OPTIONS for option in kept.values()):
             return _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
-        return _units(unit_specs(with_weights(self.config, kept), self.dtype))
+        return _units(quantized_anew(stored, with_weights(self.config, kept), self.dtype))
 
     def set_host_experts(self, experts: Mapping[str, Collection[int]]) -> None:
         """Set which routed experts of which units lie in host memory while the rest of the unit is

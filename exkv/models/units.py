@@ -7,10 +7,11 @@ placed or loaded.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
 from exkv.layers.mlp import lay_on_host, mixtures
 from exkv.layers.split_experts import ExpertStaging, staging_bytes_of
-from exkv.weights import FormatOf, Source, format_source, tensor_source
+from exkv.weights import FormatOf, Source, WeightFormat, format_source, formats_of, tensor_source
 from exkv.weights.expert_groups import expert_of, name_among
 from exkv.weights.on_load import class_of
 from exkv.weights.read_parameters import read_parameters
@@ -36,10 +37,46 @@ from exkv.weights.source import with_precomputed
 _SHARED = re.compile(r"(?:^|\.)shared_expert(?:_gate)?\.")
 
 
-@lru_cache
-def _experts_of(parameters: tuple[str, ...]) -> list[int | None]:
-    """The same of all parameters of a unit, of which many are alike."""
-    return list(map(expert_of, parameters))
+@dataclass(frozen=True)
+class InFormats:
+    """What units have in common whose modules and formats are equal.
+
+    Attributes:
+        module: one of these modules on ``meta``; not to be changed.
+        shapes: its parameters.
+    """
+
+    module: nn.Module
+    shapes: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def nbytes(self) -> Mapping[str, int]:
+        """Parameter -> bytes that it takes from a device."""
+        return {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
+
+    @cached_property
+    def expert_bytes(self) -> tuple[int, ...]:
+        """Bytes of each routed expert; empty where there are none."""
+        totals: dict[int, int] = {}
+        for name, nbytes in self.nbytes.items():
+            if (expert := expert_of(name)) is not None:
+                totals[expert] = totals.get(expert, 0) + nbytes
+        return tuple(totals[expert] for expert in range(len(totals)))
+
+    @cached_property
+    def shared_expert_bytes(self) -> int:
+        """Bytes of what all tokens take beside routed experts, which computes while a host does."""
+        return sum(size for name, size in self.nbytes.items() if _SHARED.search(name))
+
+    @cached_property
+    def layout(self) -> int:
+        """A number that units have in common whose parameters have the same names and shapes."""
+        shapes = tuple((name, tensor.shape) for name, tensor in self.shapes.items())
+        return _layouts.setdefault(shapes, len(_layouts))
+
+
+#: Names and shapes of parameters -> :attr:`InFormats.layout`.
+_layouts: dict[tuple[tuple[str, torch.Size], ...], int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +88,9 @@ class UnitSpec:
         layer: the decoder layer's index, or None for embedding and head.
         build: makes the module on the default device, uninitialised; its ``forward`` takes
             ``(x, batch, cache_layer)``.
-        shapes: the module's parameter names -> shape and dtype, on ``meta``.
+        like: what it has in common with units that are alike.
+        in_formats: returns the spec with its matrices in other formats, which are asked for by
+            their names and sizes.
         find_sources: returns :attr:`sources`.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
         matrices: matrix's module -> its name in the checkpoint, by which it has its format.
@@ -65,13 +104,19 @@ class UnitSpec:
     name: str
     layer: int | None
     build: Callable[[], nn.Module]
-    shapes: Mapping[str, torch.Tensor]
+    like: InFormats
+    in_formats: Callable[[FormatOf], UnitSpec]
     find_sources: Callable[[], tuple[Source, ...]]
     tied: dict[str, tuple[int, str]]
     matrices: Mapping[str, str]
     unused: tuple[str, ...] = ()
     kind: Hashable = None
     is_mtp: bool = False
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Tensor]:
+        """The module's parameters -> shape and dtype, on ``meta``."""
+        return self.like.shapes
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -95,14 +140,6 @@ class UnitSpec:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _InFormats:
-    """A module on ``meta`` and its parameters."""
-
-    module: nn.Module
-    shapes: Mapping[str, torch.Tensor]
-
-
 class Pattern:
     """What units with equal modules have in common, so that it is made once.
 
@@ -117,7 +154,7 @@ class Pattern:
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         with torch.device("meta"):
             self.sizes = {each: matrix.size for each, matrix in _matrices(build())}
-        self.in_formats: dict[tuple[str, ...], _InFormats] = {}
+        self.in_formats: dict[tuple[str, ...], InFormats] = {}
 
 
 def unit_spec(
@@ -132,6 +169,8 @@ def unit_spec(
     made: Callable[[nn.Module], list[Source]] | None = None,
     pattern: Pattern | None = None,
     unused: tuple[str, ...] = (),
+    is_mtp: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own.
 
@@ -142,9 +181,10 @@ def unit_spec(
         made: from the module, on ``meta``, to sources of its own, which come first.
         pattern: of units with modules equal to this one; None where there are no others.
         unused: as the checkpoint names them.
+        names: of the matrices' modules in the checkpoint; None to ask ``rename``.
     """
     pattern = pattern or Pattern(build)
-    names = {each: rename(each) for each in pattern.sizes}
+    names = names or {each: rename(each) for each in pattern.sizes}
     chosen = {each: formats(names[each], size) for each, size in pattern.sizes.items()}
 
     def in_formats() -> nn.Module:
@@ -156,18 +196,36 @@ def unit_spec(
                 raise ValueError(f"{rename(each)}: {error}") from None
         return module
 
-    combination = tuple(format.name for format in chosen.values())
+    combination = _names_of(chosen.values())
     first = combination not in pattern.in_formats
     if first:
         with torch.device("meta"):
             module = in_formats()
-        pattern.in_formats[combination] = _InFormats(module, dict(module.named_parameters()))
+        pattern.in_formats[combination] = InFormats(module, dict(module.named_parameters()))
     alike = pattern.in_formats[combination]
+
+    def in_other_formats(formats: FormatOf) -> UnitSpec:
+        return unit_spec(
+            name,
+            build,
+            rename,
+            formats=formats,
+            layer=layer,
+            tied=tied,
+            kind=kind,
+            made=made,
+            pattern=pattern,
+            unused=unused,
+            is_mtp=is_mtp,
+            names=names,
+        )
+
     spec = UnitSpec(
         name=name,
         layer=layer,
         build=in_formats,
-        shapes=alike.shapes,
+        like=alike,
+        in_formats=in_other_formats,
         find_sources=cache(partial(_sources, alike, rename, made)),
         tied={
             f"{each}.{tensor}": (index, f"{other}.{tensor}")
@@ -177,14 +235,21 @@ def unit_spec(
         matrices=names,
         unused=unused,
         kind=(kind, *combination),
+        is_mtp=is_mtp,
     )
     if first:
         _ = spec.sources  # raises where the checkpoint can't have such matrices
     return spec
 
 
+def _names_of(formats: Collection[WeightFormat]) -> tuple[str, ...]:
+    """Their names; of the same ones asked once."""
+    names = {id(format): format.name for format in {id(each): each for each in formats}.values()}
+    return tuple(names[id(format)] for format in formats)
+
+
 def _sources(
-    alike: _InFormats,
+    alike: InFormats,
     rename: Callable[[str], str],
     made: Callable[[nn.Module], list[Source]] | None,
 ) -> tuple[Source, ...]:
@@ -216,8 +281,25 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
             f"{config.path or 'the config'}: architecture {config.architecture!r} is not "
             f"supported; known are: {', '.join(sorted(FAMILIES))}"
         )
-    try:
+    with _naming(config):
         return family.units(config, dtype)
+
+
+def quantized_anew(
+    specs: Iterable[UnitSpec], config: ModelConfig, dtype: torch.dtype
+) -> list[UnitSpec]:
+    """The units of a config from those of one that differs from it in ``quantization`` alone;
+    errors as of :func:`unit_specs`."""
+    with _naming(config):
+        formats = formats_of(config, dtype)
+        return [spec.in_formats(formats) for spec in specs]
+
+
+@contextlib.contextmanager
+def _naming(config: ModelConfig) -> Iterator[None]:
+    """Within the block, errors name the config."""
+    try:
+        yield
     except ValueError as error:
         if config.path is None or str(config.path) in str(error):
             raise
@@ -243,10 +325,6 @@ class PlacedUnit(Protocol):
     def host_experts(self) -> frozenset[int]: ...
 
 
-#: Names and shapes of parameters -> :attr:`Unit.layout`.
-_layouts: dict[tuple[tuple[str, torch.Size], ...], int] = {}
-
-
 class Unit:
     """A spec in one model: unplaced, placed, or loaded. A change advances the epoch.
 
@@ -268,7 +346,7 @@ class Unit:
         self.host_experts: frozenset[int] = frozenset()
         self.low_rank: Mapping[str, Mapping[str, LowRank]] = {}
         self.shapes = spec.shapes
-        self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
+        self.nbytes = spec.like.nbytes
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -278,26 +356,20 @@ class Unit:
     def name(self) -> str:
         return self.spec.name
 
-    @cached_property
+    @property
     def expert_bytes(self) -> tuple[int, ...]:
         """Bytes of each routed expert; empty for a unit without."""
-        totals: dict[int, int] = {}
-        experts = _experts_of(tuple(self.nbytes))
-        for expert, nbytes in zip(experts, self.nbytes.values(), strict=True):
-            if expert is not None:
-                totals[expert] = totals.get(expert, 0) + nbytes
-        return tuple(totals[expert] for expert in range(len(totals)))
+        return self.spec.like.expert_bytes
 
-    @cached_property
+    @property
     def shared_expert_bytes(self) -> int:
-        """Bytes of what all tokens take beside routed experts, which computes while a host does."""
-        return sum(size for name, size in self.nbytes.items() if _SHARED.search(name))
+        """As of :class:`InFormats`."""
+        return self.spec.like.shared_expert_bytes
 
-    @cached_property
+    @property
     def layout(self) -> int:
-        """A number that units have in common whose parameters have the same names and shapes."""
-        shapes = tuple((name, tensor.shape) for name, tensor in self.shapes.items())
-        return _layouts.setdefault(shapes, len(_layouts))
+        """As of :class:`InFormats`."""
+        return self.spec.like.layout
 
     @property
     def host_weights(self) -> int:

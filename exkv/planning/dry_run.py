@@ -36,10 +36,12 @@ class ShapeTensor(torch.Tensor):
     Attributes:
         meta: has its shape and storage.
         stands_for: the type of device that is planned for, where this one is in its place.
+        _is_param: how nn.Parameter marks tensors of subclasses.
     """
 
     meta: torch.Tensor
     stands_for: str | None = None
+    _is_param: bool = False
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, device: torch.device) -> ShapeTensor:
@@ -96,6 +98,24 @@ class DryRun(LiveStorages, TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Else torch imports its compiler, to keep this from being compiled."""
         return False
+
+    def standing_for(self, meta: torch.Tensor, device: torch.device | None = None) -> ShapeTensor:
+        """A tensor on a device, None for the one of this run, that isn't counted yet.
+
+        Args:
+            meta: has its shape and storage.
+        """
+        made = ShapeTensor(meta, device or self.device)
+        if made.device.type == self.device_type:
+            made.stands_for = self.kernels
+        return made
+
+    def parameters(self, shapes: Mapping[str, torch.Tensor]) -> dict[str, ShapeTensor]:
+        """Parameters like these, on this run's device."""
+        made = {name: self.standing_for(meta) for name, meta in shapes.items()}
+        for parameter in made.values():
+            parameter._is_param = True
+        return made
 
     def restart(self, held: object) -> None:
         """Count anew: these tensors, and those that are made from now on."""
@@ -173,9 +193,7 @@ class DryRun(LiveStorages, TorchDispatchMode):
         def result(meta: torch.Tensor) -> torch.Tensor:
             if id(meta) in given:  # it was written to
                 return given[id(meta)][0]
-            made = ShapeTensor(meta, torch.device(where))
-            if made.device.type == self.device_type:
-                made.stands_for = self.kernels
+            made = self.standing_for(meta, torch.device(where))
             if meta.untyped_storage()._cdata not in known:
                 self._follow(made)
             return made

@@ -250,9 +250,13 @@ class Expected:
 def expected(
     plan: Plan, costs: Sequence[UnitCost], budgets: Sequence[Budget], rows: int
 ) -> Expected:
-    """What is to be expected of a plan of one machine."""
+    """Expectations of a plan; over hosts, with the hops of a token over their link if its speed is
+    known."""
+    hops = len({unit.host for unit in plan.units}) - 1
+    hop = plan.link.seconds(max(cost.hidden_step for cost in costs)) if plan.link else 0.0
     disk = on_disk(plan, costs)
-    seconds = step_seconds(costs, plan.places, budgets) + (disk.seconds if disk else 0.0)
+    seconds = step_seconds(costs, plan.places, budgets) + hops * hop
+    seconds += disk.seconds if disk else 0.0
     return Expected(
         seconds=seconds,
         rows=rows,

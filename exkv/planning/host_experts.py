@@ -13,7 +13,7 @@ from dataclasses import replace
 from exkv.caching_allocator import ROUND_LARGE
 
 from .ledgers import plan_where
-from .plan import CPU, Budget, Place, UnitCost
+from .plan import Budget, Place, UnitCost, without_memory
 from .scenario import Scenario, Workload
 from .search.experts import place_experts
 from .search.placement import fits_units
@@ -34,7 +34,7 @@ def with_host_experts(scenario: Scenario) -> Scenario:
 def _settle(scenario: Scenario, position: int) -> Scenario:
     workload, budgets = scenario.workloads[position], scenario.budgets_of(position)
     costs = workload.costs(workload.peaks(budgets), scenario.home)
-    cards = [budget for budget in budgets if budget.device != CPU]
+    cards = without_memory(budgets)
     if fits_units(costs, cards, scenario.order):
         return scenario
     found = _placed(workload, costs, budgets, scenario)
@@ -52,7 +52,7 @@ def _placed(
     lacking: dict[Place, int] = {}
     for _ in range(_TRIES):
         smaller = [_with_less(budget, lacking.get(budget.place, 0)) for budget in budgets]
-        found = place_experts(costs, smaller, scenario.order)
+        found = place_experts(costs, smaller, scenario.order, scenario.link)
         if found is None:
             return None
         experts = {costs[i].name: frozenset(those) for i, those in found.experts.items()}

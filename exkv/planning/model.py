@@ -12,7 +12,7 @@ from exkv.checkpoint import ModelConfig
 from exkv.layers import RotaryTables
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
-from exkv.models.units import unit_specs
+from exkv.models.units import quantized_anew
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.on_load import METHOD, with_weights
 
@@ -87,7 +87,8 @@ class ModelShape:
         stored = replace(self.config, quantization=None) if self.on_load else self.config
         transform = (self.config.quantization or {}).get("transform") if self.on_load else None
         config = with_weights(stored, weights, transform)
-        units = tuple(Unit(i, each) for i, each in enumerate(unit_specs(config, self.dtype)))
+        specs = quantized_anew((unit.spec for unit in self.units), config, self.dtype)
+        units = tuple(Unit(index, spec) for index, spec in enumerate(specs))
         return replace(self, config=config, units=units)
 
 

@@ -254,6 +254,12 @@ class Budget:
         return self.limit + self.disk
 
 
+def without_memory(budgets: Sequence[Budget]) -> list[Budget]:
+    """Those that aren't the memory of a host of which cards are on offer, too."""
+    with_cards = {budget.host for budget in budgets if budget.device != CPU}
+    return [each for each in budgets if each.device != CPU or each.host not in with_cards]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """What a plan puts on one device, beside what the device's budget says; in bytes.

@@ -25,7 +25,7 @@ from exkv.weights.on_load import BITS
 
 from .ledgers import plan_where
 from .model import ModelShape
-from .plan import CPU, EMBEDDED_IN_FLIGHT, Budget, Link, Place, Plan, UnitCost
+from .plan import CPU, EMBEDDED_IN_FLIGHT, Budget, Link, Place, Plan, UnitCost, without_memory
 from .reserved import Allocated, reserved_for
 from .search.experts import fits_experts
 from .search.placement import fits_units, place_units
@@ -366,9 +366,8 @@ class Scenario:
 
     @property
     def beside_host(self) -> bool:
-        """Whether one machine's memory takes what its cards have no room for."""
-        on_host = [budget.device == CPU for budget in self.budgets]
-        return any(on_host) and not all(on_host) and not self.over_hosts
+        """Whether a host's memory takes what its cards have no room for."""
+        return len(without_memory(self.budgets)) < len(self.budgets)
 
     def may_have_host_experts(self, position: int) -> bool:
         """Whether experts of this workload may lie in host memory while their layers are on

@@ -60,6 +60,9 @@ def _contiguous(shape: Shape) -> list[int]:
 def _pointwise(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Of the broadcast shape; the dtype is found by a call on single numbers."""
     operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if (out := kwargs.get("out")) is not None:
+        fits = out.shape == torch.Size(_broadcast([operand.shape for operand in operands]))
+        return out if fits else _ASK_TORCH
     if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
         return _ASK_TORCH
     dtype = _dtype(func, tuple(map(_kind, args)), tuple(kwargs.items()))
@@ -201,6 +204,18 @@ def _embedding(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _made([*ids.shape, table.shape[1]], table.dtype)
 
 
+def _gather(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    x, _, index = args[:3]
+    return _made(index.shape, x.dtype)
+
+
+def _sorted(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Values and their indices."""
+    x = args[0]
+    strides = _strides(x.shape, [x])
+    return _made(x.shape, x.dtype, strides), _made(x.shape, torch.int64, strides)
+
+
 def _softmax(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, _, to_float = args
     if not x.is_contiguous():
@@ -338,6 +353,9 @@ _RULES: dict[OpOverload, Callable[[OpOverload, tuple, dict[str, Any]], Any]] = {
     aten.masked_fill.Tensor: _masked,
     aten.repeat.default: _repeat,
     aten.topk.default: _topk,
+    aten.gather.default: _gather,
+    aten.sort.default: _sorted,
+    aten.sort.stable: _sorted,
     aten.scalar_tensor.default: _scalar,
     aten._unsafe_view.default: _unsafe_view,
     aten.index.Tensor: _index,

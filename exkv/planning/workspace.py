@@ -27,6 +27,7 @@ from exkv.caching_allocator import Rules
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
 from exkv.layers.descriptions import LowRank
+from exkv.layers.linear import with_tensors
 from exkv.layers.mlp import lay_on_host
 from exkv.models import Unit
 from exkv.models.adapters import adapted
@@ -353,7 +354,7 @@ def dry_call(
     device, device_type = run.device, run.kernels
     with run, torch.no_grad():
         with device:
-            module = _built(model, unit, lengths)
+            module = _on_shapes(model, unit, lengths, run)
         if store is not None:
             store = _full(store, device, device_type)
         # Made on the host and sent, so that only what arrives is the device's.
@@ -364,9 +365,10 @@ def dry_call(
     return out
 
 
-def _built(model: ModelShape, unit: Unit, lengths: Lengths) -> nn.Module:
-    """The unit's module on the default device, with the adapter of the call."""
-    module, name = unit.spec.build(), lengths.adapters
+def _on_shapes(model: ModelShape, unit: Unit, lengths: Lengths, run: DryRun) -> nn.Module:
+    """The unit's module with the adapter of the call, which is on the default device."""
+    tensors, name = run.parameters(unit.spec.shapes), lengths.adapters
+    module = with_tensors(unit.spec.like.module, tensors, watched=True)
     lay_on_host(module, _in_host_memory(unit, lengths))
     if not isinstance(name, str):
         return module

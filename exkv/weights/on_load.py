@@ -24,6 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -53,6 +54,7 @@ OPTIONS = (AS_STORED, *BITS)
 #: The value of ``weights`` with which a plan chooses the units' bits.
 BEST = "best"
 _OF_HEAD = "int8"
+_FLOATS = (OF_LAYERS, *ROUTERS)
 _GROUP = 64
 
 
@@ -124,7 +126,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     transforms = config.quantization.get("transform") == HADAMARD
 
     def format_of(layer: str, size: Size) -> WeightFormat:
-        has_groups = size[1] % CHUNK == 0 and not stays_float(layer, (OF_LAYERS, *ROUTERS))
+        has_groups = size[1] % CHUNK == 0 and not stays_float(layer, _FLOATS)
         if not has_groups or (kept := kept_as(layer)) == AS_STORED:
             return FLOATS[dtype]
         is_table = layer in (facts.table, facts.head)
@@ -231,6 +233,7 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
             raise ValueError(f"weights of {unit} are {error}") from None
 
 
+@lru_cache
 def _format(bits: int, size: Size, transforms: bool) -> WeightFormat:
     """The format with the largest group that fits the inputs."""
     inputs = size[1]

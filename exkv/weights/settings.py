@@ -3,6 +3,8 @@ refused by name, with the known ones."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +145,14 @@ def names_module(name: str, layer: str) -> bool:
 
 def stays_float(layer: str, floats: Iterable[str] = FLOATS) -> bool:
     """Whether methods leave the layer as floats by default."""
-    return any(names_module(name, layer) for name in floats)
+    return _naming_any(tuple(floats)).search(f".{layer}.") is not None
+
+
+@functools.lru_cache
+def _naming_any(names: tuple[str, ...]) -> re.Pattern[str]:
+    """A pattern that finds any of the names, as :func:`names_module` does."""
+    parts = "|".join(re.escape(name.strip(".")) for name in names)
+    return re.compile(rf"\.(?:{parts})\." if names else "(?!)")
 
 
 def headers_of(config: ModelConfig) -> Headers | None:

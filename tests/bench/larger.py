@@ -4,17 +4,31 @@
 From configs alone: each is planned as by ``exkv plan MODEL --devices CARDS --cpu MEMORY``, and how
 long a decode step takes is what ``exkv.planning.expected_time`` says, by the bandwidths that it
 assumes. The table is docs/larger-than-my-cards.md's.
+
+Each case that fits is also planned for simulated cards of these sizes, and each placement loaded
+there once, without memory behind it: planned and measured bytes of every device are compared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from typing import Any
 
-from exkv import CACHES, Model, ModelConfig, PlacementError
-from exkv.planning import CacheShape, Scenario, Workload, make_budgets
+import torch
+
+from exkv import CACHES, Model, ModelConfig, PlacementError, devices, sim
+from exkv.cli.simulate import HollowCheckpoint
+from exkv.devices import CPU, rounded
+from exkv.loading import LoadReport, load_units
+from exkv.loading.report import LINES
+from exkv.planning import CacheShape, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import planned
 from exkv.planning.expected_time import CARD, HOST, LINK, expected
+from exkv.sizes import parse_cards
 
 from .harness import markdown, setting
 
@@ -112,7 +126,7 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
 }
 CARDS = ("8G", "12G", "24G", "24G,12G", "24G,24G")
-HOSTS = ("32G", "64G", "96G", "192G")
+HOSTS = ("32G", "64G", "96G", "128G", "192G")
 #: Tokens of the one row's cache.
 CONTEXT = 8192
 
@@ -122,6 +136,7 @@ class Settings:
     """What is planned."""
 
     models: tuple[str, ...] = setting(tuple(MODELS), choices=MODELS)
+    dry: bool = setting(True, help="load each case on simulated devices, too")
 
 
 def model_of(name: str) -> Model:
@@ -129,8 +144,14 @@ def model_of(name: str) -> Model:
     return Model(ModelConfig.from_dict(config), weights=weights)
 
 
-def scenario_of(model: Model, cards: str, host: str, *, host_experts: bool = True) -> Scenario:
-    """A full cache of one row beside logits of the last token."""
+def scenario_of(
+    model: Model, cards: str | list[str], host: str, *, host_experts: bool = True
+) -> Scenario:
+    """A full cache of one row beside logits of the last token.
+
+    Args:
+        cards: sizes, or names of devices.
+    """
     shape = CacheShape.planned(model, CACHES["fp16"], CONTEXT, 1)
     return Scenario(
         workloads=(Workload.of(model, [shape], last_id_only=True),),
@@ -148,16 +169,142 @@ def rate_of(scenario: Scenario) -> float | None:
     return expected(plan, costs, scenario.budgets, 1).tokens_per_second
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Every model on all cards, with every size of host memory."""
-    rates = {}
-    for name in settings.models:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model on cards beside host memory.
+
+    Attributes:
+        rate: tokens a second, None where it doesn't fit.
+        seconds: of CPU, that planning took.
+        experts: of these, in host memory.
+        differing: bytes of all lines of all devices by which planned and measured ones differ; None
+            where nothing was loaded.
+    """
+
+    model: str
+    cards: str
+    host: str
+    rate: float | None
+    seconds: float
+    experts: int = 0
+    differing: int | None = None
+
+
+def cases_of(name: str, cards: str, dry: bool) -> list[Case]:
+    """Every size of host memory, in a process that has no simulated devices yet."""
+    sizes = parse_cards(cards)
+    if dry:
+        sim.enable(sizes, dry=True)
+        devices.zeros_on = partial(_zeros_on, zeros_on=devices.zeros_on)
+    found, stand_in = [], model_of(name)
+    known: dict[tuple, int] = {}
+    for host in HOSTS:
         model = model_of(name)
-        rates[name] = {
-            cards: {host: rate_of(scenario_of(model, cards, host)) for host in HOSTS}
-            for cards in CARDS
-        }
-    return {"bandwidths": [CARD, HOST, LINK], "rates": rates}
+        began = time.process_time()
+        rate = rate_of(scenario_of(model, cards, host))
+        case = Case(
+            model=name, cards=cards, host=host, rate=rate, seconds=time.process_time() - began
+        )
+        if dry and rate is not None:
+            simulated = [f"sim:{card}" for card in range(len(sizes))]
+            devices.memory = partial(_memory, parse_cards(host)[0], memory=devices.memory)
+            case = _loaded(case, stand_in, simulated, known)
+        found.append(case)
+    return found
+
+
+def _zeros_on(
+    device: torch.device,
+    shapes: Mapping[str, torch.Tensor],
+    zeros_on: Callable[[torch.device, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Zeros of a load, those in host memory with the same memory behind all of one size: a model is
+    larger than the machine that tries it."""
+    if device != CPU:
+        return zeros_on(device, shapes)
+    return {
+        name: _zeros(like.nbytes).view(like.dtype).view(like.shape) for name, like in shapes.items()
+    }
+
+
+def _memory(
+    host: int, device: torch.device, memory: Callable[[torch.device], devices.Memory]
+) -> devices.Memory:
+    """What a device has, this machine's memory aside."""
+    if device == CPU:
+        return devices.Memory(capacity=host, in_use=0, in_use_by_others=0)
+    return memory(device)
+
+
+@cache
+def _zeros(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def _loaded(case: Case, model: Model, cards: list[str], known: dict[tuple, int]) -> Case:
+    """Carried out on simulated devices.
+
+    Args:
+        known: what differs by places of units and experts.
+    """
+    scenario, (plan,), _ = planned(scenario_of(model, cards, case.host))
+    where = tuple((unit.place, unit.host_experts) for unit in plan.units)
+    if where not in known:
+        known[where] = _differing(scenario, plan, model)
+    apart = sum(len(unit.host_experts) for unit in plan.units)
+    return replace(case, experts=apart, differing=known[where])
+
+
+def _differing(scenario: Scenario, plan: Plan, model: Model) -> int:
+    """Bytes by which a load differs from its plan."""
+    shape = scenario.workloads[0].promise.caches[0]
+    tokens = shape.kind(model, shape.max_seq_len, shape.batch_size)
+    real = replace(scenario, workloads=(Workload.under(plan, model, [tokens]),))
+    reports: list[LoadReport] = []
+    steps = load_units(
+        model,
+        real,
+        plan=plan,
+        checkpoint=HollowCheckpoint(model),
+        lazy=False,
+        on_loaded=lambda plan, report: reports.append(report),
+    )
+    for _ in steps:
+        pass
+    differing = sum(
+        abs(getattr(row.ledger, line) - row.measured.get(line, 0))
+        for row in reports[-1].devices
+        for line in LINES
+        if row.device != CPU
+    )
+    differing += abs(plan_on_host(plan) - held_on_host(model))
+    model.unload()
+    model.forget_cache(tokens)
+    return differing
+
+
+def plan_on_host(plan: Plan) -> int:
+    """Bytes of weights that are to lie in host memory."""
+    whole = sum(unit.weights for unit in plan.units if unit.device == CPU)
+    return whole + sum(unit.host_weights for unit in plan.units)
+
+
+def held_on_host(model: Model) -> int:
+    """Bytes of weights that do, each tensor's rounded as plans count them."""
+    modules = (unit.module for unit in model.units if unit.module is not None)
+    tensors = (tensor for module in modules for tensor in module.parameters())
+    return sum(rounded(tensor.nbytes) for tensor in tensors if tensor.device == CPU)
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Every model on all cards, with every size of host memory."""
+    cases: list[Case] = []
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        for name in settings.models:
+            for cards in CARDS:
+                cases += pool.apply(cases_of, (name, cards, settings.dry))
+                found = list(map(asdict, cases))
+                yield {"bandwidths": [CARD, HOST, LINK], "cases": found}
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -165,16 +312,43 @@ def report(result: dict[str, Any]) -> list[str]:
     return [
         f"Predicted tokens a second of one row behind {CONTEXT:,} tokens, by bandwidths that are "
         f"assumed: cards {card}, host memory {host}, link {link}.",
-        table(result["rates"]),
+        table(result["cases"]),
+        "Each of them:",
+        cases_table(result["cases"]),
     ]
 
 
-def table(rates: dict[str, dict[str, dict[str, float | None]]]) -> str:
-    headings = ["model", "cards", *HOSTS]
+def table(cases: list[dict[str, Any]]) -> str:
+    rates: dict[tuple[str, str], dict[str, float | None]] = {}
+    for case in cases:
+        rates.setdefault((case["model"], case["cards"]), {})[case["host"]] = case["rate"]
+    rows = [row(name, cards, by_host) for (name, cards), by_host in rates.items()]
+    return markdown(["model", "cards", *HOSTS], rows)
+
+
+def cases_table(cases: list[dict[str, Any]]) -> str:
+    headings = ["model", "cards", "host memory", "tokens/s", "plan, s of CPU"]
+    headings += ["experts on the host", "bytes that differ"]
     rows = [
-        row(name, cards, by_host) for name, of in rates.items() for cards, by_host in of.items()
+        [
+            *(case["model"], case["cards"], case["host"]),
+            "" if case["rate"] is None else f"{case['rate']:.3g}",
+            f"{case['seconds']:.2f}",
+            "" if case["differing"] is None else f"{case['experts']:,}",
+            "" if case["differing"] is None else f"{case['differing']:,}",
+        ]
+        for case in cases
     ]
     return markdown(headings, rows)
+
+
+def wrong(result: dict[str, Any]) -> list[str]:
+    """Cases whose bytes differ."""
+    return [
+        f"{case['model']} on {case['cards']} beside {case['host']}: {case['differing']:,} bytes"
+        for case in result["cases"]
+        if case["differing"]
+    ]
 
 
 def row(name: str, cards: str, by_host: dict[str, float | None]) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 import exkv
 from exkv import Cache, Cache8bit, DynamicCache, KVCache, Model, PagedCache
 from exkv.cluster import Cluster, ClusterModel
-from exkv.planning import Workload
+from exkv.planning import Workload, expected_time
 from exkv.planning.ledgers import plan_where
 
 IDS = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -46,6 +46,8 @@ def folders(tmp_path_factory):
     save_tokenizer(save(reference(gemma4(**GEMMA4_SHARED)), top / "shared"))
     agreeing("Glm4MoeForCausalLM", top / "a head")
     with_head("Qwen3_5ForCausalLM", top / "states and a head")
+    routed = TINY["Qwen3MoeForCausalLM"](num_hidden_layers=6, num_experts=16)
+    save(reference(routed), top / "routed")
     return str(top)
 
 
@@ -365,6 +367,33 @@ def rows_that_move(folder: Path) -> dict[str, object]:
     return result
 
 
+def with_host_experts(top: str) -> dict[str, object]:
+    """Experts in the memory of each host that has their layers; then a host dies."""
+    expected_time.CARD, expected_time.HOST = 1e6, 6e4  # so that few bytes count
+    folder, result = Path(top) / "routed", {}
+    cluster = cluster_of("640K", "640K", "640K", timeout=5.0)
+    empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
+    cache, own = Cache(model, 64, 2), Cache(expected, 64, 2)
+    model.load_autosplit(cache, devices=["sim:0", "cpu"])
+    result["experts on hosts"] = "host1" in hosts_with_experts(model)
+    rows = [row for host in model.measured for row in host]
+    result["as planned"] = all(row["measured"] == row["predicted"] for row in rows)
+    result["same"] = same(steps(model, cache), steps(expected, own))
+    os.kill(cluster.launcher.pids["host1"], signal.SIGKILL)
+    more = IDS[:, :5]
+    result["without a host"] = same(steps(model, cache, more), steps(expected, own, more), 1e-5)
+    result["on those that are left"] = "host2" in hosts_with_experts(model)
+    model.unload()
+    result["clean"] = held(cluster) == empty[:2]
+    cluster.close()
+    return result
+
+
+def hosts_with_experts(model: ClusterModel) -> set[str]:
+    """Hosts in whose memory experts are while their layers are on its card."""
+    return {unit.host for unit in model._whole.units if unit.host_experts}
+
+
 def verified(model: Model) -> list[torch.Tensor]:
     """Logits of tokens that are verified, of which some are taken back, twice."""
     cache = Cache(model, 64, 2, snapshots=True)
@@ -398,6 +427,7 @@ def tokens_of_jobs(model: Model) -> list[list[int]]:
 # Tests --------------------------------------------------------------------------------------
 
 SCENARIOS = [in_turn, adapted, in_files, otherwise, with_states, with_shared_keys, with_a_head]
+SCENARIOS.append(with_host_experts)
 
 
 @pytest.mark.sweep(2)

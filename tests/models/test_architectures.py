@@ -32,8 +32,10 @@ from tiny import (
 from exkv import CACHES, Cache, Generator, Model, ModelConfig, SamplingParams, Tokenizer, sim
 from exkv.checkpoint.families import FAMILIES
 from exkv.loading.report import LINES, DeviceReport
-from exkv.models import unit_specs
+from exkv.models import UnitSpec, unit_specs
 from exkv.models.decoder import Decoder
+from exkv.models.units import quantized_anew
+from exkv.weights.on_load import OPTIONS, with_weights
 
 LENGTH, CHUNK = 96, 16
 IDS = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -188,6 +190,28 @@ def test_layers_of_one_kind_have_equal_modules(name):
         own = parts(module)
         assert first.setdefault(config.kind_of_layer(spec.layer), own) == own
         assert spec.shapes.keys() == dict(module.named_parameters()).keys()
+
+
+def told(specs: list[UnitSpec]) -> list[tuple]:
+    return [
+        (s.name, s.kind, s.is_mtp, s.matrices, s.tied, s.unused, s.classes)
+        + (parts(s.like.module), s.like.nbytes, [source.stored for source in s.sources])
+        for s in specs
+    ]
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_units_in_other_formats_are_those_of_a_config_with_these(name):
+    config = ModelConfig.from_dict(CONFIGS[name].to_dict())
+    specs = unit_specs(config, torch.float32)
+    mixed = {spec.name: OPTIONS[i % len(OPTIONS)] for i, spec in enumerate(specs)}
+    mixed[specs[-1].name] = mixed[specs[0].name]  # they may be tied
+    for weights in ("int4", mixed):
+        kept = with_weights(config, weights)
+        anew = quantized_anew(specs, kept, torch.float32)
+        assert told(anew) == told(unit_specs(kept, torch.float32)) != told(specs)
+        specs = anew
 
 
 def test_a_model_of_many_layers_makes_the_modules_of_each_kind_once(monkeypatch):

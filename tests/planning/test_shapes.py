@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -9,11 +10,14 @@ import sys
 
 import pytest
 import torch
+from tiny import TINY
 
 from exkv.planning import shapes
 from exkv.planning.dry_run import DryRun, ShapeTensor
 
 aten = torch.ops.aten
+#: Architectures whose layers route tokens, each in another way.
+ROUTED = ("Qwen3Moe", "GptOss", "Glm4Moe", "DeepseekV3", "MiniMaxM2", "Mixtral")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 
 
@@ -105,6 +109,10 @@ def other(rng: random.Random):
             (aten._scaled_dot_product_flash_attention_for_cpu.default, (x, x, x)),
             (aten.add_.Tensor, (x, 1)),
             (aten.topk.default, (x, 2)),
+            (aten.gather.default, (x, 2, drawn(rng, (a, b, 2, 4), torch.int64))),
+            (aten.sort.default, (x,)),
+            (aten.sort.stable, (x,), {"stable": True, "dim": -1}),
+            (aten.sub.out, (line, line[..., :1]), {"out": line.clone()}),
         ]
     )
 
@@ -154,20 +162,28 @@ def test_a_dry_run_says_where_its_tensors_are_and_takes_no_memory():
 def test_neither_plans_nor_loads_import_torchs_compiler_or_symbolic_algebra():
     """Where Python's own compiler has to run first, these take seconds."""
     program = """
+import json
 import sys
 import torch
-from exkv import Cache8bit, Cache, Model, place
+from exkv import Cache8bit, Cache, Model, ModelConfig, place
 model = Model("examples/demo-model")
 place(model, [Cache(model, 64), Cache8bit(model, 64, 3)], devices="1G")
 place(model, Cache(model, 64, 2), devices=["cpu"])
+for values in json.loads(sys.argv[1]):
+    routed = Model(ModelConfig.from_dict(values), dtype="bfloat16")
+    place(routed, Cache(routed, 64), devices="1G")
 cache = Cache(model, 64)
 model.load_autosplit(cache, devices=["sim:0"])
 model.forward(torch.tensor([[1]]), cache)
 print([name for name in ("sympy", "torch._dynamo", "transformers") if name in sys.modules])
 """
     environment = {**os.environ, "EXKV_SIM_DEVICES": "1G"}
+    routed = [TINY[f"{name}ForCausalLM"]().to_dict() for name in ROUTED]
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", program, json.dumps(routed)],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert done.stdout.strip() == "[]", done.stderr
 

@@ -21,12 +21,14 @@ says by how much a better one could be faster at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from ..expected_time import (
+    HOP_SECONDS,
     Rates,
     bandwidth,
     even_bytes,
@@ -35,7 +37,7 @@ from ..expected_time import (
     seconds_beyond,
     step_seconds,
 )
-from ..plan import UNBOUNDED, Budget, Place, Role, UnitCost
+from ..plan import UNBOUNDED, Budget, Link, Place, Role, UnitCost
 from .offer import Offer, canonical
 from .ranges import Costs, RangeTable, UnitRange
 
@@ -65,25 +67,29 @@ class ExpertPlacement:
 
 
 def place_experts(
-    costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed"
+    costs: Sequence[UnitCost],
+    budgets: Sequence[Budget],
+    order: str = "listed",
+    link: Link | None = None,
 ) -> ExpertPlacement | None:
     """The fastest placement; None where nothing fits.
 
     Args:
         costs: of all units with all their experts.
-        budgets: cards, and their host's memory, in the order in which they are filled if ``order``
-            is "listed".
+        budgets: cards, and the memory of their hosts, in the order in which they are filled if
+            ``order`` is "listed".
+        link: what joins the hosts; None where its time isn't known.
     """
     if order == "any":
         budgets = canonical(budgets, costs)
-    table = _Table(costs, Offer(budgets, costs, order))
+    table = _Table(costs, Offer(budgets, costs, order), link)
     found = table.fastest()
     if found is None:
         return None
     ranges, experts, bound = found
     where = tuple(table.where(ranges))
     apart = [with_experts_apart(cost, experts.get(i, ())) for i, cost in enumerate(costs)]
-    seconds = step_seconds(apart, where, budgets)
+    seconds = step_seconds(apart, where, budgets) + table.between_hosts(ranges)
     gap = max(1 - bound / seconds, 0.0) if seconds else 0.0
     gap = gap if gap > _ROUNDING else 0.0
     return ExpertPlacement(where=where, experts=experts, seconds=seconds, gap=gap)
@@ -134,10 +140,14 @@ class _Ways:
 class _Table(RangeTable):
     """Ranges that fit with experts in host memory; these lie beside what the host has of units."""
 
-    def __init__(self, costs: Sequence[UnitCost], offer: Offer) -> None:
+    def __init__(self, costs: Sequence[UnitCost], offer: Offer, link: Link | None = None) -> None:
         super().__init__(costs, offer)
         self._units = [costs[index] for index in self.free]
-        self._memory = next(d for d, b in enumerate(self.budgets) if b.place == b.place.memory)
+        at = {budget.place: device for device, budget in enumerate(self.budgets)}
+        #: Of each device, the position of its host's memory; None where that isn't on offer.
+        self._memory = [at.get(budget.place.memory) for budget in self.budgets]
+        self._memories = sorted({at for at in self._memory if at is not None})
+        self._hop = link.seconds(max(cost.hidden_step for cost in costs)) if link else 0.0
         self._made: dict[Rates, _Alike | _Unlike] = {}
 
     def fastest(self) -> tuple[list[UnitRange], Chosen, float] | None:
@@ -194,48 +204,61 @@ class _Table(RangeTable):
             costs = [self._costs(d, w.seconds, first[d]) for d, w in enumerate(ways)]
         else:
             costs = [self._costs(d, w.seconds + price * w.freed) for d, w in enumerate(ways)]
-        found = self._best(costs, np.add)
+        found = self._best(costs, np.add, self._hop)
         return None if found is None else (found[1], self._experts_of(found[1], least=least))
 
     def _bound(self, ways: Sequence[_Ways], price: float) -> float | None:
         """Seconds that a step takes at least; None where nothing fits."""
         costs = [self._costs(d, w.bound + price * w.freed_bound) for d, w in enumerate(ways)]
-        found = self._best(costs, np.add)
+        found = self._best(costs, np.add, self._hop)
         if found is None:
             return None
-        return found[0] - price * self._room if self.exact else self._at_least()
+        room = sum(max(self.offer.room[memory].values()) for memory in self._memories)
+        return found[0] - price * room if self.exact else self._at_least()
 
     def _seconds(self, ranges: Sequence[UnitRange], ways: Sequence[_Ways]) -> float:
         """That a step takes in these ranges."""
         bandwidths = list(map(bandwidth, self.budgets))
         read = self.seconds_at(bandwidths)
-        return sum(
-            float((read[r.device] + ways[r.device].seconds)[r.start, r.stop]) for r in ranges
-        )
+        seconds = (read[r.device] + ways[r.device].seconds for r in ranges)
+        each = (float(s[r.start, r.stop]) for s, r in zip(seconds, ranges, strict=True))
+        return sum(each) + self.between_hosts(ranges)
 
-    @property
-    def _room(self) -> int:
-        """Bytes of host memory for units and experts."""
-        return self.offer.room[self._memory][None]
+    def between_hosts(self, ranges: Sequence[UnitRange]) -> float:
+        """Seconds that a step is under way from host to host."""
+        hosts = len({self.budgets[each.device].host for each in ranges})
+        return self._hop * max(hosts - 1, 0)
+
+    def _apart_on(self, device: int) -> bool:
+        """Whether units on this device may have experts in host memory."""
+        return self._memory[device] not in (None, device)
 
     def _at_least(self) -> float:
-        """Seconds, if the fastest device had everything."""
-        fastest = max(map(bandwidth, self.budgets))
-        return sum(cost.traffic for cost in self._units) / fastest
+        """Seconds that no placement in any order is below: each unit where it takes the least time,
+        with those of its experts in host memory with which that is so, whatever there is room for.
+        (Not what the fastest device takes with everything: a card and its host read at once.)"""
+        read = np.array([unit.traffic for unit in self._units], dtype=float)
+        seconds = [
+            read / bandwidth(budget)
+            + (self._experts_on(device).saved if self._apart_on(device) else 0.0)
+            for device, budget in enumerate(self.budgets)
+        ]
+        return float(np.minimum.reduce(seconds).sum()) + HOP_SECONDS * (len(read) > 0)
 
     def _ways(self, *, least: bool) -> list[_Ways]:
         """Of every device; in host memory itself all of a unit lies there anyway."""
         return [
-            self._as_they_are(device)
-            if device == self._memory
-            else self._experts_on(device).ways(self._need(device), least=least)
+            self._experts_on(device).ways(self._need(device), least=least)
+            if self._apart_on(device)
+            else self._as_they_are(device)
             for device in range(len(self.budgets))
         ]
 
     def _as_they_are(self, device: int) -> _Ways:
         extra = np.where(self._need(device) <= 0, 0.0, np.inf)
-        nbytes = self.bytes[device].astype(float)
-        return _Ways(extra, nbytes, extra, nbytes)
+        most = self.bytes[device] - max(self.offer.room[device].values())
+        nbytes = self.bytes[device] * float(self._memory[device] == device)
+        return _Ways(extra, nbytes, np.where(most <= 0, 0.0, np.inf), nbytes)
 
     def _costs(
         self, device: int, extra: np.ndarray, freed: np.ndarray | None = None
@@ -243,17 +266,20 @@ class _Table(RangeTable):
         """Of all ranges: seconds, and before these, if they are to be few, bytes of host memory."""
         seconds = extra + self.seconds_at([bandwidth(self.budgets[device])])[0]
         first = np.zeros(extra.shape) if freed is None else freed.copy()
-        empty = self.fits[device][None].diagonal()
         first[np.tril_indices(len(first))] = np.inf
         seconds[np.tril_indices(len(first))] = np.inf
         first[seconds == np.inf] = np.inf
-        for table in (first, seconds):
-            np.fill_diagonal(table, np.where(empty, 0.0, np.inf))
-        return {None: Costs(first, seconds)}
+        found: dict[Role | None, Costs] = {}
+        for role, fits in self.fits[device].items():
+            empty = np.where(fits.diagonal(), 0.0, np.inf)
+            found[role] = Costs(first.copy(), seconds.copy())
+            np.fill_diagonal(found[role].first, empty)
+            np.fill_diagonal(found[role].second, empty)
+        return found
 
     def _need(self, device: int) -> np.ndarray:
-        """Bytes that ranges with all their experts have too many."""
-        return self.bytes[device] - self.offer.room[device][None]
+        """Bytes that ranges with all their experts have too many, whatever their host's role is."""
+        return self.bytes[device] - min(self.offer.room[device].values())
 
     def _experts_on(self, device: int) -> _Alike | _Unlike:
         rates = rates_of(self.budgets[device], self.budgets)
@@ -266,7 +292,7 @@ class _Table(RangeTable):
         """Those in host memory, of units in these ranges."""
         found: Chosen = {}
         for each in ranges:
-            if each.device != self._memory:
+            if self._apart_on(each.device):
                 need = int(self._need(each.device)[each.start, each.stop])
                 experts = self._experts_on(each.device)
                 chosen = experts.chosen(range(each.start, each.stop), need, least=least)
@@ -274,11 +300,19 @@ class _Table(RangeTable):
         return found
 
     def _room_left(self, ranges: Sequence[UnitRange], experts: Chosen) -> int:
-        """Bytes of host memory beside these; negative where it has too few."""
-        here = next(((r.start, r.stop) for r in ranges if r.device == self._memory), (0, 0))
-        units = int(self.bytes[self._memory][here])
-        apart = sum(self.costs[unit].experts[e] for unit, those in experts.items() for e in those)
-        return self._room - units - apart
+        """Bytes of host memory beside these, on the host that has fewest; negative where one has
+        too few."""
+        left = {memory: min(self.offer.room[memory].values()) for memory in self._memories}
+        for each in ranges:
+            memory = self._memory[each.device]
+            if memory == each.device:
+                left[memory] -= int(self.bytes[memory][each.start, each.stop])
+            elif memory is not None:
+                units = self.free[each.start : each.stop]
+                left[memory] -= sum(
+                    self.costs[unit].experts[e] for unit in units for e in experts.get(unit, ())
+                )
+        return min(left.values())
 
 
 class _Alike:
@@ -294,6 +328,11 @@ class _Alike:
         #: Entry [q - 1, k - 1]: of k experts in host memory, at most of q units.
         self.exactly = np.minimum.accumulate(self._spread(count), axis=0)
         self.at_least = np.minimum.accumulate(self.exactly[:, ::-1], axis=1)[:, ::-1]
+
+    @property
+    def saved(self) -> np.ndarray:
+        """Seconds, 0 or less, that experts in host memory save each unit at most."""
+        return np.where(self.with_experts, self.seconds.min(), 0.0)
 
     @staticmethod
     def are(units: Sequence[UnitCost]) -> bool:
@@ -344,7 +383,7 @@ class _Alike:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Coldest:
     """One unit's experts, the coldest first.
 
@@ -362,6 +401,7 @@ class _Coldest:
 
     @classmethod
     def of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
+        """Of the unit's experts as they are."""
         order = _coldest_first(unit)
         sizes = np.array([unit.experts[each] for each in order])
         seconds = seconds_beyond(unit, rates, order)
@@ -384,18 +424,21 @@ class _Coldest:
         seconds = least_seconds_beyond(unit, rates, on_host)
         return cls(tuple(order), freed, seconds, np.minimum.accumulate(seconds[::-1])[::-1])
 
-    def hull(self) -> list[int]:
-        """Numbers of experts at the corners of the lower convex hull of seconds over bytes."""
-        corners = [0]
-        for k in range(1, len(self.freed)):
-            while len(corners) > 1 and self._slope(*corners[-2:]) >= self._slope(corners[-1], k):
-                corners.pop()
-            corners.append(k)
-        return corners
-
-    def _slope(self, one: int, two: int) -> float:
-        seconds = self.seconds[two] - self.seconds[one]
-        return float(seconds / (self.freed[two] - self.freed[one]))
+    @cached_property
+    def parts(self) -> list[tuple[float, int, int]]:
+        """The edges of the lower convex hull of seconds over bytes: seconds a byte, and numbers of
+        experts before and after."""
+        freed, seconds = self.freed.tolist(), self.seconds.tolist()
+        parts: list[tuple[float, int, int]] = []
+        for after in range(1, len(freed)):
+            while True:
+                before = parts[-1][2] if parts else 0
+                slope = (seconds[after] - seconds[before]) / (freed[after] - freed[before])
+                if not parts or parts[-1][0] < slope:
+                    break
+                parts.pop()
+            parts.append((slope, before, after))
+        return parts
 
     def that_free(self, need: np.ndarray | float) -> np.ndarray:
         """The least numbers of experts that free so many bytes; all where that is too few."""
@@ -415,37 +458,57 @@ class _Unlike:
         freed, seconds: entry [i, l]: of the first l parts, of units before i.
         saving: the number of parts that save time.
         staging, least_staging: of the buffers for a range's experts, at most and at least.
-        least: what no experts are below; None in there.
     """
 
-    def __init__(self, units: Sequence[UnitCost], rates: Rates, *, least: bool = False) -> None:
-        self.least = None if least else _Unlike(units, rates, least=True)
-        make = _Coldest.least_of if least else _Coldest.of
-        having = {index: unit for index, unit in enumerate(units) if unit.experts}
-        self.coldest = {index: make(unit, rates) for index, unit in having.items()}
-        hulls = {index: each.hull() for index, each in self.coldest.items()}
-        parts = [
-            (index, before, after)
-            for index, corners in hulls.items()
-            for before, after in zip(corners, corners[1:], strict=False)
-        ]
-        parts.sort(key=lambda part: self.coldest[part[0]]._slope(*part[1:]))
-        self.parts = np.array(parts)
+    def __init__(
+        self,
+        units: Sequence[UnitCost],
+        rates: Rates,
+        make: Callable[[UnitCost, Rates], _Coldest] = _Coldest.of,
+    ) -> None:
+        self._of = units, rates
+        self.coldest: dict[int, _Coldest] = {}
+        alike: dict[Hashable, _Coldest] = {}
+        for index, unit in enumerate(units):
+            if unit.experts:
+                kind = unit.experts, unit.chosen, unit.shared_experts, unit.hidden_step
+                if kind not in alike:
+                    alike[kind] = make(unit, rates)
+                self.coldest[index] = alike[kind]
+        parts = sorted(
+            (slope, index, before, after)
+            for index, each in self.coldest.items()
+            for slope, before, after in each.parts
+        )
+        self.parts = np.array([part[1:] for part in parts])
+        self.saving = sum(slope < 0 for slope, *_ in parts)
         self.freed = np.zeros((len(units) + 1, len(parts) + 1))
         self.seconds = np.zeros_like(self.freed)
-        for number, (index, before, after) in enumerate(parts):
-            unit = self.coldest[index]
-            self.freed[index + 1, number + 1] = unit.freed[after] - unit.freed[before]
-            self.seconds[index + 1, number + 1] = unit.seconds[after] - unit.seconds[before]
+        for number, (_, index, before, after) in enumerate(parts, 1):
+            each = self.coldest[index]
+            self.freed[index + 1, number] = each.freed[after] - each.freed[before]
+            self.seconds[index + 1, number] = each.seconds[after] - each.seconds[before]
         for table in (self.freed, self.seconds):
             np.cumsum(table, axis=0, out=table)
             np.cumsum(table, axis=1, out=table)
-        self.saving = sum(self.coldest[i]._slope(one, two) < 0 for i, one, two in parts)
         largest = np.array([2 * max(unit.experts, default=0) for unit in units])
         self.staging = _over_ranges(largest, np.maximum, 0)
         self.least_staging = _over_ranges(
             np.where(largest, largest, UNBOUNDED), np.minimum, UNBOUNDED
         )
+
+    @cached_property
+    def least(self) -> _Unlike:
+        """What no experts are below."""
+        return _Unlike(*self._of, _Coldest.least_of)
+
+    @property
+    def saved(self) -> np.ndarray:
+        """As of :class:`_Alike`."""
+        saved = np.zeros(len(self._of[0]))
+        for index, unit in self.least.coldest.items():
+            saved[index] = unit.best[0]
+        return saved
 
     def _first(self, need: np.ndarray) -> np.ndarray:
         """The fewest parts that free so many bytes in each range; one more than there are where
@@ -462,7 +525,7 @@ class _Unlike:
 
     def ways(self, need: np.ndarray, *, least: bool) -> _Ways:
         seconds, freed = self._rounded_up(need, least=least)
-        bound = seconds if least or self.least is None else self.least._relaxed(need)
+        bound = seconds if least else self.least._relaxed(need)
         fits = need <= 0
         seconds = np.where(fits, 0.0 if least else np.minimum(seconds, 0.0), seconds)
         bound = np.where(fits, np.minimum(bound, 0.0), bound)
@@ -513,7 +576,8 @@ class _Unlike:
         first = int(np.searchsorted(freed, needed))
         whole = min(max(first - 1, saving), len(self.parts))
         total = float(seconds[whole])
-        counts = {int(index): after for index, _, after in self.parts[:whole] if index in units}
+        taken = self.parts[:whole]
+        counts = dict(taken[np.isin(taken[:, 0], units)][:, (0, 2)].tolist())
         if whole < first <= len(self.parts):
             index, before, _ = self.parts[whole]
             unit = self.coldest[int(index)]
