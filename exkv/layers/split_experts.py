@@ -8,14 +8,16 @@ rows, so that on devices that compute alike the bits are the same.
 A call of few tokens goes by (token, choice) pairs, sorted by expert: blocks of these are calls of
 kernels for few rows, in each of which an expert has all of its rows (:func:`_of_few`). The card's
 are enqueued first, and what else it has to do meanwhile (:class:`Meanwhile`); then the host
-computes its own. A larger call goes from expert to expert (:func:`_of_many`). There an expert with
-:func:`rows_to_stream` rows or more is sent to the card instead, into one of two buffers, while the
-expert before it computes (:class:`ExpertStaging`).
+computes its own. Where all that were chosen lie on the host, one call there makes the sum. A larger
+call goes from expert to expert (:func:`_of_many`). There an expert with :func:`rows_to_stream` rows
+or more is sent to the card instead, into one of two buffers, while the expert before it computes
+(:class:`ExpertStaging`).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -132,6 +134,8 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
         chosen = _worst_choice(mixture, taken) * tokens
     elif mixture.counts is not None:
         mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
+    if mixture.on_host.issuperset(chosen):
+        return _all_on_host(mixture, x, (inputs, weights) if known else None, chosen, meanwhile)
     pairs: tuple[list[int], list[int]] = [], []
     for pair, expert in enumerate(chosen):
         pairs[expert in mixture.on_host].append(pair)
@@ -154,6 +158,33 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
     for rank in range(1, taken):
         out.add_(together[order[rank]])
     return out
+
+
+def _all_on_host(
+    mixture: Experts,
+    x: Tensor,
+    sent: tuple[Tensor, Tensor] | None,
+    chosen: Sequence[int],
+    meanwhile: Meanwhile | None,
+) -> Tensor:
+    """The sum where every token's experts are on the host: one call there, and one hop back.
+
+    Args:
+        sent: x and the weights (N, K) on the host; None for shapes alone.
+        chosen: the expert of each pair.
+    """
+    if meanwhile is not None:
+        meanwhile.start()
+    if sent is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    inputs, weights = sent
+    experts = sorted(set(chosen))
+    place = {expert: at for at, expert in enumerate(experts)}
+    places = torch.tensor([place[expert] for expert in chosen]).view_as(weights)
+    tally = Counter(chosen)
+    counts = [tally[expert] for expert in experts]
+    alone = Routing(chosen=places, weights=weights, counts=counts)
+    return devices.sent(mixture.sum_of(experts, inputs, alone), x.device)
 
 
 def _check_chosen(chosen: Sequence[int], taken: int, experts: int) -> None:

@@ -15,9 +15,10 @@ CpuIsa BestIsa() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    // Dot products of bfloat16 and of bytes, and permutations of bytes: Zen 4, Sapphire Rapids.
+    // Dot products of bfloat16 and of bytes, permutations of bytes and maps of their bits: Zen 4,
+    // Sapphire Rapids.
     const bool dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-                     __builtin_cpu_supports("avx512vbmi");
+                     __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
     return dot ? CpuIsa::kAvx512Bf16 : CpuIsa::kAvx512;
   }
   // Every processor with AVX2 has F16C, which older compilers can't ask for.

@@ -1,4 +1,4 @@
-// linear_packed for processors with AVX-512's dot product of 16-bit integers.
+// linear_packed for processors with AVX-512's dot products of integers.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -15,7 +15,7 @@
 // GCC 12 warns about its own intrinsics' undefined vectors.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vnni,gfni")
 #include "half.inc"
 #include "rounded.inc"
 #include "simd_avx2.inc"
@@ -57,9 +57,11 @@ inline Sixteen OfHalves(Words halves) { return {_mm512_cvtph_ps(halves)}; }
 #include "trellis_avx2.inc"
 // After it:
 #include "packed_avx2.inc"
+// After that:
+#include "packed_k_vnni.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const PackedKernels kPackedVnni = {InputOf, InputBytes, Prepare, Run, DequantizeVectors};
+const PackedKernels kPackedVnni = {InputOf, InputBytes, Prepare, RunWide, DequantizeVectors};
 }  // namespace exkv
 #endif

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what benches sha
 BENCHES = {
     "decode": "decode",  # decode steps beside transformers and llama.cpp, with adapters, of files
     "families": "families",  # models with states or latent attention, beside the same
+    "mixture": "mixture",  # experts in 4 bits on the host, beside llama.cpp
     "pages": "pages",  # the docs' tables of that
     "load": "load",  # imports, a plan, and opening a model in each format of weights
     "kernels": "kernels",  # attention, linear layers and the choice of a token, alone

@@ -13,10 +13,11 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,16 +74,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(family: str, small: bool) -> Any:
+def config_of(family: str, small: bool, others: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Its config; ``others`` are values in place of its own."""
     import transformers
 
-    values = {**COMMON, **CONFIGS[family], **(SMALL if small else {})}
+    values = {**COMMON, **CONFIGS[family], **(SMALL if small else {}), **others}
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     return getattr(transformers, f"{family}Config")(**values)
 
 
-def write(folder: Path, config: Any) -> Path:
-    """A random checkpoint in bf16, and a Q8_0 file of it where llama.cpp reads one."""
+def write(folder: Path, config: Any, kind: str = "q8_0") -> Path:
+    """A random checkpoint in bf16, and a file of it in this type where llama.cpp reads one."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -101,7 +103,7 @@ def write(folder: Path, config: Any) -> Path:
 
         converter = Converter(golden.CONVERTER)
         try:
-            converter(folder, folder / llamacpp.FILE, "q8_0")
+            converter(folder, folder / llamacpp.FILE, kind)
         finally:
             converter.close()
     return folder

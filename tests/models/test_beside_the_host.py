@@ -56,6 +56,33 @@ def with_and_without_kernels(folder: str) -> list:
     return found
 
 
+def all_or_none_on_the_card(folder: str) -> list:
+    """Calls for experts in a step of all rows, and its logits, with all experts on the card and
+    with none."""
+    found = []
+    for placement in ("all", "none"):
+        model = Model(folder, max_input_len=16, dtype="bfloat16", weights="int4")
+        cache = Cache(model, 16, ROWS)
+        load(model, cache, placement)
+        model.forward(IDS[:, :8], cache)
+        run = mock.Mock(wraps=mlp.run_experts)
+        with mock.patch.object(mlp, "run_experts", run):
+            logits = model.forward(IDS[:, 8:], cache)
+        devices = [call.args[0].device.type for call in run.call_args_list]
+        found.append((logits.float().cpu().tolist(), devices))
+        model.unload()
+    return found
+
+
+def test_where_all_experts_are_on_the_host_one_call_makes_their_sum(tmp_path):
+    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TAKEN, "num_hidden_layers": 2}
+    folder = save(reference(TINY["Qwen3MoeForCausalLM"](**sizes)), tmp_path)
+    (logits, on_card), (same, on_host) = run_sim(all_or_none_on_the_card, args=[str(folder)])
+    assert set(on_card) == {"sim"}
+    assert on_host == ["cpu"] * len(on_card)
+    assert logits == same
+
+
 def test_a_step_of_many_rows_is_few_calls_and_waits_for_no_tally(tmp_path):
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TAKEN, "num_hidden_layers": 2}
     folder = save(reference(TINY["Qwen3MoeForCausalLM"](**sizes)), tmp_path)
