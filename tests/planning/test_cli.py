@@ -110,7 +110,7 @@ def test_a_refusal_says_how_much_where_and_what_would_do(config_70b, capsys):
     assert "GiB over" in out and "!!!" in out
     assert "No room for model.layers.7" in out
     assert ", even with chunks of 128 tokens, the embedding in host memory: " in out
-    assert "bytes) more on cuda:2 would do." in " ".join(out.split())
+    assert "bytes) more on cuda:2 would be enough." in " ".join(out.split())
     assert "would fit: a cache of max_seq_len=" in out
     assert "would fit: Cache8bit at the same length" in out
 

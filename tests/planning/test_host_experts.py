@@ -84,7 +84,7 @@ def test_a_refusal_says_what_lacks_and_what_would_do():
     more = 4 * 2**30 + answer.found["extra_memory"]
     assert fixed(scenario_of(model, "8G", f"{-(-more // 2**20) + 200}M")).fits
     assert not fixed(scenario_of(model, "8G", f"{more // 2**20 - 200}M")).fits
-    assert answer.sentence.endswith("more on cpu would do.")
+    assert answer.sentence.endswith("more on cpu would be enough.")
 
 
 def test_a_plan_says_where_experts_are_and_how_fast_that_is_to_be(tmp_path, capsys):

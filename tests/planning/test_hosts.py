@@ -291,7 +291,7 @@ def test_a_refusal_names_the_host_that_lacks_memory(model):
     budgets = tuple(make_budgets(hosts={"a": "48G,24G", "b": "48G,8G"}))
     answer = fixed(Scenario(workloads=(Workload.of(model, []),), budgets=budgets))
     assert not answer.fits
-    assert re.search(r"bytes\) more on [ab]/cuda:[01] would do", answer.sentence)
+    assert re.search(r"bytes\) more on [ab]/cuda:[01] would be enough", answer.sentence)
 
 
 def test_a_piece_is_carried_out_on_its_host_and_the_whole_nowhere(model):
@@ -344,17 +344,17 @@ def test_budgets_of_a_host_may_be_its_own():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: parse_hosts(["a"]), "'a' says no sizes: write a=24G"),
+        (lambda: parse_hosts(["a"]), "'a' has no sizes: write a=24G"),
         (lambda: parse_hosts(["a=1G", "a=2G"]), "a is listed twice"),
-        (lambda: make_budgets(hosts={"a/b": "1G"}), "'a/b' is no name"),
+        (lambda: make_budgets(hosts={"a/b": "1G"}), "'a/b' is not a name"),
         (lambda: make_budgets(hosts={"a": "24Q"}), "host a: '24Q'"),
-        (lambda: make_budgets(hosts={"a": "cuda:0"}), "host a: devices: 'cuda:0' is no size"),
-        (lambda: make_budgets(hosts={"a": "1G,cpu:1G"}, cpu="2G"), "host a: .*each of them once"),
+        (lambda: make_budgets(hosts={"a": "cuda:0"}), "host a: devices: 'cuda:0' is not a size"),
+        (lambda: make_budgets(hosts={"a": "1G,cpu:1G"}, cpu="2G"), "host a: .*each only once"),
         (lambda: make_budgets(hosts={"a": "1G"}, cpu=True), "give a size such as 32G"),
-        (lambda: make_budgets("1G", hosts={"a": "1G"}), "devices and hosts: give one"),
+        (lambda: make_budgets("1G", hosts={"a": "1G"}), "devices and hosts exclude each other"),
         (lambda: make_budgets(hosts={}), "give at least one"),
         (lambda: parse_link("10"), "'10' in link '10'.*10Gbit,0.2ms"),
-        (lambda: parse_link("0Gbit"), "carries nothing"),
+        (lambda: parse_link("0Gbit"), "has no bandwidth"),
         (lambda: parse_link("1Gbit,fast"), "'fast' in link"),
     ],
 )

@@ -258,7 +258,7 @@ def test_a_sentence_has_devices_reason_cost_and_remedy(not_built):
     )
     assert theirs > 2 * ours > 0
     assert on_gpus.startswith("exkv has no kernels for cuda:0, cuda:1: exkv_ext._cuda isn't built.")
-    assert f"takes {theirs:,} launches, where kernels take some {ours:,}." in on_gpus
+    assert f"takes {theirs:,} launches, compared to about {ours:,} with kernels." in on_gpus
     assert "To mend it, type: EXKV_BUILD=cuda pip install" in on_gpus
     assert "for cpu: exkv_ext._C isn't built." in on_host and "calls of torch's ops" in on_host
 

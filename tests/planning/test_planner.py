@@ -436,7 +436,7 @@ def test_where_no_single_change_helps_it_says_so(monkeypatch):
     ("arguments", "message"),
     [
         ({"devices": "24Q"}, "'24Q' is not a size.*look like 24G"),
-        ({"devices": "24G,cuda:0"}, "'cuda:0' is no size"),
+        ({"devices": "24G,cuda:0"}, "'cuda:0' is not a size"),
         ({"devices": ""}, "no such device"),
         ({"devices": "24G", "reserve": -1}, "reserve for cuda:0 is -1: it can't be negative"),
         ({"devices": "24G", "reserve": "-1G"}, "reserve for cuda:0 is -1G: it can't be"),
