@@ -120,7 +120,7 @@ def test_adapters_go_to_linear_layers_and_not_to_what_makes_keys_and_values(fold
     found = model.forward(IDS, Cache(model, 64, 2), adapter="adapter")
     expected = merged(theirs, adapter)(IDS).logits
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    with pytest.raises(ValueError, match="layers.0.self_attn.kv_b_proj' is no linear layer"):
+    with pytest.raises(ValueError, match="layers.0.self_attn.kv_b_proj' is not a linear layer"):
         model.load_adapter(other)
 
 

@@ -140,6 +140,6 @@ def test_a_plan_says_how_calls_run_and_is_carried_out_so(folder):
     seen = run_sim(by_plan, "1G", args=[folder])
     assert seen["calls"] == seen["planned"] and seen["planned"][1] < 2048
     assert seen["same"] and seen["later"]
-    assert seen["each token"].startswith(f"each_token takes {seen['planned'][1]} tokens a row")
+    assert seen["each token"].startswith(f"each_token takes {seen['planned'][1]} tokens per row")
     line = f"To fit, the model has {', '.join(seen['fitted'])}: the same answers."
     assert line in seen["picture"]

@@ -408,7 +408,7 @@ def test_a_plan_survives_json(problem, objective):
     ],
 )
 def test_what_is_no_plan_is_refused(text):
-    with pytest.raises(ValueError, match="no plan"):
+    with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json(text)
 
 

@@ -155,7 +155,7 @@ def test_a_dry_run_says_where_its_tensors_are_and_takes_no_memory():
         assert run.current == 1 << 42
         made = torch.tensor([1, 2])
         assert isinstance(made, ShapeTensor) and run.current == (1 << 42) + 512
-    with pytest.raises(RuntimeError, match="dry run that is over"):
+    with pytest.raises(RuntimeError, match="dry run that has ended"):
         x + 1
 
 
