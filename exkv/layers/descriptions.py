@@ -411,18 +411,23 @@ def parameters_in(value: object) -> Iterator[Tensor | Weight]:
 def _methods_of(kind: type) -> dict[str, object]:
     own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     return {
-        name: value for base in reversed(own) for name, value in vars(base).items() if _runs(value)
+        name: value
+        for base in reversed(own)
+        for name, value in vars(base).items()
+        if _is_method(value)
     }
 
 
 @cache
 def _names_of_methods(kind: type) -> frozenset[str]:
     """Names of instance attributes that would shadow a method."""
-    names = {name for base in kind.__mro__ for name, value in vars(base).items() if _runs(value)}
+    names = {
+        name for base in kind.__mro__ for name, value in vars(base).items() if _is_method(value)
+    }
     return frozenset(names | {"_compiled_call_impl"})
 
 
-def _runs(value: object) -> bool:
+def _is_method(value: object) -> bool:
     return callable(value) or isinstance(value, property)
 
 

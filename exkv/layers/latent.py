@@ -156,7 +156,7 @@ def _latent(attention: LatentAttention) -> LatentBlock:
 
 
 @describes(EachHead)
-def _each(matrices: EachHead) -> tuple[Weight, ...]:
+def _head_weights(matrices: EachHead) -> tuple[Weight, ...]:
     whole, rows = weight_of(matrices), matrices.rows
     return tuple(whole.rows(i * rows, (i + 1) * rows) for i in range(matrices.heads))
 

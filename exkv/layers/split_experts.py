@@ -5,13 +5,13 @@ travel: those of the experts' tokens, and the outputs back. Parts are summed in 
 when all experts are on one device, and come from the same ops on the same rows, so that devices
 that compute alike give the same bits.
 
-A call of few tokens goes by (token, choice) pairs, sorted by expert: blocks of these are calls of
-kernels for few rows, and an expert has all of its rows in one block (:func:`_of_few`). The card's
-blocks are enqueued first, and then its other work (:class:`Meanwhile`); the host computes its own
-meanwhile. If all chosen experts lie on the host, one call there makes the sum. A larger call goes
-expert by expert (:func:`_of_many`). There, an expert with :func:`rows_to_stream` rows or more is
-sent to the card instead, into one of two buffers, while the previous expert computes
-(:class:`ExpertStaging`).
+A call of few tokens (:func:`_sum_of_few_tokens`) goes by (token, choice) pairs, sorted by expert:
+blocks of these are calls of kernels for few rows, and an expert has all of its rows in one block.
+The card's blocks are enqueued first, and then its other work (:class:`Meanwhile`); the host
+computes its own at the same time. If all chosen experts lie on the host, one call there makes the
+sum. A larger call goes expert by expert (:func:`_sum_of_many_tokens`). There, an expert with
+:func:`rows_to_stream` rows or more is sent to the card instead, into one of two buffers, while the
+previous expert computes (:class:`ExpertStaging`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def split_sum(
         meanwhile: what the card computes while the host does; in calls of few tokens.
     """
     if is_decode_sized(x):
-        return _of_few(mixture, x, routing, meanwhile)
-    return _of_many(mixture, x, routing)
+        return _sum_of_few_tokens(mixture, x, routing, meanwhile)
+    return _sum_of_many_tokens(mixture, x, routing)
 
 
 # Which calls take most -------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def _has_contents(x: Tensor) -> bool:
     return type(x) is Tensor and not sim.is_dry(x)
 
 
-def _takes_most(x: Tensor) -> bool:
+def _is_worst_case(x: Tensor) -> bool:
     """Whether a call stands for all calls of its shape."""
     return not _has_contents(x) or _worst.get()
 
@@ -123,10 +123,12 @@ class _Block:
     counts: Sequence[int]
 
 
-def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile | None) -> Tensor:
+def _sum_of_few_tokens(
+    mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile | None
+) -> Tensor:
     """A call with three hops: the choice comes to the host, row numbers go to the card, and then
     the host's results."""
-    (tokens, taken), worst = routing.chosen.shape, _takes_most(x)
+    (tokens, taken), worst = routing.chosen.shape, _is_worst_case(x)
     if known := _has_contents(x):
         numbers, weights, inputs = devices.fetched(routing.chosen, routing.weights, x)
         chosen = numbers.flatten().tolist()
@@ -136,20 +138,23 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
     elif mixture.counts is not None:
         mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
     if mixture.on_host.issuperset(chosen):
-        return _all_on_host(mixture, x, (inputs, weights) if known else None, chosen, meanwhile)
+        return _sum_on_host(mixture, x, (inputs, weights) if known else None, chosen, meanwhile)
     pairs: tuple[list[int], list[int]] = [], []
     for pair, expert in enumerate(chosen):
         pairs[expert in mixture.on_host].append(pair)
     card, host = (_blocks(chosen, taken, those, worst) for those in pairs)
     if mixture.from_disk and known:
         mixture.read_ahead(expert for block in host for expert in block.experts)
-    order = _order([*card, *host], chosen, taken)
-    rows, order = _sent([block.rows for block in card], order, x.device)
-    parts = [_parts(mixture, x, routing.weights, *each) for each in zip(card, rows, strict=True)]
+    order = _output_positions([*card, *host], chosen, taken)
+    rows, order = _copied_to_card([block.rows for block in card], order, x.device)
+    parts = [
+        _weighted_outputs(mixture, x, routing.weights, *each)
+        for each in zip(card, rows, strict=True)
+    ]
     if meanwhile is not None:
         meanwhile.start()
     if host and known:
-        found = [_parts(mixture, inputs, weights, block, block.rows) for block in host]
+        found = [_weighted_outputs(mixture, inputs, weights, block, block.rows) for block in host]
         parts.append(devices.sent(torch.cat(found), x.device))
     elif host:
         parts.append(x.new_empty(sum(len(block.pairs) for block in host), x.shape[1]))
@@ -161,7 +166,7 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
     return out
 
 
-def _all_on_host(
+def _sum_on_host(
     mixture: Experts,
     x: Tensor,
     sent: tuple[Tensor, Tensor] | None,
@@ -225,7 +230,7 @@ def _block(chosen: Sequence[int], taken: int, pairs: Sequence[int], worst: bool)
     return _Block(pairs, experts, rows, [places.count(place) for place in range(len(experts))])
 
 
-def _order(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tensor:
+def _output_positions(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tensor:
     """For each token, the positions of its experts' outputs among those of all blocks, in ascending
     order: int64 (taken, tokens)."""
     pairs = (pair for block in blocks for pair in block.pairs)
@@ -237,7 +242,7 @@ def _order(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tenso
     return torch.tensor([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)])
 
 
-def _sent(
+def _copied_to_card(
     rows: Sequence[Tensor], order: Tensor, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
     """All of these numbers on a card, in one copy."""
@@ -248,7 +253,9 @@ def _sent(
     return there, order
 
 
-def _parts(mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Tensor) -> Tensor:
+def _weighted_outputs(
+    mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Tensor
+) -> Tensor:
     """The weighted output of each pair of a block (n, hidden), all on the device of x (N, hidden).
 
     Args:
@@ -266,11 +273,11 @@ def _parts(mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Te
 # Many tokens -----------------------------------------------------------------------------------
 
 
-def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
+def _sum_of_many_tokens(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
     """Run experts in ascending order, each on the device where it lies or to which it is sent."""
     known, taken = _has_contents(x), routing.chosen.shape[1]
     order, counts = by_expert(x, routing, mixture.count)
-    if worst := _takes_most(x):
+    if worst := _is_worst_case(x):
         choice = _worst_choice(mixture, taken)
         counts = [len(x) if expert in choice else 0 for expert in range(mixture.count)]
     elif mixture.counts is not None:

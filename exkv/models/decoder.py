@@ -297,7 +297,7 @@ class Decoder:
             unit_spec(
                 "model.embed_tokens",
                 partial(self.embedding, config, dtype, scale=scale),
-                partial(_beside_layers, {"embed_tokens": facts.table}, facts),
+                partial(_name_outside_layers, {"embed_tokens": facts.table}, facts),
                 formats=formats,
             ),
             *(
@@ -360,7 +360,7 @@ class Decoder:
     def _stored_name(self, name: str, layer: str, facts: Facts, names: Mapping[str, str]) -> str:
         stored = _renamed(name, names)
         outside = name.startswith(self.outside)
-        return _beside_layers({}, facts, stored) if outside else f"{layer}.{stored}"
+        return _name_outside_layers({}, facts, stored) if outside else f"{layer}.{stored}"
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -369,7 +369,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _beside_layers(names: Mapping[str, str], facts: Facts, name: str) -> str:
+def _name_outside_layers(names: Mapping[str, str], facts: Facts, name: str) -> str:
     """The checkpoint's name of a part outside the layers: from ``names``, or as for the last
     norm."""
     return names.get(name) or f"{facts.norm.rpartition('.')[0]}.{name}"
@@ -379,7 +379,7 @@ def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -
     names = {"norm.weight": f"{facts.norm}.weight", "norm.bias": f"{facts.norm}.bias"}
     names |= {"lm_head": facts.head, "lm_head.bias": facts.bias}
     tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
-    stored = partial(_beside_layers, names, facts)
+    stored = partial(_name_outside_layers, names, facts)
     return unit_spec("lm_head", head, stored, formats=formats, tied=tied)
 
 

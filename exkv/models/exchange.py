@@ -122,7 +122,7 @@ class ExpertExchange:
         is skipped."""
         self._take()
         left = self.most_bytes
-        for swap in sorted(self._worthwhile(), key=lambda each: -each.gain):
+        for swap in sorted(self._worthwhile_swaps(), key=lambda each: -each.gain):
             if swap.nbytes > left and left < self.most_bytes:
                 break
             left -= swap.nbytes
@@ -138,7 +138,7 @@ class ExpertExchange:
             for name, of in self._recent.items()
         }
 
-    def _worthwhile(self) -> Iterator[Swap]:
+    def _worthwhile_swaps(self) -> Iterator[Swap]:
         """Pairs that are worth an exchange: the hottest on the host with the coldest on the card,
         then the next, as long as counts differ by more than chance (for two counts, the square root
         of their sum)."""
@@ -194,25 +194,27 @@ def exchange(swap: Swap, stored: dict[int, dict[str, Tensor]]) -> None:
     with torch.no_grad(), mixture.staging.lock:
         kept = mixture.staging.views_of(cold)
         _copy(cold, kept)
-        with _or_back(kept, cold):
+        with _restored_on_error(kept, cold):
             _copy(hot, cold)
             found = stored.get(swap.to_host, {})
             mapped = {name: each for name, each in hot.items() if _is_mapped(each)}
             # Mapped memory isn't written to: other readers of the file would see the change.
             fresh = {n: torch.empty_like(e) for n, e in mapped.items() if n not in found}
             others = {n: e for n, e in hot.items() if n not in found and n not in fresh}
-            with _or_back(cold, others):
+            with _restored_on_error(cold, others):
                 _copy(kept, others | fresh)
     if mapped:
         stored[swap.to_card] = mapped
     stored.pop(swap.to_host, None)
-    _put(mixture, swap.to_card, cold)
-    _put(mixture, swap.to_host, others | fresh | found)
+    _set_weights(mixture, swap.to_card, cold)
+    _set_weights(mixture, swap.to_host, others | fresh | found)
     unit.put_on_host(unit.host_experts - {swap.to_card} | {swap.to_host})
 
 
 @contextlib.contextmanager
-def _or_back(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iterator[None]:
+def _restored_on_error(
+    source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> Iterator[None]:
     """Copy the source back to the target if the block fails."""
     try:
         yield
@@ -273,7 +275,7 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         tensor.copy_(source[name])
 
 
-def _put(mixture: Experts, expert: int, tensors: Mapping[str, Tensor]) -> None:
+def _set_weights(mixture: Experts, expert: int, tensors: Mapping[str, Tensor]) -> None:
     """Give an expert's module these weights; its hooks stay."""
     for path, tensor in tensors.items():
         module, _, name = path.rpartition(".")

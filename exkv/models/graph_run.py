@@ -257,12 +257,12 @@ class GraphRun:
         key = (rows, bucket(lengths.kv_len), head)
         recording = self._recordings.get(key)
         if recording is None:
-            return self._first(key, buffers)[: len(lengths.new)]
+            return self._run_and_record(key, buffers)[: len(lengths.new)]
         self._recordings.move_to_end(key)
         recording.replay()
         return buffers.outs[head][: len(lengths.new)].clone()
 
-    def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
+    def _run_and_record(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
         """Run a call without a recording, and record it for the next one."""
         rows, kv_len, head = key
         parts = self._parts if head or not self._parts[-1].is_head else self._parts[:-1]

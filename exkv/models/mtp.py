@@ -234,7 +234,7 @@ def mtp_unit(
 
     def sources(module: nn.Module) -> list[Source]:
         assert made is not None and isinstance(module, MTPHead)
-        return [_inside(each) for each in made(config, dtype, parts["layer"], module.layer)]
+        return [_source_in_head(each) for each in made(config, dtype, parts["layer"], module.layer)]
 
     return unit_spec(
         f"model.layers.{index}",
@@ -252,7 +252,7 @@ def _names(config: ModelConfig, names: MTPNames, facts: Facts) -> dict[str, str]
     return names.of(f"{facts.layers}.{config.num_hidden_layers}")
 
 
-def _inside(source: Source) -> Source:
+def _source_in_head(source: Source) -> Source:
     """A layer's source, for a module that has the layer as ``layer``."""
 
     def named(name: str) -> str:

@@ -68,15 +68,15 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
         made = heads * latent.qk_head_dim
         q = max(q, heads * latent.v_head_dim, latent.q_lora_rank or 0)
     between = item * (made + 3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
-    between = max(between, 2 * item * config.intermediate_size, _of_experts(config, item))
-    between = max(between, _of_states(config, item))
+    between = max(between, 2 * item * config.intermediate_size, _expert_bytes(config, item))
+    between = max(between, _state_bytes(config, item))
     between += 3 * item * rank
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
     return devices.rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
 
 
-def _of_experts(config: ModelConfig, item: int) -> int:
+def _expert_bytes(config: ModelConfig, item: int) -> int:
     """Bytes per token between the parts of a mixture of experts."""
     if not isinstance(settings := config.specific, ExpertsConfig):
         return 0
@@ -89,7 +89,7 @@ def _of_experts(config: ModelConfig, item: int) -> int:
     return item * (2 * inners + answers) + routed
 
 
-def _of_states(config: ModelConfig, item: int) -> int:
+def _state_bytes(config: ModelConfig, item: int) -> int:
     """Upper bound on the bytes per token between the parts of a layer with a state (``LayMixer`` in
     ``exkv_ext/cpu/state_mixer.h``): one or two gates, and steps, for each of its channels and
     values."""
@@ -160,7 +160,7 @@ def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
             part = replace(part, attention=nn.Identity())  # see _is_native_state
         if isinstance(part.mlp, ExpertsBlock):
             part = replace(part, mlp=nn.Identity())  # see _is_native_mlp
-    return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
+    return part is not None and all(_is_usable(each, dtype) for each in parameters_in(part))
 
 
 def _is_native_state(block: StateBlock, kept: CacheLayer, dtype: torch.dtype) -> bool:
@@ -169,15 +169,15 @@ def _is_native_state(block: StateBlock, kept: CacheLayer, dtype: torch.dtype) ->
         return False
     if any(each.low_rank for each in block.projections):
         return False
-    if not all(_is_at_hand(each, dtype, torch.float32) for each in block.numbers):
+    if not all(_is_usable(each, dtype, torch.float32) for each in block.numbers):
         return False
     rest = [block.projections, block.convolution]
     if block.recurrence is not None:
         skip = block.recurrence.skip
         rest.append(block.recurrence.norm)
-        if skip is not None and not _is_at_hand(skip, torch.float32):
+        if skip is not None and not _is_usable(skip, torch.float32):
             return False
-    return all(_is_at_hand(each, dtype) for part in rest for each in parameters_in(part))
+    return all(_is_usable(each, dtype) for part in rest for each in parameters_in(part))
 
 
 def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
@@ -188,13 +188,13 @@ def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
         return False
     if not is_native(mlp.experts[0].act) or any(each.low_rank for each in mlp.projections):
         return False
-    if not all(_is_at_hand(each, dtype, torch.float32) for each in mlp.exact):
+    if not all(_is_usable(each, dtype, torch.float32) for each in mlp.exact):
         return False
     rest = (mlp.experts, mlp.shared, mlp.shared_gate)
-    return all(_is_at_hand(each, dtype) for each in parameters_in(rest))
+    return all(_is_usable(each, dtype) for each in parameters_in(rest))
 
 
-def _is_at_hand(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
+def _is_usable(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
     """Whether it is on the host and has one of these dtypes, or its format computes in any."""
     if isinstance(value, Weight):
         tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
@@ -246,7 +246,7 @@ class NativeRun:
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
-        like, hidden = torch.empty(0, dtype=dtype), _hidden_of(layers)
+        like, hidden = torch.empty(0, dtype=dtype), _hidden_size(layers)
         self._handle: _Handle | None = _Handle(like, hidden)
         for part in parts:
             self._add(self._handle.tensor, part)
@@ -286,7 +286,7 @@ class NativeRun:
             window = min(filter(None, (window, store.window)), default=0)
         elif not isinstance(store, InPlace) and not isinstance(attention, StateBlock):
             of = attention if isinstance(attention, nn.Module) else (params, head_dim)
-            self._questions.append(_attention_of(store, of))
+            self._questions.append(_attention_callback(store, of))
         act = "silu"  # unused
         if isinstance(mlp, GatedBlock):
             projections += [mlp.gate, mlp.up, mlp.down]
@@ -352,7 +352,7 @@ class NativeRun:
                 pages=None if lengths.pages is None else lengths.pages[row],
             ),
             rotary,
-            {name: _of_tokens(pair, row, token) for name, pair in factors.items()},
+            {name: _token_factors(pair, row, token) for name, pair in factors.items()},
             Logits.ALL,
             row.int(),
         )
@@ -403,7 +403,7 @@ class NativeRun:
         self._handle, self._questions, self._head, self._states = None, [], None, []
 
 
-def _of_tokens(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
+def _token_factors(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
     """Factors (B or 1, T, R) of N tokens -> (N, 1, R)."""
     rows = row if len(pair[0]) > 1 else torch.zeros_like(row)
     cos, sin = (factor[rows, token].unsqueeze(1) for factor in pair)
@@ -423,7 +423,7 @@ def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
 Question: TypeAlias = Callable[[list[torch.Tensor], Batch], torch.Tensor]
 
 
-def _attention_of(
+def _attention_callback(
     store: CacheLayer, attention: nn.Module | tuple[AttentionParams, int]
 ) -> Question:
     """A callback for attention as a whole, or with these parameters over heads of a size."""
@@ -438,7 +438,7 @@ def _attention_of(
     return attend
 
 
-def _hidden_of(layers: Sequence[BoundLayer]) -> int:
+def _hidden_size(layers: Sequence[BoundLayer]) -> int:
     """Size of the hidden state, from a layer that has a matrix."""
     for part in layers:
         attention, mlp = part.layer.attention, part.layer.mlp
@@ -464,21 +464,24 @@ def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
         "conv" if of is None else of.rule,
         *_matrices(*(projection.weight for projection in block.projections)),
         [projection.bias for projection in block.projections],
-        *(list(block.sources), [n for each in (*named, *block.mixed) for n in _numbers(each)]),
+        *(
+            list(block.sources),
+            [n for each in (*named, *block.mixed) for n in _output_numbers(each)],
+        ),
         *(block.convolution.weight, block.convolution.bias),
-        *_of_recurrence(of),
+        *_recurrence_arguments(of),
         *(states["conv"], states.get("recurrent")),
     )
 
 
-def _numbers(of: Outputs | None) -> tuple[int, ...]:
+def _output_numbers(of: Outputs | None) -> tuple[int, ...]:
     """The numbers as the op takes them, starting with -1 for None."""
     return (-1, 0, 1, 0, 0) if of is None else (
         of.projection, of.offset, of.size, of.step, of.count
     )  # fmt: skip
 
 
-def _of_recurrence(of: Recurrence | None) -> tuple[Any, ...]:
+def _recurrence_arguments(of: Recurrence | None) -> tuple[Any, ...]:
     if of is None:
         return None, None, None, None, 0.0, False, 1, 1, 1.0, 0.0, 0.0
     numbers = (of.step_bias, of.rates, of.skip, of.norm.weight, of.norm.eps)

@@ -699,11 +699,11 @@ class Transformer:
         stored = cache.rotary_variants
         cache.rotary_variants = [None] * cache.batch_size  # until all rows are renewed
         if stale:
-            self._refill(cache, stale, lengths)
+            self._rerun_rows(cache, stale, lengths)
             cache.renewed(stale)
         cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
 
-    def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
+    def _rerun_rows(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
         """Rerun the tokens of these rows."""
         tokens = [list(sequence) for sequence in cache.sequences]
         again = [tokens[row] if row in rows else [] for row in range(len(lengths.past))]

@@ -197,7 +197,7 @@ def unit_spec(
                 raise ValueError(f"{rename(each)}: {error}") from None
         return module
 
-    combination = _names_of(chosen.values())
+    combination = _format_names(chosen.values())
     first = combination not in pattern.in_formats
     if first:
         with torch.device("meta"):
@@ -243,7 +243,7 @@ def unit_spec(
     return spec
 
 
-def _names_of(formats: Collection[WeightFormat]) -> tuple[str, ...]:
+def _format_names(formats: Collection[WeightFormat]) -> tuple[str, ...]:
     """Names of the formats; memoized."""
     names = {id(format): format.name for format in {id(each): each for each in formats}.values()}
     return tuple(names[id(format)] for format in formats)

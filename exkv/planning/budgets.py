@@ -100,7 +100,7 @@ def make_budgets(
         budgets = _with_bandwidths(budgets, bandwidth)
     if disk_bandwidth is not None:
         if not disk_bandwidth > 0:
-            raise ValueError(f"disk_bandwidth is {disk_bandwidth}: give bytes a second, above 0")
+            raise ValueError(f"disk_bandwidth is {disk_bandwidth}: give bytes per second, above 0")
         budgets = [
             replace(b, disk_bandwidth=disk_bandwidth) if b.device == CPU else b for b in budgets
         ]

@@ -1,7 +1,7 @@
 """Measure the modules of another library's model while that model calls them, on shapes.
 
-This is a second way into the measurement. The first, ``workspace.py``, knows the inputs of exkv's
-units, and calls each unit alone; here a model is called, and makes the inputs of its modules. Both
+There are two ways into the measurement. The first, ``workspace.py``, knows the inputs of exkv's
+units, and calls each alone; here a model is called, and makes the inputs of its modules. Both
 use a ``DryRun``, measure modules that compute the same only once, and replay a call's requests
 (``reserved.py``) for devices that give memory in segments.
 """

@@ -131,7 +131,7 @@ def many_exchanges(folder: str, options: dict) -> dict:
     for expert in next(mixtures(model.units[-2].module)).experts:
         next(iter(expert.children())).register_forward_hook(lambda *_: fired.append(1))
     with (
-        mock.patch.object(ExpertExchange, "_worthwhile", any_pairs),
+        mock.patch.object(ExpertExchange, "_worthwhile_swaps", any_pairs),
         devices.peak_memory(card) as peaks,
     ):
         while model.exchange.swaps < 200:

@@ -250,7 +250,8 @@ class RangeTable:
         unknown = [str(b.place) for b in self.budgets if not b.bandwidth]
         if unknown:
             raise ValueError(
-                f"objective='speed' needs the bandwidth of {', '.join(unknown)}, in bytes a second"
+                f"objective='speed' needs the bandwidth of {', '.join(unknown)}, in bytes per "
+                "second"
             )
         return self.seconds_at([budget.bandwidth or 0.0 for budget in self.budgets])
 
