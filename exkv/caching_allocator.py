@@ -2,12 +2,12 @@
 
 CUDA gives memory in segments, and torch keeps them: a request of up to 1 MiB comes from segments of
 2 MiB, one of less than 10 MiB from segments of 20 MiB, and a larger one from a segment of its own,
-in multiples of 2 MiB. A block that is freed is kept for later requests; one that is larger than a
-request is split. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13, and
-tests hold them against that very allocator (``tests/torch_allocator``). ``exkv_ext/sim/
-segments.cpp`` has them again, for simulated devices.
+in multiples of 2 MiB. A freed block is kept for later requests; one that is larger than a request
+is split. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` of torch 2.13, and tests
+compare them with that very allocator (``tests/torch_allocator``). ``exkv_ext/sim/segments.cpp``
+implements them again, for simulated devices.
 
-One stream, and no private pools: what exkv allocates is used on one stream.
+There is one stream, and no private pools: exkv's allocations are used on one stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: Sizes are multiples of it.
+#: Sizes are multiples of this.
 BLOCK = 512
 #: Requests up to SMALL come from segments of SMALL_SEGMENT; those below LARGE, from segments of
 #: ``Rules.large_segment``; larger ones are rounded up to multiples of ROUND_LARGE.
@@ -31,7 +31,7 @@ class Rules:
     """What ``PYTORCH_ALLOC_CONF`` (or ``PYTORCH_CUDA_ALLOC_CONF``) may set.
 
     Attributes:
-        expandable: one segment for each pool, which grows.
+        expandable: whether each pool has one segment, which grows.
         max_split: blocks of this size or more are not split; None for no such limit.
         max_unsplit_rounding: bytes by which such a block may be larger than a request.
         power2_divisions: steps between two powers of two to which sizes are rounded; 0 for none.
@@ -93,9 +93,9 @@ class Rules:
     def share(self, nbytes: int, among: Iterable[int] = ()) -> int:
         """Bytes reserved for each of many such allocations.
 
-        Upper bound for any order in which they are made, and nothing is freed, if they share
-        segments with allocations of ``among`` bytes. Beside the shares of all, one segment of each
-        kind may be open: see :meth:`open_segments`.
+        An upper bound if nothing is freed, for any order of allocations, which may share segments
+        with allocations of ``among`` bytes. Beside all shares, one segment of each kind may be
+        open: see :meth:`open_segments`.
         """
         size = self.rounded(self.request_size(nbytes)) if nbytes else 0
         segment = self._page(size)
@@ -109,7 +109,7 @@ class Rules:
         return max(-(-segment * size // filled), self._alone(size) if size >= LARGE else 0)
 
     def _alone(self, size: int) -> int:
-        """Bytes reserved for a block that shares its segment with none."""
+        """Bytes reserved for a block that doesn't share its segment."""
         return size if self.expandable else self.segment(size)
 
     def open_segments(self, sizes: Iterable[int]) -> int:
@@ -118,7 +118,7 @@ class Rules:
         return sum(wanted)
 
     def shares_segments(self, nbytes: int, other: int) -> bool:
-        """Whether two allocations that live long may lie in one segment."""
+        """Whether two long-lived allocations may lie in one segment."""
         small, large = sorted(self.rounded(self.request_size(each)) for each in (nbytes, other))
         page = self._page(large)
         both = small < LARGE and small + large <= page == self._page(small)
@@ -136,8 +136,8 @@ class Rules:
 
 @functools.lru_cache(maxsize=4096)
 def _least_filled(sizes: tuple[int, ...], segment: int) -> int:
-    """The fewest bytes in use of a segment that is full: the smallest block of those which it holds
-    does not fit into the rest. Best fit opens another only then, whatever the order.
+    """The fewest bytes in use in a full segment: the smallest block for it does not fit into the
+    rest. Best fit opens another only then, whatever the order.
 
     Args:
         sizes: of blocks, ascending; some of them below LARGE.
@@ -154,7 +154,7 @@ def _least_filled(sizes: tuple[int, ...], segment: int) -> int:
 
 
 def _sums(numbers: Iterable[int], most: int) -> int:
-    """The sums up to ``most`` of any of the numbers, each as often as wanted, as a set of bits."""
+    """The sums, up to ``most``, of any of the numbers with repetition, as a bit set."""
     sums, within = 1, (1 << (most + 1)) - 1
     for number in numbers:
         step = number
@@ -165,7 +165,7 @@ def _sums(numbers: Iterable[int], most: int) -> int:
 
 
 class Block:
-    """A piece of a segment. ``small`` says which pool it is of."""
+    """A piece of a segment. ``small`` says which pool it belongs to."""
 
     __slots__ = ("address", "after", "before", "free", "mapped", "size", "small")
 
@@ -181,7 +181,7 @@ class CachingAllocator:
 
     Attributes:
         reserved: bytes of all segments; ``peak`` is the most there ever were.
-        allocated: bytes of the blocks in use, which may be larger than what was asked for.
+        allocated: bytes of the blocks in use, which may be larger than requested.
     """
 
     def __init__(self, rules: Rules = Rules(), capacity: int | None = None) -> None:  # noqa: B008

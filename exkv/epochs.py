@@ -19,7 +19,7 @@ class Bound(Protocol):
     """An object that holds tensors for one epoch."""
 
     def release(self) -> None:
-        """Drop them."""
+        """Drop the tensors."""
 
 
 _lock = threading.RLock()

@@ -2,8 +2,8 @@
 
 They have hard capacities, raise real ``torch.OutOfMemoryError``, answer ``torch.accelerator.*``,
 and compute bit-identically to the CPU, so that placement, loading and rollback run the same code as
-on GPUs. With ``EXKV_SIM_ALLOCATOR=cuda`` they give memory in segments, as torch's caching allocator
-does, and a driver's context takes some of it; libraries' workspaces they do not model.
+on GPUs. With ``EXKV_SIM_ALLOCATOR=cuda`` they allocate in segments, as torch's caching allocator
+does, and a driver's context takes some memory; libraries' workspaces are not modelled.
 
 The devices themselves are ``exkv_ext/sim`` (C++); start reading there at ``fallback.cpp``. They are
 compiled where they are first used: ``exkv_ext/simulator.py``.
@@ -47,14 +47,14 @@ __all__ = [
 ]
 
 _MAX_DEVICES = 64
-#: Errors by which real devices say that memory ran out; the first four as in ``ledger.h``.
+#: Errors by which real devices report that memory ran out; the first four as in ``ledger.h``.
 MEMORY_ERRORS = ("torch", "cublas", "runtime", "launch", "pinned")
 #: Kernels of the simulated devices that differ from the CPU's.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
-#: What a simulated driver's context takes of each device, in segments: little, for small devices.
+#: Size of a simulated driver's context on each device, in segments: small, for small devices.
 _CONTEXT = 2 << 20
-#: How devices give memory: to the rounded byte, or in the segments of torch's caching allocator.
+#: How devices allocate: to the rounded byte, or in the segments of torch's caching allocator.
 ALLOCATORS = ("exact", "cuda")
 
 _enabled_with: tuple[tuple[int, ...], bool, bool, str] | None = None
@@ -90,7 +90,7 @@ def enable(
         dry: charge storages of 64 KiB and more without allocating memory; ops on them compute
             shapes only, copies from them give zeros or are skipped.
         allocator: "exact", or "cuda": in segments by ``PYTORCH_CUDA_ALLOC_CONF``
-            (``exkv.caching_allocator``), of which ``torch.accelerator.memory_reserved`` tells, and
+            (``exkv.caching_allocator``), which ``torch.accelerator.memory_reserved`` reports, and
             with 2 MiB less for the driver's context.
 
     Raises:
@@ -216,14 +216,14 @@ def allocation_count(*, pinned: bool = False) -> int:
 
 
 def touches(index: int) -> int:
-    """Times that something reached ``sim:index`` that makes a real device's context: an allocation,
-    a new stream, or the question for its free memory. Counting devices is no such thing."""
+    """How often something reached ``sim:index`` that creates a real device's context: an
+    allocation, a new stream, or a query of free memory. Counting devices doesn't."""
     return _enabled_native().touches(index)
 
 
 def refuse(index: int, why: str | None) -> None:
-    """Have ``sim:index`` answer everything that :func:`touches` counts with an AcceleratorError, as
-    a GPU does that is full or in exclusive use; ``None`` cancels it."""
+    """Have ``sim:index`` fail everything that :func:`touches` counts with an AcceleratorError, like
+    a GPU that is full or in exclusive use; ``None`` cancels it."""
     _enabled_native().refuse(index, why or "")
 
 
@@ -251,14 +251,13 @@ def reset_transfer_bytes() -> None:
 
 
 def let_streams_lag(on: bool = True) -> None:
-    """Leave copies that a side stream is given between host and device undone until somebody waits
-    for them: what is read too early is wrong, and what is freed too early counts
-    (:func:`lifetime_errors`)."""
+    """Delay copies between host and device on a side stream until something waits for them: what is
+    read too early is wrong, and what is freed too early is counted (:func:`lifetime_errors`)."""
     _enabled_native().set_lag(on)
 
 
 def lifetime_errors() -> int:
-    """How many copies had lost their memory, freed while a stream was to use it, so far."""
+    """How many copies so far lost their memory, freed while a stream was still to use it."""
     return _enabled_native().lifetime_errors()
 
 
@@ -276,7 +275,7 @@ def _register_backend(rules: Rules | None) -> None:
 
 
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    """Histogram that also takes integers, as on GPUs; the CPU's kernel refuses them."""
+    """Histogram that also takes integers, as on GPUs; the CPU's kernel rejects them."""
     counts = torch.histc(x.cpu() if x.is_floating_point() else x.cpu().double(), bins, min, max)
     return counts.to(x.dtype).to(x.device)
 
@@ -295,7 +294,7 @@ class _DeviceModule(types.ModuleType):
 
     def __init__(self, rules: Rules | None) -> None:
         super().__init__("torch.sim", "The simulated accelerator of exkv.")
-        #: The rules of the segments in which devices give memory; None for to the byte.
+        #: The rules of the segments in which devices allocate; None for byte-exact allocation.
         self.allocator_rules = rules
         self._native = simulator.load()
         for name in (

@@ -24,7 +24,7 @@ from .rope import QUERIES, rotary_name
 
 
 class Attend(Protocol):
-    """What attention needs of a cache layer: store k, v, and attend to everything stored."""
+    """What attention needs of a cache layer: store k and v, and attend to everything stored."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
@@ -79,7 +79,7 @@ class Attention(PlainModule):
 
     @property
     def norm_widths(self) -> tuple[int, int]:
-        """Values that are normed together, of queries and of keys."""
+        """Number of values that are normed together, for queries and for keys."""
         return self.head_dim, self.head_dim
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
@@ -106,8 +106,8 @@ class Attention(PlainModule):
         return self.rotated(list(self.project(x)), batch)
 
     def rotated(self, projected: list[Tensor], batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of what :meth:`project` gives; the list is emptied, so that tensors are freed as
-        soon as others take their place."""
+        """Like :meth:`heads`, from :meth:`project`'s results; the list is emptied, so that each
+        tensor is freed as soon as another takes its place."""
         q, k, v = projected
         projected.clear()
         heads = (*q.shape[:2], -1, self.head_dim)
@@ -122,7 +122,7 @@ class Attention(PlainModule):
 
 
 def in_halves(x: Tensor, width: int) -> Tensor:
-    """Reorder heads (B, T, H, D) from interleaved to half-split layout: of the first ``width``
+    """Reorder heads (B, T, H, D) from interleaved to half-split layout: among the first ``width``
     features, even ones come first, then odd ones. Scores don't change, since queries and keys are
     reordered alike."""
     halves = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -151,7 +151,7 @@ class SinkAttention(Attention):
 
 
 class ScaledQueryAttention(Attention):
-    """Attention whose queries are multiplied by a factor of their position (Llama 4)."""
+    """Attention whose queries are scaled by a function of their position (Llama 4)."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         factors, _ = batch.rotary[QUERIES]  # (B, T, 1)

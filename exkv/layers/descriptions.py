@@ -1,13 +1,14 @@
-"""Descriptions: what a module computes, as a value; all that a bound run
+"""Descriptions: values that state what a module computes, which is all that a bound run
 (``exkv.models.bound_run``) needs to know.
 
-A function registered by :func:`describes` for a module type describes the instances of exactly this
-type. Subclasses are not described, since they may compute something else, nor are instances with a
-method of their own, a hook, or a parameter of an unknown kind. Such modules run through their
+A function registered by :func:`describes` for a module type describes instances of exactly this
+type. Subclasses are not described, since they may compute something else, nor are instances with
+their own replaced method, a hook, or a parameter of an unknown kind. Such modules run through their
 ``forward``.
 
-Two norms differ in more than their weights: with ``offset`` the factor is 1 + weight and applied in
-float32, before rounding (Gemma); without, the normed value is rounded first (Llama).
+Norms with and without ``offset`` differ in more than their weights: with it, the factor is 1 +
+weight and applied in float32, before rounding (Gemma); without it, the normed value is rounded
+first (Llama).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Weight:
     size: Size
 
     def rows(self, begin: int, end: int) -> Weight:
-        """A view of some rows of the matrix.
+        """A view of a range of the matrix's rows.
 
         Raises:
             NotDescribed: the format can't be sliced at these rows.
@@ -64,21 +65,21 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """The change B A of a matrix: a (rank, in), b (out, rank), scale included. For an embedding
-    table, a is (vocabulary, rank), and b (hidden, rank)."""
+    """A low-rank change B A of a matrix: a (rank, in), b (out, rank), scale included. For an
+    embedding table, a is (vocabulary, rank), and b (hidden, rank)."""
 
     a: Tensor
     b: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes that both take from a device."""
+        """Bytes of both on a device."""
         return rounded(self.a.nbytes) + rounded(self.b.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsLowRank:
-    """A change for the rows [first, last) of a call; for all if ``last`` is None."""
+    """A low-rank change for rows [first, last) of a call; for all rows if ``last`` is None."""
 
     low_rank: LowRank
     first: int = 0
@@ -95,8 +96,8 @@ class RowsLowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A linear layer: weight (out, in), rows of all or part of a matrix; bias (out,); and low-rank
-    changes for rows with adapters."""
+    """A linear layer: weight (out, in), all of a matrix or a range of its rows; bias (out,); and
+    low-rank changes for rows with adapters."""
 
     weight: Weight
     bias: Tensor | None
@@ -120,7 +121,7 @@ class AttentionBlock:
     """Projections of the normed input, optional norms of queries and keys, rotary positions,
     attention (``params``: scale, window, soft cap, rotary table, sinks), and the output projection.
     The first ``interleaved`` features of heads are rotated in interleaved pairs. If ``gated``, each
-    head's queries are followed by gates, whose sigmoids attention's output is multiplied by."""
+    head's queries are followed by gates, whose sigmoids multiply attention's output."""
 
     query: Projection
     key: Projection
@@ -136,9 +137,9 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentBlock:
-    """Attention over latent vectors (``exkv.layers.latent``). Queries are made of the normed output
-    of ``query_down``, or of the input if that is None; ``latent`` makes what is stored, before its
-    norm. ``key_up`` and ``value_up``: a matrix of each head."""
+    """Attention over latent vectors (``exkv.layers.latent``). Queries come from the normed output
+    of ``query_down``, or from the input if that is None; ``latent`` makes what is stored, before
+    its norm. ``key_up`` and ``value_up`` have one matrix per head."""
 
     query: Projection
     latent: Projection
@@ -154,7 +155,7 @@ class LatentBlock:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Those of one input each, of queries' low ranks last if there are any."""
+        """Projections with one input each; queries' low-rank ones last, if there are any."""
         parts = (self.query, self.latent, self.output)
         return parts if self.query_down is None else (*parts, self.query_down)
 
@@ -169,7 +170,8 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Some outputs of a projection, by its index: ``count`` heads of ``size``, ``step`` apart."""
+    """A slice of a projection's outputs, by its index: ``count`` heads of ``size``, ``step``
+    apart."""
 
     projection: int
     size: int
@@ -180,18 +182,18 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """What a layer with a state does behind its convolution: ``gated_delta`` or ``ssd``, and a
-    gated norm of its outputs.
+    """What a layer with a state does after its convolution: ``gated_delta`` or ``ssd``, and a gated
+    norm of its outputs.
 
     Attributes:
         rule: "delta" or "ssd".
-        groups: heads of keys, or groups of heads, which have one norm each in state space duality.
-        step, beta: what they are made of.
+        groups: heads of keys; in state space duality, groups of heads with one norm each.
+        step, beta: the outputs from which they are computed.
         step_bias: (heads,), or (all channels of keys,) where each has a step.
         rates: (heads,), logarithms.
-        skip: what is added of the inputs, (heads,); None without.
-        sigmoid: the gate's activation, and not SiLU.
-        order: heads of a group, if the output projection takes the first ones of all groups first.
+        skip: factor (heads,) of the inputs that are added to the output; None for none.
+        sigmoid: whether the gate's activation is a sigmoid; SiLU if not.
+        order: heads of a group, if the output projection takes the first head of all groups first.
         limits: of steps.
     """
 
@@ -211,16 +213,15 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBlock:
-    """A layer with a state in the place of attention: projections, a causal convolution with SiLU
-    and a recurrence, or a convolution alone, between products if there are some; and the output
-    projection.
+    """A layer with a state in place of attention: projections, a causal convolution with SiLU and a
+    recurrence, or a convolution alone, optionally between products; and the output projection.
 
     Attributes:
-        inputs: the projections before.
-        sources: of each, the earlier one whose outputs it takes, or -1 for the layer's input.
-        mixed: what the convolution goes over, side by side.
-        times: what that is multiplied by first.
-        gate: of the output's.
+        inputs: the projections before the convolution.
+        sources: for each, the earlier one whose outputs it takes, or -1 for the layer's input.
+        mixed: the outputs that the convolution runs over, side by side.
+        times: the outputs that ``mixed`` is first multiplied by.
+        gate: the outputs that gate the layer's output.
     """
 
     inputs: tuple[Projection, ...]
@@ -234,7 +235,7 @@ class StateBlock:
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The inputs', and the output's."""
+        """The input projections, and the output projection."""
         return (*self.inputs, self.output)
 
     @property
@@ -266,10 +267,10 @@ class PlainBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsBlock:
-    """A mixture of experts, beside one that all tokens take, or None: its output is multiplied by
-    the sigmoid of a gate's, if there is one. ``router`` is what ``route_experts`` takes behind the
-    logits, which ``gate`` makes, and their ``correction``, float32 (experts,). The gate may be in
-    float32, and then makes logits in it."""
+    """A mixture of experts, plus a shared one that all tokens take, or None; its output is
+    multiplied by the sigmoid of a gate's, if there is one. ``router`` has what ``route_experts``
+    takes after the logits, which ``gate`` makes, and their ``correction``, float32 (experts,). The
+    gate may be in float32, and then computes logits in it."""
 
     router: tuple[int | bool | float, ...]
     gate: Projection
@@ -294,10 +295,10 @@ class ExpertsBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
-    and its norms; None stands for no norm. A layer with a state has that in attention's place. If
-    ``parallel``, the MLP runs beside attention instead of after it: its input is before_mlp(x), or
-    attention's input if that is None. Attention and an MLP without a description are kept as
-    modules."""
+    and its norms; None stands for no norm. A layer with a state has its block in attention's place.
+    If ``parallel``, the MLP runs beside attention instead of after it: its input is before_mlp(x),
+    or attention's input if that is None. Attention or an MLP without a description is kept as a
+    module."""
 
     attention: AttentionBlock | LatentBlock | StateBlock | nn.Module
     mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module
@@ -335,7 +336,7 @@ class NotDescribed(Exception):
 Description = TypeVar("Description")
 
 _describers: dict[type, Callable[[Any], Any]] = {}
-#: The types' methods at registration, to notice replaced ones.
+#: Each type's methods when it was registered, to notice replacements.
 _methods: dict[type, Mapping[str, object]] = {}
 
 
@@ -410,18 +411,23 @@ def parameters_in(value: object) -> Iterator[Tensor | Weight]:
 def _methods_of(kind: type) -> dict[str, object]:
     own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     return {
-        name: value for base in reversed(own) for name, value in vars(base).items() if _runs(value)
+        name: value
+        for base in reversed(own)
+        for name, value in vars(base).items()
+        if _is_method(value)
     }
 
 
 @cache
 def _names_of_methods(kind: type) -> frozenset[str]:
     """Names of instance attributes that would shadow a method."""
-    names = {name for base in kind.__mro__ for name, value in vars(base).items() if _runs(value)}
+    names = {
+        name for base in kind.__mro__ for name, value in vars(base).items() if _is_method(value)
+    }
     return frozenset(names | {"_compiled_call_impl"})
 
 
-def _runs(value: object) -> bool:
+def _is_method(value: object) -> bool:
     return callable(value) or isinstance(value, property)
 
 

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek, 2024: DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-A token's keys and values, of all heads, are products of one latent vector. Queries are multiplied
-by the keys' half of that matrix, and what attention returns by the values' half, so that attention
-goes over the latent vectors themselves, behind the rotated features that all heads share: one head
-of keys, which are the values, too. No token's keys or values are ever made, nor stored.
+Keys and values of all heads of a token are products of one latent vector. Queries are multiplied by
+the keys' half of that matrix, and attention's output by the values' half, so that attention runs
+over the latent vectors themselves, together with the rotated features that all heads share: one key
+head, which also provides the values. No token's keys or values are ever computed or stored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .low_rank import side_by_side
 from .norm import RMSNorm
 from .rope import QUERIES, rotary_name
 
-#: Of both norms in it, whatever the config says of the others.
+#: Epsilon of both of its norms, whatever the config says about the others.
 _EPS = 1e-6
 
 
 class EachHead(Matrix):
-    """A matrix (out, in) of each head, one below the other: x (B, T, H, in) -> (B, T, H, out).
-    They are floats, or in a format that can be split between heads."""
+    """One matrix (out, in) per head, stacked: x (B, T, H, in) -> (B, T, H, out). They are floats,
+    or in a format that can be split between heads."""
 
     heads = 1
 
@@ -39,7 +39,7 @@ class EachHead(Matrix):
 
     @property
     def rows(self) -> int:
-        """Of a head's matrix."""
+        """Rows of one head's matrix."""
         return self.size[0] // self.heads
 
     def use_format(self, format: WeightFormat) -> None:
@@ -56,9 +56,9 @@ class LatentAttention(PlainModule):
     projection.
 
     Attributes:
-        key_up: each head's matrix (rank, nope) that makes unrotated keys of latent vectors, by
-            rows of the latent vector: queries are multiplied by it.
-        value_up: (v, rank), the same that makes values.
+        key_up: each head's matrix (rank, nope) from latent vectors to unrotated keys, indexed by
+            the latent dimension first: queries are multiplied by it.
+        value_up: each head's matrix (v, rank) from latent vectors to values.
 
     Args:
         layer: index of the decoder layer, which selects windows and positions in the config.
@@ -98,8 +98,8 @@ class LatentAttention(PlainModule):
         return self.o_proj(self.values(out))
 
     def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """x (B, T, hidden) -> q (B, T, H, D) and k (B, T, 1, D), of rotated features and, behind
-        them, those that go with latent vectors."""
+        """x (B, T, hidden) -> q (B, T, H, D) and k (B, T, 1, D), with rotated features first, then
+        those that multiply latent vectors."""
         sizes = self.sizes
         q, latent = self.project(x)
         q = q.view(*x.shape[:2], self.count, sizes.qk_head_dim)
@@ -130,7 +130,7 @@ class LatentAttention(PlainModule):
         return self.q_b_proj(self.q_a_layernorm(low)), latent
 
     def values(self, out: Tensor) -> Tensor:
-        """What attention returns, (B, T, H, D) -> all heads' values (B, T, H * v)."""
+        """Attention's output (B, T, H, D) -> all heads' values (B, T, H * v)."""
         latent = out[..., self.sizes.qk_rope_head_dim :]
         return self.value_up(latent).flatten(2)
 
@@ -156,14 +156,14 @@ def _latent(attention: LatentAttention) -> LatentBlock:
 
 
 @describes(EachHead)
-def _each(matrices: EachHead) -> tuple[Weight, ...]:
+def _head_weights(matrices: EachHead) -> tuple[Weight, ...]:
     whole, rows = weight_of(matrices), matrices.rows
     return tuple(whole.rows(i * rows, (i + 1) * rows) for i in range(matrices.heads))
 
 
 def score_scale(config: ModelConfig) -> float:
-    """1 / sqrt(qk_head_dim), times the square of YaRN's temperature if ``mscale_all_dim`` is
-    stated: then it isn't in the rotary factors, which reach a part of a head only."""
+    """1 / sqrt(qk_head_dim), times the square of YaRN's temperature if ``mscale_all_dim`` is given:
+    then it isn't part of the rotary factors, which affect only part of a head."""
     assert config.latent is not None
     scale = float(config.latent.qk_head_dim**-0.5)
     scaling = config.rope_scaling

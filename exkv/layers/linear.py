@@ -23,8 +23,8 @@ class PlainModule(nn.Module):
     """A module that finds its submodules as instance attributes, and advances the epoch when it
     changes.
 
-    ``nn.Module`` finds them by ``__getattr__``, after a failed look-up, which takes ten times as
-    long; a decode step of a small model asks for hundreds. Parameters can be replaced without an
+    ``nn.Module`` finds them in ``__getattr__``, after a failed look-up, which takes ten times as
+    long; a decode step of a small model does hundreds. Parameters can be replaced without an
     attribute assignment (``nn.Module.to``), so they are not copied; the dictionaries that hold them
     and the hooks are watched: see ``exkv.epochs``.
     """
@@ -46,7 +46,7 @@ class PlainModule(nn.Module):
         advance()
 
     def _apply(self, *args: Any, **kwargs: Any) -> PlainModule:
-        """``nn.Module.to`` and its kin replace parameters' data without notice."""
+        """``nn.Module.to`` and similar methods replace parameters' data without notice."""
         try:
             return super()._apply(*args, **kwargs)
         finally:
@@ -54,14 +54,14 @@ class PlainModule(nn.Module):
 
     @property
     def bare(self) -> bool:
-        """Whether a call runs the type's ``forward`` only, without hooks."""
+        """Whether a call runs only the type's ``forward``, without hooks."""
         hooked = self._forward_hooks or self._forward_pre_hooks or has_global_hooks()
         return not hooked and "forward" not in self.__dict__
 
     @property
     def watched(self) -> bool:
-        """Whether all its changes advance the epoch; false if its dictionaries were replaced by
-        others."""
+        """Whether all its changes advance the epoch; false if its dictionaries have been
+        replaced."""
         kept = (self._parameters, self._forward_hooks, self._forward_pre_hooks)
         return all(isinstance(each, WatchedDict) for each in kept)
 
@@ -80,7 +80,7 @@ class Matrix(PlainModule):
         self.use_format(FLOATS[dtype])
 
     def use_format(self, format: WeightFormat) -> None:
-        """Replace the tensors by those of this format, uninitialised."""
+        """Replace the tensors with uninitialised ones of this format."""
         for name in getattr(self, "format", format).names:
             self._parameters.pop(name, None)
         self.format = format
@@ -111,7 +111,7 @@ class Linear(Matrix):
 
 class TransposedLinear(Linear):
     """A linear layer on features (..., groups * heads * size) whose matrix has the first heads of
-    all groups first. Columns of packed blocks can't be moved without quantizing them anew."""
+    all groups first. Columns of packed blocks can't be moved without quantizing them again."""
 
     def __init__(
         self, inputs: int, outputs: int, *, groups: int, heads: int, dtype: torch.dtype
@@ -124,8 +124,8 @@ class TransposedLinear(Linear):
 
 
 class ExactLinear(Linear):
-    """A linear layer that computes in float32 whatever the model's dtype is: its weight is kept in
-    float32, which the experts' routers are small enough for."""
+    """A linear layer that computes in float32 whatever the model's dtype; its weight is kept in
+    float32, as experts' routers are small enough for that."""
 
     def use_format(self, format: WeightFormat) -> None:
         floats = FLOATS[torch.float32]
@@ -136,7 +136,7 @@ class ExactLinear(Linear):
 
 
 def side_by_side(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
-    """Apply each linear layer to x: by :func:`exkv.weights.products` if none has hooks."""
+    """Apply each linear layer to x, using :func:`exkv.weights.products` if none has hooks."""
     matrices: list[tuple[WeightFormat, dict[str, Any]]] = []
     biases: list[Tensor | None] = []
     for linear in linears:
@@ -172,12 +172,12 @@ def linear_at(module: nn.Module, path: str) -> Linear:
 def with_tensors(
     module: nn.Module, tensors: Mapping[str, Tensor], prefix: str = "", *, watched: bool = False
 ) -> nn.Module:
-    """A copy of the module with other tensors in the place of its parameters.
+    """A copy of the module with other tensors in place of its parameters.
 
     Args:
-        tensors: by the parameters' names behind the prefix.
-        watched: whether the copy is :attr:`PlainModule.watched` where the module is, which
-            advances the epoch.
+        tensors: by the parameters' names after the prefix.
+        watched: whether the copy is :attr:`PlainModule.watched` if the module is, which advances
+            the epoch.
     """
     copy = object.__new__(type(module))
     kind: type[dict[str, Any]] = type(module._parameters) if watched else dict

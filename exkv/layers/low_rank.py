@@ -2,7 +2,7 @@
 
 :class:`LowRankLinear` and :class:`LowRankEmbedding` wrap a layer; :func:`with_low_rank` makes a
 copy of a module with wrapped layers that shares everything else: parameters, hooks and the modules
-without an adapter. So choosing an adapter is choosing a module, and no other layer knows of it.
+without an adapter. So choosing an adapter is choosing a module, and no other layer is aware of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LowRankLayer(PlainModule):
 
     def __init__(self, base: nn.Module, changes: Sequence[RowsLowRank]) -> None:
         super().__init__()
-        # Not by assignment, which would advance the epoch: it is made during a call.
+        # Set without an attribute assignment, which would advance the epoch during a call.
         self.__dict__["base"] = self._modules["base"] = base
         self.__dict__["changes"] = tuple(changes)
 
@@ -83,10 +83,10 @@ def side_by_side(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def with_low_rank(module: nn.Module, changes: Mapping[str, Sequence[RowsLowRank]]) -> nn.Module:
-    """A copy of the module whose layers at these paths have changes.
+    """A copy of the module in which the layers at these paths have low-rank changes.
 
     Raises:
-        ValueError: a module on the way to one has a ``forward`` of its own, which would bypass it.
+        ValueError: a module on the way to one has its own ``forward``, which would bypass it.
     """
     made: dict[str, nn.Module] = {}
     for path, each in changes.items():
@@ -102,8 +102,8 @@ def with_replaced(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Modu
         return others[""]
     if "forward" in module.__dict__:
         raise ValueError(
-            f"a {type(module).__name__} has a forward of its own, which would bypass an adapter "
-            "in it: remove that forward, or run without adapters"
+            f"a {type(module).__name__} has its own forward, which would bypass an adapter in it: "
+            "remove that forward, or run without adapters"
         )
     below: dict[str, dict[str, nn.Module]] = {}
     for path, other in others.items():

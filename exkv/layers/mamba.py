@@ -1,4 +1,4 @@
-"""Mamba's layers, which have a state in place of keys and values."""
+"""Mamba layers, which have a state in place of keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .recurrent import CausalConv, KeepsState
 
 
 class GatedNorm(PlainModule):
-    """An RMS norm of each of some groups of features, behind a gate."""
+    """An RMS norm over each of several groups of features, after a gate."""
 
     def __init__(self, size: int, groups: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class GatedNorm(PlainModule):
 
 
 class Mamba2(PlainModule):
-    """A convolution, and heads with a state each, see :func:`exkv.ops.ssd.ssd`, behind a gate and a
-    norm (Dao and Gu, 2024, arXiv 2405.21060).
+    """A convolution, and heads with one state each (see :func:`exkv.ops.ssd.ssd`), followed by a
+    gate and a norm (Dao and Gu, 2024, arXiv 2405.21060).
 
     Args:
-        act: the activation behind the convolution; None for the config's.
-        out_bias: bias on the output projection; None for that of the other one.
+        act: the activation after the convolution; None for the config's.
+        out_bias: bias on the output projection; None for the input projection's setting.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Mamba2(PlainModule):
         self.out_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def make_norm(self, config: ModelConfig, dtype: torch.dtype) -> nn.Module:
-        """What goes over the heads' outputs and the gate."""
+        """The norm applied to the heads' outputs and the gate."""
         sizes = self.settings
         return GatedNorm(sizes.inner, sizes.mamba_n_groups, config.rms_norm_eps, dtype=dtype)
 
@@ -107,23 +107,23 @@ class Mamba2(PlainModule):
         return torch.ops.exkv.ssd(x, steps, -self.A_log.exp(), b, c, self.D, state, new_lens)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x (B, T, hidden) -> the gate (B, T, inner), what the convolution goes over (B, T, inner +
-        2 * shared), and what the steps are made of (B, T, heads)."""
+        """x (B, T, hidden) -> the gate (B, T, inner), the convolution's input (B, T, inner + 2 *
+        shared), and the steps before their activation (B, T, heads)."""
         inner, heads = self.settings.inner, self.settings.mamba_n_heads
         both = inner + 2 * self.settings.shared
         return self.in_proj(x).split((inner, both, heads), dim=-1)
 
     def steps(self, x: Tensor) -> Tensor:
-        """The sizes of steps, float32 (B, T, heads)."""
+        """Step sizes, float32 (B, T, heads)."""
         low, high = self.settings.step_limits
         return F.softplus(x.float() + self.dt_bias).clamp_(low, high)
 
 
 class Mamba(PlainModule):
-    """A convolution, and channels with a state each, see
-    :func:`exkv.ops.selective_scan.selective_scan`, behind a gate (Gu and Dao, 2023, arXiv
-    2312.00752); with norms of the steps and of what is written to states and read from them
-    (AI21, 2024: Jamba)."""
+    """A convolution, and channels with one state each (see
+    :func:`exkv.ops.selective_scan.selective_scan`), followed by a gate (Gu and Dao, 2023, arXiv
+    2312.00752); with norms of the steps and of what is written to states and read from them (AI21,
+    2024: Jamba)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -119,15 +119,15 @@ class Experts(MLP):
     Args:
         bias: whether router and experts have biases.
         sigmoid: see :class:`Router`.
-        corrected: whether there is a correction of the scores, by which experts are chosen.
-        exact: whether the router computes in float32, whatever the model's dtype is.
+        corrected: whether the scores have a correction, used only to choose experts.
+        exact: whether the router computes in float32, whatever the model's dtype.
         tolerance: see :class:`Router`.
 
     Attributes:
         on_host: experts whose weights lie in host memory while all else is on a card.
-        staging: by which these come to the card.
-        from_disk: whether experts may have to be read from disk, so that a call does it ahead.
-        has_op: whether the op ``experts`` computes what :meth:`output` does.
+        staging: the buffers through which these come to the card.
+        from_disk: whether experts may have to be read from disk, so that calls read ahead.
+        has_op: whether the op ``experts`` computes the same as :meth:`output`.
     """
 
     on_host: frozenset[int] = frozenset()
@@ -155,8 +155,8 @@ class Experts(MLP):
         self.gate = made(hidden, count, bias=bias, dtype=dtype)
         self.correction = weight(count, dtype=torch.float32) if corrected else None
         self.experts = nn.ModuleList(Expert(hidden, inner, dtype, bias=bias) for _ in range(count))
-        #: Of the router's outputs, how many tokens chose each: int64, on the host where some
-        #: experts lie there, else beside the router; None while nobody counts.
+        #: How many tokens chose each of the router's outputs: int64, on the host if some experts
+        #: lie there, else beside the router; None while nobody counts.
         self.counts: Tensor | None = None
 
     @property
@@ -185,15 +185,15 @@ class Experts(MLP):
         return self.router.route(self.gate(x), self.correction)
 
     def counted(self, routing: Routing) -> Routing:
-        """The same, once its tokens are counted, without synchronization; where some experts are on
-        the host, :func:`split_sum` counts."""
+        """Count the routing's tokens, without synchronization, and return it; if some experts are
+        on the host, :func:`split_sum` counts."""
         if self.counts is not None and not self.on_host:
             ids = routing.chosen.flatten()
             self.counts.scatter_add_(0, ids, ids.new_ones(()).expand_as(ids))
         return routing
 
     def beside(self, x: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same, plus what all tokens take, computed while the host computes with its experts.
+        """The output plus what all tokens take, computed while the host runs its experts.
 
         Args:
             shared: from x to a tensor like it.
@@ -209,7 +209,7 @@ class Experts(MLP):
         """x (N, hidden) -> (N, hidden).
 
         Args:
-            meanwhile: what is to be computed beside.
+            meanwhile: computed at the same time.
         """
         return self.sum(x, routing, meanwhile)
 
@@ -222,8 +222,8 @@ class Experts(MLP):
         return self.sum_of(range(self.count), x, routing)
 
     def sum_of(self, experts: Sequence[int], x: Tensor, routing: Routing) -> Tensor:
-        """The same of some experts on the device of x: a routing names their places among
-        these."""
+        """The weighted sum over some experts, on the device of x; the routing holds their positions
+        among ``experts``."""
         if self.has_op and (routing.counts is None or takes_whole_calls(x)):
             formats = self.formats() if len(experts) < self.count else None
             return run_experts(x, routing, self.matrices(experts), self.act, formats)
@@ -239,13 +239,13 @@ class Experts(MLP):
         return gated((expert.w1, expert.w3, expert.w2), inputs, self.act)
 
     def read_ahead(self, experts: Iterable[int]) -> None:
-        """Have what is on disk of these experts read, in the order in which they compute."""
+        """Start reading what is on disk of these experts, in the order in which they compute."""
         for module in map(self.expert, experts):
             if module is not None:
                 read_ahead(module.parameters())
 
     def expert(self, index: int) -> nn.Module | None:
-        """One expert's weights; None for one that has none."""
+        """One expert's weights; None for one without any."""
         return self.experts[index]
 
     def matrices(self, experts: Iterable[int] | None = None) -> list[tuple[Linear, Linear, Linear]]:
@@ -255,7 +255,7 @@ class Experts(MLP):
         return [(expert.w1, expert.w3, expert.w2) for expert in found]
 
     def formats(self) -> list[WeightFormat]:
-        """Of all experts' matrices, each once."""
+        """Distinct formats of all experts' matrices."""
         found = self.__dict__.get("_formats")
         if found is None or found[0] != epochs.current():
             each = {part.format.name: part.format for expert in self.matrices() for part in expert}
@@ -291,7 +291,7 @@ class SharedExperts(Experts):
         return self.beside(x, self.shared)
 
     def shared(self, x: Tensor) -> Tensor:
-        """What all tokens take of x (B, T, hidden)."""
+        """The shared expert's output for x (B, T, hidden)."""
         shared = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             gate = self.shared_expert_gate(x)
@@ -317,7 +317,7 @@ class ClampedExperts(Experts):
 
 
 def routed_experts(config: ModelConfig, dtype: torch.dtype, **options: bool) -> Experts:
-    """Experts with the shared one that the config has, if any."""
+    """Experts, with a shared one if the config has one."""
     shared = config.settings(ExpertsConfig).shared_inner
     return (SharedExperts if shared else Experts)(config, dtype, **options)
 
@@ -340,11 +340,11 @@ def run_experts(
     act: str,
     formats: Sequence[WeightFormat] | None = None,
 ) -> Tensor:
-    """Run the op ``experts``, or module by module where one has hooks.
+    """Run the op ``experts``, or run module by module if one has hooks.
 
     Args:
         matrices: gate, up and down of each expert.
-        formats: by which kernels are chosen, where other experts than these have some, too.
+        formats: used to choose kernels, where experts other than these have some, too.
     """
     flat = [part for expert in matrices for part in expert]
     if any(part._forward_pre_hooks or part._forward_hooks for part in flat):
@@ -362,7 +362,7 @@ def run_experts(
 
 
 def gated(matrices: Sequence[Linear], inputs: Tensor, act: str) -> Tensor:
-    """down(act(gate(inputs)) * up(inputs)) of gate, up and down."""
+    """down(act(gate(inputs)) * up(inputs)) with ``matrices`` gate, up and down."""
     gate, up, down = matrices
     inner = gate(inputs)
     ACTIVATIONS[act].gate(inner, up(inputs))
@@ -377,8 +377,8 @@ def mixtures(module: nn.Module) -> Iterator[Experts]:
 def lay_on_host(
     module: nn.Module, experts: frozenset[int], staging: ExpertStaging | None = None
 ) -> None:
-    """Tell a layer which routed experts' weights lie in host memory, and how they are sent; None
-    for as before."""
+    """Set which routed experts' weights lie in host memory, and how they are sent; None restores
+    the default."""
     for mixture in mixtures(module):
         mixture.on_host = experts
         mixture.staging = staging or mixture.staging

@@ -38,7 +38,7 @@ class Advances(Protocol):
 
 
 class KeepsState(Protocol):
-    """What such a layer needs of a cache layer."""
+    """What a layer with a state needs of a cache layer."""
 
     def states(self, batch: Batch, tensors: Sequence[StateTensor], dtype: torch.dtype) -> Advances:
         """The states of the call's rows; zeros for rows without tokens."""
@@ -53,7 +53,7 @@ class CausalConv(PlainModule):
         self.register_parameter("bias", weight(channels, dtype=dtype) if bias else None)
 
     def forward(self, x: Tensor, states: Advances) -> Tensor:
-        """The state "conv" (B, size - 1, channels) becomes the last inputs."""
+        """Convolve, updating the state "conv" (B, size - 1, channels) to the last inputs."""
         return states.advance("conv", self._convolved, x)
 
     def _convolved(self, x: Tensor, state: Tensor, new_lens: Tensor | None) -> Tensor:
@@ -62,8 +62,8 @@ class CausalConv(PlainModule):
 
 
 class GatedDelta(PlainModule, ABC):
-    """Linear attention by the gated delta rule, see :func:`exkv.ops.recurrent.gated_delta`, with a
-    norm and a gate behind it. Subclasses have the projections, as checkpoints do.
+    """Linear attention by the gated delta rule (see :func:`exkv.ops.recurrent.gated_delta`),
+    followed by a norm and a gate. Subclasses have projections as checkpoints do.
 
     Args:
         eps: of the norm; None for the config's.
@@ -102,8 +102,8 @@ class GatedDelta(PlainModule, ABC):
     @abstractmethod
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x (B, T, hidden) -> queries, keys and values side by side (B, T, 2 * H_k * D_k + H_v *
-        D_v), the gate (B, T, H_v * D_v), what beta is made of (B, T, H_v), and what the decay is
-        made of."""
+        D_v), the gate (B, T, H_v * D_v), beta before its sigmoid (B, T, H_v), and the inputs of
+        :meth:`decay`."""
 
     def forward(self, x: Tensor, batch: Batch, cache: KeepsState) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
@@ -124,19 +124,19 @@ class GatedDelta(PlainModule, ABC):
         return self.out_proj(normed.to(x.dtype).flatten(2))
 
     def gated(self, gate: Tensor) -> Tensor:
-        """What outputs are multiplied by, of the gate in float32."""
+        """The factor of the outputs, from the gate in float32."""
         return F.silu(gate)
 
     def decay(self, step: Tensor) -> Tensor:
-        """The logarithm of what is kept of the state at each token, float32 (B, T, H_v, 1 or
+        """The logarithm of the share of the state kept at each token, float32 (B, T, H_v, 1 or
         D_k)."""
         steps = F.softplus(step.float() + self.dt_bias)
         return steps.mul_(-self.A_log.float().exp()).unsqueeze(-1)
 
 
 class FusedGatedDelta(GatedDelta):
-    """With queries, keys, values and gates in one matrix, and beta and the decay in another, each
-    head's beside each other (Qwen3-Next)."""
+    """With queries, keys, values and gates in one matrix, and beta and the decay in another,
+    interleaved by head (Qwen3-Next)."""
 
     def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
         both = 2 * self.settings.key_size + 2 * self.settings.value_size
@@ -158,11 +158,11 @@ class FusedGatedDelta(GatedDelta):
 
 
 class SplitGatedDelta(GatedDelta):
-    """With a matrix for queries, keys and values, and one each for the rest (Qwen 3.5).
+    """With one matrix for queries, keys and values, and one each for the rest (Qwen 3.5).
 
     Args:
-        transposed: whether columns of the last matrix go by the heads of values of one of keys, and
-            then by those of keys, as llama.cpp's files have them.
+        transposed: whether the output matrix's columns are ordered by value head within a key head
+            first, and by key head second, as in llama.cpp's files.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ def _convolution(conv: CausalConv) -> Convolution:
 
 @describes(TransposedLinear)
 def _transposed(linear: TransposedLinear) -> Projection:
-    """Of inputs in the order of the matrix's columns."""
+    """The projection for inputs in the order of the matrix's columns."""
     return Projection(weight=weight_of(linear), bias=None)
 
 
@@ -259,8 +259,8 @@ def delta_block(
     sources: Mapping[int, int] | None = None,
     sigmoid: bool = False,
 ) -> StateBlock:
-    """Describe linear attention by its projections and what their outputs are; ``sources``: those
-    over another one's outputs -> that."""
+    """Describe linear attention from its projections and the meaning of their outputs; ``sources``:
+    projections of another one's outputs -> that one."""
     if delta.act != "silu":
         raise NotDescribed(f"{type(delta).__name__} with {delta.act}")
     order = delta.out_proj.order[1] if isinstance(delta.out_proj, TransposedLinear) else 1

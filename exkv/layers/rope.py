@@ -1,7 +1,7 @@
 """Rotary frequencies and their scaling: linear, llama3, yarn, longrope.
 
-Frequencies are on the host and factors are computed there once a forward call, so that every device
-gets the same bits.
+Frequencies are on the host, and factors are computed there once per forward call, so that every
+device gets the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from exkv.checkpoint import ModelConfig, QueryScaling, RopeParameters, RopeScali
 
 #: Rotary tables: of most layers, of sliding layers with their own, of layers without positions.
 MAIN, LOCAL, NONE = "main", "local", "none"
-#: Beside them: what queries are multiplied by.
+#: A further table: factors that queries are multiplied by.
 QUERIES = "queries"
 #: Longest call, in tokens, whose factors are reused by the following calls.
 NEAR = 64
@@ -60,7 +60,7 @@ class RotaryTables:
         self._near: tuple[tuple[int, torch.dtype], dict[str, Factors]] | None = None
 
     def __call__(self, lengths: Lengths, dtype: torch.dtype) -> dict[str, Factors]:
-        """Factors of a call: name -> cos, sin (B, T, R), on the host, for its new tokens."""
+        """Factors for a call's new tokens: name -> cos, sin (B, T, R), on the host."""
         grown = max(lengths.final, default=0) > self.fixed_until
         many = lengths.ragged or lengths.chunk > NEAR
         # Don't reuse tensors made under a dispatch mode: they may be of its own kind.
@@ -90,8 +90,8 @@ class RotaryTables:
         return {name: (cos.to(dtype), sin.to(dtype)) for name, (cos, sin) in made.items()}
 
     def shift(self, name: str, by: Tensor, lengths: Lengths) -> Factors:
-        """Factors that rotate already rotated heads by ``by`` (B, T) further positions; without the
-        table's magnitude, which they already have."""
+        """Factors that rotate already rotated heads by ``by`` (B, T) more positions; without the
+        table's magnitude, which the heads already have."""
         table = self.tables[name]
         cos, sin = table(by, lengths.final)
         return cos / table.magnitude, sin / table.magnitude
@@ -102,8 +102,8 @@ class RotaryTables:
 
 
 class RotaryTable:
-    """One rotary table; R features of a head are rotated, and longrope has frequencies for short
-    and long texts."""
+    """One rotary table. R features of a head are rotated; longrope has separate frequencies for
+    short and long texts."""
 
     def __init__(self, rope: RopeParameters, rotary_dim: int) -> None:
         self.inverse_frequencies, self.magnitude = rotary_frequencies(rope, rotary_dim)
@@ -135,8 +135,8 @@ class RotaryTable:
 
 
 class Unrotated(RotaryTable):
-    """The table of layers without positions: rotate one pair of features by angle 0, which changes
-    no bit, so that no caller needs a special case."""
+    """The table of layers without positions: it rotates one pair of features by angle 0, which
+    changes no bit, so that callers need no special case."""
 
     def __init__(self) -> None:
         self.inverse_frequencies, self.magnitude = torch.zeros(1), 1.0
@@ -145,7 +145,7 @@ class Unrotated(RotaryTable):
 
 
 class QueryFactors(Unrotated):
-    """What queries are multiplied by, of their positions, (B, T, 1); in place of cos and of sin."""
+    """Factors of queries by position (B, T, 1), in place of both cos and sin."""
 
     def __init__(self, scaling: QueryScaling) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class QueryFactors(Unrotated):
 
 
 def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 (R / 2,) in radians a token, and the factors' magnitude; for
+    """Inverse frequencies float32 (R / 2,) in radians per token, and the factors' magnitude; for
     longrope (2, R / 2), short and long."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     base = 1.0 / (rope.rope_theta**exponents)
@@ -190,7 +190,7 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[Tensor, f
 
 
 def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> Tensor:
-    """Inverse frequencies (R / 2,) of a text of this length, whose base grows with it ("dynamic
+    """Inverse frequencies (R / 2,) for a text of this length; the base grows with it ("dynamic
     NTK"). Keys keep the frequencies of the length at which they were computed, as in
     transformers."""
     scaling = rope.rope_scaling
@@ -203,9 +203,9 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> T
 
 
 def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's rule: long waves are slowed by the factor, short ones unchanged, those between
-    interpolated by their number of rotations within the original context. Llama 4 Scout has none
-    between."""
+    """Llama 3.1's rule: long waves are slowed by the factor, short ones unchanged, and those
+    between interpolated by their number of rotations within the original context. Llama 4 Scout has
+    none between."""
     rotations = scaling.trained_length * base / (2 * math.pi)
     low, high = scaling.bands
     between = (high - low) or torch.finfo(torch.float32).tiny

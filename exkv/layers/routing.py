@@ -17,17 +17,17 @@ class Router:
     """How router logits become chosen experts and their weights.
 
     Attributes:
-        top_k: experts of each token.
-        sigmoid: whether an expert's score is the sigmoid of its logit; else the softmax of all.
+        top_k: experts per token.
+        sigmoid: whether an expert's score is the sigmoid of its logit; if not, the softmax of all.
         normalize: whether the weights are divided by their sum.
-        min_sum: the least sum to divide by.
-        groups: groups of equal size that consecutive experts form.
-        top_k_groups: groups that a token's experts may come from: those whose best experts have
-            the highest sum of scores.
+        min_sum: the smallest divisor for that.
+        groups: number of equal groups that consecutive experts form.
+        top_k_groups: number of groups that a token's experts may come from: those whose best
+            experts have the highest summed score.
         best_of_group: how many of a group's experts are summed for that.
         scale: factor of the weights.
-        tolerance: of SparseMixer, see :meth:`_one_by_one`, with which all but ``top_k`` is
-            disregarded; None for the others' way.
+        tolerance: of SparseMixer, see :meth:`_one_by_one`, which ignores all other attributes but
+            ``top_k``; None for the usual routing.
     """
 
     top_k: int
@@ -42,7 +42,7 @@ class Router:
 
     @classmethod
     def of(cls, settings: ExpertsConfig, **options: Any) -> Router:
-        """The router of a config's settings; ``options`` are attributes that these don't say."""
+        """The router for a config's settings; ``options`` are attributes that these don't have."""
         top_k, normalize = settings.num_experts_per_tok, settings.norm_topk_prob
         if not isinstance(settings, RoutedExpertsConfig):
             return cls(top_k=top_k, normalize=normalize, **options)
@@ -72,17 +72,16 @@ class Router:
 
     @property
     def numbers(self) -> tuple[int | bool | float, ...]:
-        """All but the logits and their correction, as ``route_experts`` takes it."""
+        """Everything except the logits and their correction, as ``route_experts`` takes it."""
         return (
             *(self.top_k, self.sigmoid, self.normalize, self.min_sum),
             *(self.groups, self.top_k_groups, self.best_of_group, self.scale),
         )
 
     def _one_by_one(self, logits: Tensor, bound: float) -> Routing:
-        """Take the best expert of those that are left, ``top_k`` times. Its weight is its softmax
-        among the experts that are left and whose logits are below its own by at most ``bound``
-        times the larger of both (SparseMixer without its noise: Liu et al., 2024, arXiv
-        2409.12136)."""
+        """Choose the best remaining expert, ``top_k`` times. Its weight is its softmax among the
+        remaining experts whose logits are below its own by at most ``bound`` times the larger of
+        the two magnitudes (SparseMixer without its noise: Liu et al., 2024, arXiv 2409.12136)."""
         left, chosen, weights = logits, [], []
         for _ in range(self.top_k):
             best, index = left.max(-1, keepdim=True)

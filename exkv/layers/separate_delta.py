@@ -1,5 +1,6 @@
-"""The gated delta rule with a matrix for each of its inputs, and convolutions of queries, keys and
-values that checkpoints have apart: OLMo hybrid's, and Kimi's, whose channels fade by themselves."""
+"""The gated delta rule with a separate matrix for each of its inputs, and separate convolutions of
+queries, keys and values in checkpoints: OLMo hybrid, and Kimi, whose key channels decay
+separately."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class SeparateGatedDelta(GatedDelta):
         self.a_proj = Linear(hidden, sizes.linear_num_value_heads, bias=False, dtype=dtype)
 
     def make_inputs(self, hidden: int, dtype: torch.dtype) -> None:
-        """The matrices of queries, keys, values and beta."""
+        """Create the matrices of queries, keys, values and beta."""
         sizes = self.settings
         self.q_proj = Linear(hidden, sizes.key_size, bias=False, dtype=dtype)
         self.k_proj = Linear(hidden, sizes.key_size, bias=False, dtype=dtype)
@@ -45,8 +46,8 @@ class SeparateGatedDelta(GatedDelta):
 
 
 class KimiDelta(SeparateGatedDelta):
-    """Kimi's delta attention (Kimi Team, 2025, arXiv 2510.26692): each channel of keys fades by
-    itself, by steps that two matrices of low rank make, as two others make the gate, which is a
+    """Kimi's delta attention (Kimi Team, 2025, arXiv 2510.26692): each key channel decays
+    separately, by steps from two low-rank matrices; two others make the gate, which is a
     sigmoid."""
 
     def make_projections(self, hidden: int, dtype: torch.dtype) -> None:
@@ -79,8 +80,8 @@ class KimiDelta(SeparateGatedDelta):
 def separate_convolutions(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, *, path: str
 ) -> list[Source]:
-    """The convolution of the layer that the checkpoint calls ``name``, which has those of queries,
-    keys and values at ``path`` of it; none of a layer of another kind."""
+    """How to load the convolution of the layer that the checkpoint calls ``name``, whose parts for
+    queries, keys and values are at ``path`` in it; empty for a layer of another kind."""
     delta = layer.get_submodule("self_attn")
     if not isinstance(delta, SeparateGatedDelta):
         return []

@@ -1,4 +1,5 @@
-"""Attention of models whose last layers attend to earlier layers' keys and values (Gemma 3n, 4)."""
+"""Attention for models whose last layers attend to earlier layers' keys and values (Gemma 3n,
+4)."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ KeysAndValues: TypeAlias = tuple[Tensor, Tensor]
 
 
 class SharedKeysAttention(PlainModule):
-    """Attention with norms over heads of queries, keys and values, and to an earlier layer's keys
-    and values where the config says so. Scores are not scaled.
+    """Attention with norms over heads of queries, keys and values, which uses an earlier layer's
+    keys and values where the config says so. Scores are not scaled.
 
     Args:
-        head_norm: makes a norm over a head's features; values' has no weights.
-        keys_are_values: whether values are made of what keys are made of.
+        head_norm: makes a norm over a head's features; that of values has no weights.
+        keys_are_values: whether values are made from the same projection as keys.
 
     Attributes:
         layer: index of the decoder layer.
@@ -65,7 +66,7 @@ class SharedKeysAttention(PlainModule):
         self, x: Tensor, batch: Batch, cache: Attend, given: KeysAndValues | None
     ) -> tuple[Tensor, KeysAndValues]:
         """x (B, T, hidden), normed, and the keys and values of ``source`` -> (B, T, hidden), and
-        the keys and values that it attended to."""
+        the keys and values used."""
         factors = batch.rotary[self.params.rotary]
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         if given is None:
@@ -77,7 +78,7 @@ class SharedKeysAttention(PlainModule):
         return self.o_proj(out.flatten(2)), (k, v)
 
     def _with_own(self, q: Tensor, x: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
-        """q, rotated, and keys and values (B, T, H_kv, D) of x."""
+        """q, rotated, and keys and values (B, T, H_kv, D) made from x."""
         assert self.k_proj is not None and self.k_norm is not None
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, (-1, self.head_dim))

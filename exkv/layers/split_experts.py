@@ -1,17 +1,17 @@
-"""A mixture of experts of which some lie in host memory, while everything else is on a card.
+"""A mixture of experts with some experts in host memory and everything else on a card.
 
-The host's kernels compute these experts where they lie, beside the card's. Only hidden states
-travel: those of the tokens there, and the experts' outputs back. Parts are summed in the order in
-which they are summed where all experts are on one device, and come from the same ops on the same
-rows, so that on devices that compute alike the bits are the same.
+The host's kernels run these experts in place, while the card runs its own. Only hidden states
+travel: those of the experts' tokens, and the outputs back. Parts are summed in the same order as
+when all experts are on one device, and come from the same ops on the same rows, so that devices
+that compute alike give the same bits.
 
-A call of few tokens goes by (token, choice) pairs, sorted by expert: blocks of these are calls of
-kernels for few rows, in each of which an expert has all of its rows (:func:`_of_few`). The card's
-are enqueued first, and what else it has to do meanwhile (:class:`Meanwhile`); then the host
-computes its own. Where all that were chosen lie on the host, one call there makes the sum. A larger
-call goes from expert to expert (:func:`_of_many`). There an expert with :func:`rows_to_stream` rows
-or more is sent to the card instead, into one of two buffers, while the expert before it computes
-(:class:`ExpertStaging`).
+A call of few tokens (:func:`_sum_of_few_tokens`) goes by (token, choice) pairs, sorted by expert:
+blocks of these are calls of kernels for few rows, and an expert has all of its rows in one block.
+The card's blocks are enqueued first, and then its other work (:class:`Meanwhile`); the host
+computes its own at the same time. If all chosen experts lie on the host, one call there makes the
+sum. A larger call goes expert by expert (:func:`_sum_of_many_tokens`). There, an expert with
+:func:`rows_to_stream` rows or more is sent to the card instead, into one of two buffers, while the
+previous expert computes (:class:`ExpertStaging`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 
 class Meanwhile:
-    """What a card computes from the same inputs as routed experts, and beside these: once, when the
-    host is about to compute, or else when the result is asked for."""
+    """What a card computes from the same inputs as routed experts, alongside them: once, when the
+    host is about to compute, or else when the result is needed."""
 
     def __init__(self, call: Callable[[], Tensor]) -> None:
         self._call = call
@@ -63,11 +63,11 @@ def split_sum(
     """The weighted sum of the chosen experts' outputs; x (N, hidden) on the card -> (N, hidden).
 
     Args:
-        meanwhile: what the card computes while the host does; of few tokens.
+        meanwhile: what the card computes while the host does; in calls of few tokens.
     """
     if is_decode_sized(x):
-        return _of_few(mixture, x, routing, meanwhile)
-    return _of_many(mixture, x, routing)
+        return _sum_of_few_tokens(mixture, x, routing, meanwhile)
+    return _sum_of_many_tokens(mixture, x, routing)
 
 
 # Which calls take most -------------------------------------------------------------------------
@@ -77,8 +77,8 @@ _worst: ContextVar[bool] = ContextVar("worst", default=False)
 
 @contextlib.contextmanager
 def worst_case() -> Iterator[None]:
-    """Within the block, tokens of this thread's calls choose the experts that take most of the
-    card's memory, so that it can be measured."""
+    """Within the block, tokens of this thread's calls choose the experts that take the most card
+    memory, so that it can be measured."""
     token = _worst.set(True)
     try:
         yield
@@ -87,12 +87,12 @@ def worst_case() -> Iterator[None]:
 
 
 def _has_contents(x: Tensor) -> bool:
-    """False for a tensor that has a shape alone."""
+    """False for a tensor that has only a shape."""
     return type(x) is Tensor and not sim.is_dry(x)
 
 
-def _takes_most(x: Tensor) -> bool:
-    """Whether this stands for all calls of such a shape."""
+def _is_worst_case(x: Tensor) -> bool:
+    """Whether a call stands for all calls of its shape."""
     return not _has_contents(x) or _worst.get()
 
 
@@ -107,13 +107,14 @@ def _worst_choice(mixture: Experts, taken: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Pairs that are rows of one call, with one expert each.
+    """Pairs that are the rows of one call, with one expert each.
 
     Attributes:
         pairs: their numbers: choice k of token n is n * K + k.
         experts: that the call names, in ascending order.
-        rows: int64 (3, n), of each pair its token, its expert's place among these, and its number.
-        counts: how many of these rows each expert has.
+        rows: int64 (3, n): of each pair its token, its expert's position in ``experts``, and its
+            number.
+        counts: number of rows of each expert.
     """
 
     pairs: Sequence[int]
@@ -122,10 +123,12 @@ class _Block:
     counts: Sequence[int]
 
 
-def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile | None) -> Tensor:
-    """There are three hops: what was chosen comes to the host, the numbers of rows go to the card,
-    and then what the host computed."""
-    (tokens, taken), worst = routing.chosen.shape, _takes_most(x)
+def _sum_of_few_tokens(
+    mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile | None
+) -> Tensor:
+    """A call with three hops: the choice comes to the host, row numbers go to the card, and then
+    the host's results."""
+    (tokens, taken), worst = routing.chosen.shape, _is_worst_case(x)
     if known := _has_contents(x):
         numbers, weights, inputs = devices.fetched(routing.chosen, routing.weights, x)
         chosen = numbers.flatten().tolist()
@@ -135,20 +138,23 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
     elif mixture.counts is not None:
         mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
     if mixture.on_host.issuperset(chosen):
-        return _all_on_host(mixture, x, (inputs, weights) if known else None, chosen, meanwhile)
+        return _sum_on_host(mixture, x, (inputs, weights) if known else None, chosen, meanwhile)
     pairs: tuple[list[int], list[int]] = [], []
     for pair, expert in enumerate(chosen):
         pairs[expert in mixture.on_host].append(pair)
     card, host = (_blocks(chosen, taken, those, worst) for those in pairs)
     if mixture.from_disk and known:
         mixture.read_ahead(expert for block in host for expert in block.experts)
-    order = _order([*card, *host], chosen, taken)
-    rows, order = _sent([block.rows for block in card], order, x.device)
-    parts = [_parts(mixture, x, routing.weights, *each) for each in zip(card, rows, strict=True)]
+    order = _output_positions([*card, *host], chosen, taken)
+    rows, order = _copied_to_card([block.rows for block in card], order, x.device)
+    parts = [
+        _weighted_outputs(mixture, x, routing.weights, *each)
+        for each in zip(card, rows, strict=True)
+    ]
     if meanwhile is not None:
         meanwhile.start()
     if host and known:
-        found = [_parts(mixture, inputs, weights, block, block.rows) for block in host]
+        found = [_weighted_outputs(mixture, inputs, weights, block, block.rows) for block in host]
         parts.append(devices.sent(torch.cat(found), x.device))
     elif host:
         parts.append(x.new_empty(sum(len(block.pairs) for block in host), x.shape[1]))
@@ -160,7 +166,7 @@ def _of_few(mixture: Experts, x: Tensor, routing: Routing, meanwhile: Meanwhile 
     return out
 
 
-def _all_on_host(
+def _sum_on_host(
     mixture: Experts,
     x: Tensor,
     sent: tuple[Tensor, Tensor] | None,
@@ -188,7 +194,7 @@ def _all_on_host(
 
 
 def _check_chosen(chosen: Sequence[int], taken: int, experts: int) -> None:
-    """ValueError for what no router answers."""
+    """Raise ValueError for a choice that no router makes."""
     rows = (chosen[first : first + taken] for first in range(0, len(chosen), taken))
     if any(len(set(row)) < taken or not 0 <= min(row) <= max(row) < experts for row in rows):
         raise ValueError(
@@ -197,11 +203,12 @@ def _check_chosen(chosen: Sequence[int], taken: int, experts: int) -> None:
 
 
 def _blocks(chosen: Sequence[int], taken: int, pairs: Sequence[int], worst: bool) -> list[_Block]:
-    """Pairs in blocks of up to ``MOST_ROWS``, those of an expert in one of them.
+    """Pairs in blocks of up to ``MOST_ROWS``; all pairs of an expert are in one block.
 
     Args:
         chosen: the expert of each pair.
-        worst: as if one expert had all rows of a block, and all blocks but the first were full.
+        worst: pretend that one expert had all rows of a block, and all blocks but the first were
+            full.
     """
     if worst:
         first = len(pairs) % MOST_ROWS or MOST_ROWS
@@ -223,9 +230,9 @@ def _block(chosen: Sequence[int], taken: int, pairs: Sequence[int], worst: bool)
     return _Block(pairs, experts, rows, [places.count(place) for place in range(len(experts))])
 
 
-def _order(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tensor:
-    """Of each token, where the outputs of its experts are among those of all blocks, in ascending
-    order of these: int64 (taken, tokens)."""
+def _output_positions(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tensor:
+    """For each token, the positions of its experts' outputs among those of all blocks, in ascending
+    order: int64 (taken, tokens)."""
     pairs = (pair for block in blocks for pair in block.pairs)
     place = {pair: row for row, pair in enumerate(pairs)}
     ranked = [
@@ -235,7 +242,7 @@ def _order(blocks: Sequence[_Block], chosen: Sequence[int], taken: int) -> Tenso
     return torch.tensor([[place[pairs[rank]] for pairs in ranked] for rank in range(taken)])
 
 
-def _sent(
+def _copied_to_card(
     rows: Sequence[Tensor], order: Tensor, device: torch.device
 ) -> tuple[list[Tensor], Tensor]:
     """All of these numbers on a card, in one copy."""
@@ -246,7 +253,9 @@ def _sent(
     return there, order
 
 
-def _parts(mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Tensor) -> Tensor:
+def _weighted_outputs(
+    mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Tensor
+) -> Tensor:
     """The weighted output of each pair of a block (n, hidden), all on the device of x (N, hidden).
 
     Args:
@@ -264,11 +273,11 @@ def _parts(mixture: Experts, x: Tensor, weights: Tensor, block: _Block, rows: Te
 # Many tokens -----------------------------------------------------------------------------------
 
 
-def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
-    """Experts in ascending order, each on the device where it lies or is sent to."""
+def _sum_of_many_tokens(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
+    """Run experts in ascending order, each on the device where it lies or to which it is sent."""
     known, taken = _has_contents(x), routing.chosen.shape[1]
     order, counts = by_expert(x, routing, mixture.count)
-    if worst := _takes_most(x):
+    if worst := _is_worst_case(x):
         choice = _worst_choice(mixture, taken)
         counts = [len(x) if expert in choice else 0 for expert in range(mixture.count)]
     elif mixture.counts is not None:
@@ -308,14 +317,13 @@ def _of_many(mixture: Experts, x: Tensor, routing: Routing) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRates:
-    """How fast a host computes, beside how fast its memory goes to a card. Without arguments, what
-    is assumed where nobody gave or measured any: of a desktop with two channels of DDR5, and of
-    PCIe 4.0 with 16 lanes.
+    """How fast a host computes, and how fast its memory is copied to a card. Defaults, for when
+    nothing was given or measured: a desktop with two channels of DDR5, and PCIe 4.0 with 16 lanes.
 
     Attributes:
-        bandwidth: bytes a second at which the host reads its memory.
-        flops: of its kernels on prompts, a second.
-        link: bytes a second from host memory to a card.
+        bandwidth: bytes per second at which the host reads its memory.
+        flops: of its kernels on prompts, per second.
+        link: bytes per second from host memory to a card.
     """
 
     bandwidth: float = 60e9
@@ -324,8 +332,8 @@ class HostRates:
 
 
 def rows_to_stream(nbytes: int, weights: int, rates: HostRates) -> int:
-    """The fewest rows for which it takes less time to send an expert to the card than to compute
-    it on the host, which reads the weights once, or multiplies and adds each once for every row.
+    """The fewest rows for which sending an expert to the card takes less time than computing it on
+    the host, which reads the weights once, or does one multiply-add per weight and row.
 
     Args:
         nbytes: of the expert.
@@ -352,14 +360,14 @@ def _arriving(mixture: Experts, experts: Sequence[int]) -> Iterator[Iterator[nn.
     """These experts' modules on the card, one after the other."""
     modules = [mixture.expert(expert) for expert in experts]
     if not modules or mixture.staging is None:
-        yield iter(modules)  # where tensors are shapes alone, all are there
+        yield iter(modules)  # with shapes alone, all are there
         return
     with mixture.staging.lock:
         yield mixture.staging.arriving(modules)
 
 
 class ExpertStaging:
-    """Two buffers on a card, by which experts come from host memory.
+    """Two buffers on a card through which experts come from host memory.
 
     Args:
         nbytes: of the largest expert, each tensor rounded up as allocations are.
@@ -375,8 +383,8 @@ class ExpertStaging:
         self._copies = [devices.SideStream(device) for _ in range(2)]
 
     def arriving(self, experts: Sequence[nn.Module | None]) -> Iterator[nn.Module]:
-        """Each expert as a module on the card, valid until the next but one is asked for. The copy
-        of the next begins before what is done with one is enqueued, and runs beside it."""
+        """Each expert as a module on the card, valid until the next but one is requested. The copy
+        of the next begins before the work on the current one is enqueued, and runs beside it."""
         begun = [self._begin(expert, slot % 2) for slot, expert in enumerate(experts[:1])]
         for slot, _ in enumerate(experts, 1):
             if slot < len(experts):
@@ -402,5 +410,5 @@ class ExpertStaging:
 
 
 def staging_bytes_of(nbytes: int, device_type: str) -> int:
-    """Bytes that :class:`ExpertStaging` asks a card for, for experts of up to ``nbytes``."""
+    """Bytes that :class:`ExpertStaging` allocates on a card for experts of up to ``nbytes``."""
     return devices.allocation_bytes(2 * nbytes, device_type)

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): the layers that each changes, their bytes, and the units of a call.
+"""Low-rank adapters (LoRA): the layers that each one changes, their bytes, and the units of a call.
 
 A call names an adapter for each row (:data:`Chosen`). Its units are copies that share everything
-with the model's own but the layers that an adapter changes (``exkv.layers.low_rank``): bound runs,
-captured graphs and plans see different modules, and know nothing else of adapters.
+with the model's own except the layers that an adapter changes (``exkv.layers.low_rank``): bound
+runs, captured graphs and plans see different modules, and know nothing else about adapters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .units import Unit, UnitSpec
 Changes: TypeAlias = Mapping[str, Mapping[str, LowRank]]
 #: Prefixes of the text model in models of text and images.
 _TEXT_MODELS = ("model.language_model.", "language_model.model.", "model.text_model.")
-#: Combinations of adapters whose units are memoized.
+#: Number of combinations of adapters whose units are memoized.
 _MOST_KEPT = 16
 
 
@@ -173,7 +173,7 @@ def open_adapter(
     """Make an adapter, checked against the model.
 
     Raises:
-        AdapterError: it is for another model, or for layers that take none here.
+        AdapterError: it is for another model, or for layers that don't support adapters.
     """
     targets = Targets(units)
     changes: list[LayerChange] = []
@@ -220,17 +220,17 @@ class Targets:
         self.names = {name for name in stored if name in self._by_name}
 
     def find(self, module: str) -> list[Target] | None:
-        """The layers that a module of this name stands for; None for none."""
+        """The layers that a module of this name stands for, or None."""
         return self._by_name.get(_known_as(module))
 
     def why_not(self, module: str) -> str:
-        """The reason why :meth:`find` gives none."""
+        """The reason why :meth:`find` finds none."""
         if _known_as(module) in self._refused or ".experts" in module:
             return (
-                "is an expert or its router, which take no adapters here: train one for the "
+                "is an expert or its router, which can't have adapters here: train one for the "
                 "attention alone, or merge it into the model with PEFT (merge_and_unload)"
             )
-        return "is no linear layer or embedding of this model: the adapter is for another one"
+        return "is not a linear layer or embedding of this model: the adapter is for another model"
 
 
 def _known_as(module: str) -> str:
@@ -241,7 +241,7 @@ def _known_as(module: str) -> str:
 
 
 def _layers_of(spec: UnitSpec) -> Iterator[tuple[str, Matrix | None]]:
-    """Paths of a unit's matrices, None for those that take no adapter."""
+    """Paths of a unit's matrices, with None for those that don't support adapters."""
     with torch.device("meta"):
         module = spec.build()
     experts = [path for path, part in module.named_modules() if isinstance(part, Experts)]
@@ -278,7 +278,7 @@ def _targets_of(
 
 
 def _check_size(folder: AdapterFolder, matrix: LowRankShape, targets: Sequence[Target]) -> None:
-    """AdapterError for matrices that don't fit the layer's size."""
+    """Raise AdapterError for matrices that don't fit the layer's size."""
     inputs = targets[0].size[1]
     outputs = sum(target.size[0] for target in targets)
     if targets[0].embedding:
@@ -286,22 +286,22 @@ def _check_size(folder: AdapterFolder, matrix: LowRankShape, targets: Sequence[T
     what = "an embedding" if matrix.embedding else "a linear layer"
     if matrix.embedding != targets[0].embedding:
         raise AdapterError(
-            f"{folder.file}: {matrix.module!r:.120} is changed as {what}, and is none in this "
-            "model: the adapter is for another one"
+            f"{folder.file}: {matrix.module!r:.120} is changed as {what}, but is not one in this "
+            "model: the adapter is for another model"
         )
     if (matrix.outputs, matrix.inputs) != (outputs, inputs):
         raise AdapterError(
             f"{folder.file}: {matrix.module!r:.120} is changed by B A of [{matrix.outputs}, "
-            f"{matrix.rank}] and [{matrix.rank}, {matrix.inputs}], and has [{outputs}, {inputs}] "
-            "in this model: the adapter is for another one"
+            f"{matrix.rank}] and [{matrix.rank}, {matrix.inputs}], but has [{outputs}, {inputs}] "
+            "in this model: the adapter is for another model"
         )
 
 
 def _check_complete(folder: AdapterFolder, targets: Targets) -> None:
-    """AdapterError if the file lacks a layer that the config names."""
+    """Raise AdapterError if the file lacks a layer that the config names."""
     config = folder.config
     if isinstance(config.targets, str):
-        return  # an expression, or PEFT's word for all
+        return  # a regular expression, or PEFT's word for all
     there = {_known_as(module) for module in folder.matrices}
     found = {(t.unit, t.path) for module in there for t in targets.find(module) or ()}
     for name in sorted(targets.names):
@@ -315,7 +315,7 @@ def _check_complete(folder: AdapterFolder, targets: Targets) -> None:
 
 
 def _check_whole(folder: AdapterFolder, targets: Targets, config: ModelConfig) -> None:
-    """AdapterError for a whole matrix that differs from the model's."""
+    """Raise AdapterError for a whole matrix that differs from the model's."""
     for module, tensor in folder.whole.items():
         found = targets.find(module)
         if found is not None and config.path is not None:
@@ -326,9 +326,9 @@ def _check_whole(folder: AdapterFolder, targets: Targets, config: ModelConfig) -
                 ):
                     continue
         raise AdapterError(
-            f"{folder.file}: tensor {tensor!r:.120} is a whole matrix, other than the model's own "
-            "(modules_to_save, or a vocabulary that was resized): merge the adapter into the model "
-            "with PEFT (merge_and_unload), and load that"
+            f"{folder.file}: tensor {tensor!r:.120} is a whole matrix that differs from the "
+            "model's own (modules_to_save, or a resized vocabulary): merge the adapter into the "
+            "model with PEFT (merge_and_unload), and load that"
         )
 
 
@@ -336,7 +336,7 @@ def _check_whole(folder: AdapterFolder, targets: Targets, config: ModelConfig) -
 
 
 class AdaptedUnit:
-    """A unit in calls with some adapters."""
+    """A unit in calls with certain adapters."""
 
     def __init__(self, unit: Unit, chosen: Chosen) -> None:
         self._unit = unit
@@ -394,7 +394,7 @@ def _spans(chosen: Chosen) -> Iterator[tuple[str, int, int | None]]:
 
 
 class AdaptedUnits:
-    """The units of calls with adapters; a memo of the last used combinations, for one epoch."""
+    """The units of calls with adapters; memoizes the last used combinations for one epoch."""
 
     def __init__(self) -> None:
         self._epoch = -1
@@ -406,7 +406,7 @@ class AdaptedUnits:
         if self._epoch != epoch:
             self.release()
             self._epoch = epoch
-            epochs.bind(self, epoch)  # don't hold what is unloaded
+            epochs.bind(self, epoch)  # so that unloaded units aren't held
         found = self._kept.pop(chosen, None)
         if found is None:
             found = tuple(AdaptedUnit(unit, chosen) for unit in units)
@@ -416,5 +416,5 @@ class AdaptedUnits:
         return found
 
     def release(self) -> None:
-        """Forget all."""
+        """Drop all units."""
         self._kept.clear()

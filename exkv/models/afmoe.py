@@ -25,7 +25,7 @@ from .decoder import Decoder, SandwichLayer, rms_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledExpertsConfig(RoutedExpertsConfig):
-    """Whether embeddings are multiplied by the root of their size."""
+    """Whether embeddings are multiplied by the square root of their size."""
 
     mup_enabled: bool = False
 
@@ -70,7 +70,7 @@ FAMILY = Family(
             "mlp.correction": "mlp.expert_bias",
             "mlp.shared_expert.": "mlp.shared_experts.",
             "_feedforward_layernorm": "_mlp_layernorm",
-            # The router; and dense layers, which have a gate of another kind.
+            # The router; and dense layers, which have a different gate.
             "mlp.gate": "mlp.router.gate",
             "mlp.router.gate_proj": "mlp.gate_proj",
         },

@@ -1,5 +1,5 @@
 """Apertus (Swiss AI Initiative, 2025): norms of heads, and an MLP without a gate whose activation,
-xIELU, has parameters of its own in each layer."""
+xIELU, has its own parameters in each layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .decoder import Decoder, rms_norm
 
 
 class XIELU(PlainModule):
-    """The activation, under the names that its checkpoints have."""
+    """The activation, with parameters named as in its checkpoints."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Arcee (Arcee AI, 2025: AFM): a Llama whose MLP is that of a squared ReLU, without a gate."""
+"""Arcee (Arcee AI, 2025: AFM): a Llama with a squared-ReLU MLP without a gate."""
 
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily
@@ -16,7 +16,7 @@ FAMILY = Family(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "hidden_act": "relu2",
-        "bos_token_id": None,  # transformers' defaults are outside of its vocabulary's
+        "bos_token_id": None,  # transformers' defaults are outside the vocabulary
         "eos_token_id": None,
     },
     reads=("attention_bias", "mlp_bias"),

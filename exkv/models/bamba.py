@@ -33,7 +33,7 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
     return None, tuple(windows.FULL_ATTENTION if i in attend else linear for i in layers)
 
 
-#: What checkpoints call the other parts of a layer.
+#: Checkpoint names of the other parts of a layer.
 NAMES = {"mlp.": "feed_forward.", "post_attention_layernorm": "pre_ff_layernorm"}
 
 GGUF_NAMES = {
@@ -45,7 +45,7 @@ GGUF_ENDS = {"output_norm": "model.final_layernorm"}
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers that attend are those with heads of keys."""
+    """Types of layers: those with key heads attend."""
     heads = values.get("num_key_value_heads")
     found = of_expansion(values)
     if not isinstance(heads, list):

@@ -1,5 +1,5 @@
-"""What units hand on beside the hidden state, in one tensor with it: embeddings of later layers,
-and keys and values that these attend to. So they come to whatever device or host a layer is on.
+"""Data that units pass on beside the hidden state, in one tensor with it: embeddings of later
+layers, and keys and values that these attend to. So it reaches any device or host that has a layer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .units import UnitSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Where what lies in x (B, T, ``width``), of which ``hidden`` are the hidden states.
+    """The layout of x (B, T, ``width``), in which ``hidden`` features are the hidden states.
 
     Attributes:
         per_layer: features of a layer's embedding.
         embeddings: where those of all layers are.
-        keys: layer -> where its keys are, and their shape; its values are right behind.
+        keys: layer -> where its keys are, and their shape; its values follow directly.
     """
 
     width: int
@@ -68,7 +68,7 @@ class Carried:
         return x[..., self.embeddings].unflatten(-1, (-1, self.per_layer))[..., layer, :]
 
     def keys_of(self, x: Tensor, layer: int) -> KeysAndValues:
-        """Those that the layer has made."""
+        """Keys and values that the layer has made."""
         at, shape = self.keys[layer]
         size = at.stop - at.start
         both = x[..., at.start : at.stop + size].split(size, -1)
@@ -83,8 +83,8 @@ class Carried:
         embeddings: Tensor | None = None,
         made: tuple[int, KeysAndValues] | None = None,
     ) -> Tensor:
-        """Hidden states and what x carries (B, T, ``width``), with other embeddings of all layers,
-        or with keys and values that a layer has made."""
+        """Hidden states and what x carries (B, T, ``width``), with new embeddings of all layers, or
+        with keys and values that a layer has made."""
         if self.width == self.hidden:
             return hidden
         out = x.new_empty(x.shape)
@@ -101,7 +101,7 @@ class Carried:
         return out
 
 
-#: What GGUF files call the parts of layers' embeddings, and those outside of layers.
+#: GGUF names of the parts of layers' embeddings, in layers and outside.
 GGUF_NAMES = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -122,11 +122,12 @@ GGUF_METADATA = {
 
 
 class CarryingEmbedding(PlainModule):
-    """The embedding table, and the table of the layers' own; ids (B, T) -> (B, T, width).
+    """The embedding table, and the table of the layers' own embeddings; ids (B, T) -> (B, T,
+    width).
 
     Args:
-        scale: factor of what is looked up in the first.
-        scale_of_layers: in the second.
+        scale: factor of embeddings from the first.
+        scale_of_layers: factor of those from the second.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class CarryingEmbedding(PlainModule):
 
 
 def carrying(decoder: Decoder) -> Callable[[ModelConfig, torch.dtype], list[UnitSpec]]:
-    """``Family.units`` of a decoder whose layers may carry something: then its embedding and head
+    """``Family.units`` for a decoder whose layers may carry something: its embedding and head then
     carry it, too."""
 
     def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
@@ -170,14 +171,14 @@ def carrying(decoder: Decoder) -> Callable[[ModelConfig, torch.dtype], list[Unit
 
 
 def _unused(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """What published checkpoints have in layers that take others' keys and values."""
+    """Parts that published checkpoints have in layers that use others' keys and values."""
     parts = ("k_proj", "v_proj", "k_norm", "v_norm")
     given = config.kv_source(layer) is not None
     return tuple(f"self_attn.{part}" for part in parts) if given else ()
 
 
 class CarryingHead(Head):
-    """A head that takes the hidden state out of what is carried."""
+    """A head that extracts the hidden state from the carried tensor."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, **options: Any) -> None:
         super().__init__(config, dtype, **options)
@@ -188,7 +189,7 @@ class CarryingHead(Head):
 
 
 class LayerEmbeddings(PlainModule):
-    """What the first layer adds to the layers' embeddings: a projection of the token's own."""
+    """What the first layer adds to the layers' embeddings: a projection of the token embedding."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ class LayerEmbeddings(PlainModule):
 
 
 class LayerEmbedding(PlainModule):
-    """What a layer makes of its embedding: the hidden state decides how much of it counts."""
+    """What a layer makes of its embedding, gated by the hidden state."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> None:
         super().__init__()
@@ -224,7 +225,7 @@ class LayerEmbedding(PlainModule):
         return self.norm(self.projection(gate))
 
 
-#: Parts of layers -> what checkpoints call them; those of the first layer lie beside the layers.
+#: Parts of layers -> their names in checkpoints; those of the first layer are outside the layers.
 NAMES = {
     "layer_embeddings.projection": "per_layer_model_projection",
     "layer_embeddings.norm": "per_layer_projection_norm",

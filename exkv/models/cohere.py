@@ -1,5 +1,5 @@
-"""Command R (Cohere, 2024): attention and MLP beside each other behind one norm without a bias,
-positions that rotate neighbours, and logits times a factor."""
+"""Command R (Cohere, 2024): attention and MLP in parallel after one norm without a bias, positions
+that rotate adjacent pairs, and scaled logits."""
 
 from __future__ import annotations
 

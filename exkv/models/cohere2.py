@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere, 2024): a Command R with a window on three of four layers, of
-which the fourth has no positions; the config says so layer by layer."""
+"""Command R7B and Command A (Cohere, 2024): a Command R with a window in three of four layers, of
+which the fourth has no positions; the config has a type for each layer."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ FAMILY = replace(
     defaults=cohere.FAMILY.defaults | {"sliding_window": 4096},
     windows=windows.three_of_four,
     rope_theta=1e4,
-    # Layers without a window have no positions, also where none has a window.
+    # Layers without a window have no positions, even if none has a window.
     rotated=lambda values, types: (
         windows.sliding_ones(values, types) or (False,) * values["num_hidden_layers"]
     ),

@@ -1,4 +1,4 @@
-"""Code World Model (Meta, 2025): a Llama 3 with a window on three of four layers; the first of the
+"""Code World Model (Meta, 2025): a Llama 3 with a window in three of four layers; the first of the
 four attends to everything."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What decoder-only architectures share: embedding, layer, head, and the row of units they make.
+"""What decoder-only architectures share: embedding, layer, head, and the sequence of units.
 
-An architecture is a file whose ``Decoder`` says what its layers consist of. Read ``llama.py``
-first, then the others, which say how they differ.
+An architecture is a file whose ``Decoder`` lists what its layers consist of. Read ``llama.py``
+first, then the others, which show how they differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .units import Pattern, UnitSpec, unit_spec
 
 
 class TokenEmbedding(PlainModule):
-    """The embedding table; ``scale`` multiplies what is looked up."""
+    """The embedding table; ``scale`` multiplies the embeddings."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class TokenEmbedding(PlainModule):
         return self.embed_tokens(ids)
 
 
-#: Makes a norm of a size.
+#: Makes a norm of a given size.
 MakeNorm = Callable[[int], RMSNorm | LayerNorm]
 
 
@@ -67,7 +67,7 @@ class ResidualLayer(PlainModule):
         norm: makes the norms; None for RMS norms.
 
     Attributes:
-        norms: place of a norm in the layer's description -> name of its module.
+        norms: role of a norm in the layer's description -> name of its module.
     """
 
     norms: ClassVar[dict[str, str]]
@@ -140,7 +140,7 @@ class SandwichLayer(ResidualLayer):
 
 
 class ParallelLayer(ResidualLayer):
-    """Attention and MLP in parallel, both behind one norm (Cohere, Phi)."""
+    """Attention and MLP in parallel, both after one norm (Cohere, Phi)."""
 
     norms = {"before_attention": "input_layernorm"}
 
@@ -151,7 +151,7 @@ class ParallelLayer(ResidualLayer):
 
 
 class ParallelNormsLayer(ResidualLayer):
-    """Attention and MLP in parallel, each behind a norm of its own (GPT-NeoX)."""
+    """Attention and MLP in parallel, each after its own norm (GPT-NeoX)."""
 
     norms = DecoderLayer.norms
 
@@ -163,14 +163,14 @@ class ParallelNormsLayer(ResidualLayer):
 def rms_norm(
     config: ModelConfig, dtype: torch.dtype, *, offset: bool = False
 ) -> Callable[[int], RMSNorm]:
-    """Makes norms of a size; with ``offset`` their factor is 1 + weight (Gemma)."""
+    """A maker of norms by size; with ``offset`` their factor is 1 + weight (Gemma)."""
     return partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, offset=offset)
 
 
 def layer_norm(
     config: ModelConfig, dtype: torch.dtype, *, bias: bool = True, offset: bool = False
 ) -> Callable[[int], LayerNorm]:
-    """The same with LayerNorm's mean and, unless told otherwise, its bias."""
+    """A maker of layer norms by size, with a bias by default."""
     return partial(LayerNorm, eps=config.rms_norm_eps, dtype=dtype, bias=bias, offset=offset)
 
 
@@ -180,7 +180,7 @@ class Head(PlainModule):
     Args:
         norm: makes the norm; None for an RMS norm.
         softcap: c for c * tanh(logits / c); None for none.
-        bias: whether the projection has one.
+        bias: whether the projection has a bias.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Head(PlainModule):
         return self.project(self.norm(x))
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of hidden states behind the norm."""
+        """Logits of hidden states that are normed already."""
         logits = self.lm_head(x)
         if self.multiplier != 1:
             logits.mul_(self.multiplier)
@@ -244,31 +244,31 @@ def _head(head: Head) -> LogitsHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The units of an architecture: embedding, ``num_hidden_layers`` layers, an MTP head if
-    it is used, head. Called as ``Family.units`` is.
+    """The units of an architecture: embedding, ``num_hidden_layers`` layers, an MTP head if it is
+    used, head. Called like ``Family.units``.
 
     Attributes:
-        attention: makes a layer's attention, or what a layer with a state has in its place, of
-            (config, dtype, layer=index); None, which ``layer`` takes, for neither.
-        mlp: makes its MLP, of (config, dtype).
-        mlp_of_layer: the same of (config, dtype, index), where layers differ in it.
-        layer: makes the layer, of (config, dtype, attention, mlp, norm).
-        norm: makes what makes a norm of a size, of (config, dtype).
-        head_norm: the same for norms over queries and keys; None for none.
-        scale: of embeddings, of (config, dtype); None for the config's multiplier.
-        head: makes the head, of (config, dtype, norm=norm).
-        embedding: makes the embedding, of (config, dtype, scale=scale).
-        unused: parts of a layer, of (config, index), that checkpoints may have and the model
+        attention: makes a layer's attention, or the layer with a state in its place, from (config,
+            dtype, layer=index); None, which ``layer`` then gets, for neither.
+        mlp: makes its MLP from (config, dtype).
+        mlp_of_layer: makes it from (config, dtype, index), where layers differ in it.
+        layer: makes the layer from (config, dtype, attention, mlp, norm).
+        norm: makes a maker of norms by size from (config, dtype).
+        head_norm: likewise for norms over queries and keys; None for none.
+        scale: of embeddings, from (config, dtype); None for the config's multiplier.
+        head: makes the head from (config, dtype, norm=norm).
+        embedding: makes the embedding from (config, dtype, scale=scale).
+        unused: parts of a layer, from (config, index), that checkpoints may have and the model
             doesn't use.
-        outside: how parts of layers begin, as ``rename`` finds them, that checkpoints have beside
-            the layers and not in them.
-        rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
-        rename_of_layer: the same of (config, index), where layers differ in it; after ``rename``.
-        parts: layers to one in the checkpoint.
+        outside: prefixes, as ``rename`` sees them, of parts of layers that checkpoints store
+            outside of the layers.
+        rename: parts of a layer's parameters' names -> their names in checkpoints, in order.
+        rename_of_layer: likewise from (config, index), where layers differ; after ``rename``.
+        parts: number of layers for each one in the checkpoint.
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
-            the sources of parameters that are not stored as they are, or not by themselves; not
-            asked where a checkpoint has all of them apart.
-        made_apart: the same of checkpoints that have them apart, GGUF files.
+            the sources of parameters that are not stored as they are, or not separately; not called
+            if the checkpoint has all of them separately.
+        made_apart: likewise for checkpoints that store them separately (GGUF files).
     """
 
     attention: Callable[..., nn.Module | None] = Attention
@@ -297,7 +297,7 @@ class Decoder:
             unit_spec(
                 "model.embed_tokens",
                 partial(self.embedding, config, dtype, scale=scale),
-                partial(_beside_layers, {"embed_tokens": facts.table}, facts),
+                partial(_name_outside_layers, {"embed_tokens": facts.table}, facts),
                 formats=formats,
             ),
             *(
@@ -360,7 +360,7 @@ class Decoder:
     def _stored_name(self, name: str, layer: str, facts: Facts, names: Mapping[str, str]) -> str:
         stored = _renamed(name, names)
         outside = name.startswith(self.outside)
-        return _beside_layers({}, facts, stored) if outside else f"{layer}.{stored}"
+        return _name_outside_layers({}, facts, stored) if outside else f"{layer}.{stored}"
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -369,8 +369,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _beside_layers(names: Mapping[str, str], facts: Facts, name: str) -> str:
-    """The checkpoint's name of what lies beside the layers: one of these, or as the last norm."""
+def _name_outside_layers(names: Mapping[str, str], facts: Facts, name: str) -> str:
+    """The checkpoint's name of a part outside the layers: from ``names``, or as for the last
+    norm."""
     return names.get(name) or f"{facts.norm.rpartition('.')[0]}.{name}"
 
 
@@ -378,7 +379,7 @@ def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -
     names = {"norm.weight": f"{facts.norm}.weight", "norm.bias": f"{facts.norm}.bias"}
     names |= {"lm_head": facts.head, "lm_head.bias": facts.bias}
     tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
-    stored = partial(_beside_layers, names, facts)
+    stored = partial(_name_outside_layers, names, facts)
     return unit_spec("lm_head", head, stored, formats=formats, tied=tied)
 
 

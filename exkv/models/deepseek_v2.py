@@ -36,8 +36,8 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyExpertsConfig(RoutedExpertsConfig):
-    """Experts of all groups ("greedy"), or of the ``topk_group`` groups with the best single ones
-    ("group_limited_greedy")."""
+    """Experts of all groups ("greedy"), or of the ``topk_group`` groups with the best single
+    experts ("group_limited_greedy")."""
 
     topk_method: str = "greedy"
     best_of_group = 1
@@ -72,8 +72,8 @@ def latent_units(
 
     Args:
         attention: see :class:`Decoder`; may be of another kind in some layers.
-        beside: makes what else lies in larger tensors, but in GGUF files.
-        beside_apart: makes what else is made of several tensors in GGUF files.
+        beside: makes the other parameters that are stored in larger tensors, except in GGUF files.
+        beside_apart: makes the other parameters that GGUF files store in several tensors.
     """
     of_attention = ups_of(config, dtype)
 
@@ -105,8 +105,8 @@ def latent_units(
 def ups_of(
     config: ModelConfig, dtype: torch.dtype
 ) -> Callable[[str, LatentAttention], list[Source]]:
-    """From what the checkpoint calls an attention module, and the module, to sources of ``key_up``
-    and ``value_up``."""
+    """From an attention module's name in the checkpoint, and the module, to the sources of
+    ``key_up`` and ``value_up``."""
     formats = formats_of(config, dtype)
     layer = next((i for i in range(config.num_hidden_layers) if not config.state(i)), 0)
     apart = has_tensors(config, f"model.layers.{layer}.self_attn.k_b_proj.weight")
@@ -120,7 +120,7 @@ def _ups_in_one(
     attention: str,
     module: LatentAttention,
 ) -> list[Source]:
-    """``key_up`` and ``value_up`` of one matrix, which has each head's keys before its values."""
+    """``key_up`` and ``value_up`` from one matrix, which has each head's keys before its values."""
     sizes, heads = _sizes(config)
     keys, both = sizes.qk_nope_head_dim, sizes.qk_nope_head_dim + sizes.v_head_dim
     parts = {
@@ -138,8 +138,8 @@ def _ups_of_heads(
     attention: str,
     module: LatentAttention,
 ) -> list[Source]:
-    """The same of a matrix for each head, as GGUF files have both since April 2025: in the file's
-    format if that can be split between heads."""
+    """Likewise from one matrix per head, as GGUF files have had both since April 2025: in the
+    file's format if that can be split between heads."""
     sizes, heads = _sizes(config)
     keys = heads, sizes.kv_lora_rank, sizes.qk_nope_head_dim
     values = heads, sizes.v_head_dim, sizes.kv_lora_rank
@@ -157,7 +157,7 @@ def _of_heads(
     parameter: str,
     module: EachHead,
 ) -> Source:
-    """A stored matrix for each head."""
+    """One stored matrix per head."""
     format, name = module.format, parameter.removesuffix(".weight")
     if isinstance(format, FloatFormat):
         return _dequantized(matrix, shape, formats, dtype, {parameter: lambda x: x.flatten(0, 1)})
@@ -172,7 +172,7 @@ def _of_heads(
 
 
 def _stored(matrix: str, shape: tuple[int, ...], format: WeightFormat) -> dict[str, ExpectedTensor]:
-    """The tensors of a matrix of this shape, or of one for each head."""
+    """The tensors of a matrix of this shape, or of one per head."""
     expected = format.stored((math.prod(shape[:-1]), shape[-1]))
     return {
         f"{matrix}.{each}": replace(x, shape=(*shape[:-1], *x.shape[1:])) if shape[2:] else x
@@ -192,14 +192,14 @@ def _dequantized(
     dtype: torch.dtype,
     parts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
 ) -> Source:
-    """Parameters that are parts of a stored matrix of this shape, or of one for each head. In
-    whatever format that is stored, they are floats here: products with a query's heads need other
-    rows of it than a linear layer does."""
+    """Parameters that are parts of a stored matrix of this shape, or of one per head. Whatever its
+    stored format, they are floats here: products with a query's heads need other rows of it than a
+    linear layer does."""
     size = math.prod(shape[:-1]), shape[-1]
     format = formats(matrix, size)
     expected, stored = format.stored(size), _stored(matrix, shape, format)
     if expected.keys() == {"weight"} and dtype in expected["weight"].dtypes:
-        format = FLOATS[dtype]  # and not one that floats are converted to
+        format = FLOATS[dtype]  # not one that floats are converted to
     of_heads = len(shape) > 2
 
     def convert(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -216,16 +216,16 @@ def _dequantized(
 
 
 _KEY_UP, _VALUE_UP = "self_attn.key_up.weight", "self_attn.value_up.weight"
-#: What files with a matrix for each head call these.
+#: GGUF names in files with one matrix per head.
 _OF_HEADS = {"self_attn.key_up": "self_attn.k_b_proj", "self_attn.value_up": "self_attn.v_b_proj"}
 #: Checkpoints name an expert's matrices like those of an MLP.
 NAMES = {**qwen2_moe.NAMES, "mlp.shared_expert.": "mlp.shared_experts."}
 
 
 def of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of heads by the lengths of keys and values: those of all heads, which files since April
-    2025 state beside those of the one head that llama.cpp stores. YaRN's temperature is stated as a
-    tenth of what it is in config.json."""
+    """Sizes of heads from the lengths of keys and values: those of all heads, which files since
+    April 2025 state beside those of the single head that llama.cpp stores. YaRN's temperature is
+    stated as a tenth of its value in config.json."""
     rotated = values.get("qk_rope_head_dim")
     keys = values.get("key_length_mla", values.get("head_dim"))
     scaling, tenth = values.get("rope_scaling"), values.get("log_multiplier")
@@ -251,7 +251,7 @@ def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**of_gguf(values), "topk_method": greedy}
 
 
-#: What there is in a file's metadata alone.
+#: Settings found only in a file's metadata.
 _OF_GGUF = {
     "attention.key_length_mla": "key_length_mla",
     "attention.value_length": "value_length",

@@ -53,7 +53,7 @@ FAMILY = Family(
     ),
     mtp=MTPNames(),
 )
-#: Kimi K2.5 and 2.6: the text model alone, of one that sees images, too.
+#: Kimi K2.5 and 2.6: the text model of a vision-language model.
 KIMI_K25 = beside_images(
     FAMILY,
     "Kimi_K25ForConditionalGeneration",

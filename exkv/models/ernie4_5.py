@@ -1,4 +1,5 @@
-"""ERNIE 4.5 (Baidu, 2025), dense: a Llama whose positions rotate neighbours; the config says so."""
+"""ERNIE 4.5 (Baidu, 2025), dense: a Llama whose positions rotate adjacent pairs, as its config
+says."""
 
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily

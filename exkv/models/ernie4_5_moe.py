@@ -22,7 +22,7 @@ from .decoder import Decoder, Head, MakeNorm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndingExpertsConfig(RoutedExpertsConfig):
-    """Layers behind ``moe_layer_end_index`` have an MLP instead; -1 is the last."""
+    """Layers after ``moe_layer_end_index`` have an MLP instead; -1 is the last."""
 
     moe_layer_end_index: int = -1
 
@@ -41,7 +41,7 @@ class EndingExpertsConfig(RoutedExpertsConfig):
 def _correction(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
 ) -> list[Source]:
-    """The correction, which the checkpoint has as one row of a matrix."""
+    """The correction, stored as a single row of a matrix."""
     settings = config.settings(EndingExpertsConfig)
     if settings.is_dense(int(name.rpartition(".")[-1])):
         return []

@@ -23,5 +23,5 @@ FAMILY = Family(
     rotated=windows.sliding_ones,
     gguf=GGUFFamily(architecture="exaone4", names=POST_NORMS),
 )
-#: The text model alone, of one that sees images, too (EXAONE 4.5).
+#: The text model of a vision-language model (EXAONE 4.5).
 WITH_IMAGES = beside_images(FAMILY, "Exaone4_5_ForConditionalGeneration", "exaone4_5")

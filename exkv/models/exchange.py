@@ -1,9 +1,9 @@
-"""Exchange of experts while a model serves: what turns out hot comes to the card, what is cold
+"""Exchange experts while a model serves: what turns out hot comes to the card, and what is cold
 there goes to host memory in its place.
 
-Between two calls, now and then, an expert in host memory that tokens choose more often than one on
-the card of the same layer changes places with it. Both keep their bits, so tokens are the same. The
-two take as many bytes as before, and the copies go by way of the buffers that the plan has for
+Occasionally, between two calls, an expert in host memory that tokens choose more often than one on
+the card in the same layer changes places with it. Both keep their bits, so tokens don't change. The
+two take as many bytes as before, and the copies go through the buffers that the plan has for
 experts on their way to the card.
 """
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 
-#: Calls between two exchanges, and the share of a count that is left at the next one.
+#: Calls between two exchanges, and the share of a count that is kept at the next one.
 EVERY, KEPT = 64, 0.9
-#: Bytes of experts that come to the cards in an exchange, if one expert has no more.
+#: Most bytes of experts that come to the cards in one exchange, unless a single expert has more.
 MOST_BYTES = 128 << 20
 
 
@@ -49,7 +49,7 @@ class Swap:
     """An expert in host memory, and one on the card that takes its place there.
 
     Attributes:
-        gain: tokens, of those that count, that choose the one more often than the other.
+        gain: by how many of the counted tokens the first is chosen more often than the second.
     """
 
     unit: Unit
@@ -64,15 +64,15 @@ class Swap:
 
 
 class ExpertExchange:
-    """Counts what a model's calls choose, and exchanges experts between them; entered by each call.
+    """Count what a model's calls choose, and exchange experts between them; entered by each call.
 
     Args:
         every: calls between two exchanges.
         most_bytes: of experts that come to the cards in one exchange.
 
     Attributes:
-        swaps: how many there were.
-        moved_bytes: that came to the cards by these.
+        swaps: number of swaps so far.
+        moved_bytes: brought to the cards by these.
     """
 
     def __init__(self, every: int = EVERY, most_bytes: int = MOST_BYTES) -> None:
@@ -105,23 +105,24 @@ class ExpertExchange:
             self._under_way -= 1
 
     def take_served(self) -> dict[str, ExpertUsage]:
-        """What was counted since the last time that somebody asked."""
+        """Counts since the last time that this was called."""
         with self._lock:
             self._take()
             served, self._served = self._served, {}
         return served
 
     def _take(self) -> None:
-        """Take new counts to those that fade, and to those that stay."""
+        """Add new counts to those that decay, and to those that don't."""
         for name, now in self._counter.take().items():
             for kept in (self._recent, self._served):
                 kept[name] = now if name not in kept else now.after(kept[name], 1.0)
 
     def _exchange(self) -> None:
-        """Exchange what is worth it, the most first; what memory or a device refuses stays."""
+        """Make the worthwhile swaps, the largest gain first; a swap that memory or a device refuses
+        is skipped."""
         self._take()
         left = self.most_bytes
-        for swap in sorted(self._worthwhile(), key=lambda each: -each.gain):
+        for swap in sorted(self._worthwhile_swaps(), key=lambda each: -each.gain):
             if swap.nbytes > left and left < self.most_bytes:
                 break
             left -= swap.nbytes
@@ -137,10 +138,10 @@ class ExpertExchange:
             for name, of in self._recent.items()
         }
 
-    def _worthwhile(self) -> Iterator[Swap]:
+    def _worthwhile_swaps(self) -> Iterator[Swap]:
         """Pairs that are worth an exchange: the hottest on the host with the coldest on the card,
-        then the next, where counts differ by more than they do by chance (of two counts by their
-        sum's root)."""
+        then the next, as long as counts differ by more than chance (for two counts, the square root
+        of their sum)."""
         for name, usage in self._recent.items():
             unit, mixture = self._units[name], self._counter.experts.get(name)
             if unit.module is None or mixture is None or unit.device == devices.CPU:
@@ -162,7 +163,7 @@ class ExpertExchange:
 
 
 def between_exchanges(call: F) -> F:
-    """A model's method during which no expert is exchanged."""
+    """Decorate a model's method during which no expert may be exchanged."""
 
     @functools.wraps(call)
     def method(self: Transformer, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +182,8 @@ def exchange(swap: Swap, stored: dict[int, dict[str, Tensor]]) -> None:
     """Have two experts change places, both or neither.
 
     Args:
-        stored: of experts on the card, tensors that are in a mapped file, too, where those of one
-            that goes to host memory are found again.
+        stored: for experts on the card, tensors that a mapped file also has, from which those of an
+            expert that goes to host memory are taken.
 
     Raises:
         torch.OutOfMemoryError: and whatever copies raise; both experts are as before.
@@ -193,26 +194,28 @@ def exchange(swap: Swap, stored: dict[int, dict[str, Tensor]]) -> None:
     with torch.no_grad(), mixture.staging.lock:
         kept = mixture.staging.views_of(cold)
         _copy(cold, kept)
-        with _or_back(kept, cold):
+        with _restored_on_error(kept, cold):
             _copy(hot, cold)
             found = stored.get(swap.to_host, {})
             mapped = {name: each for name, each in hot.items() if _is_mapped(each)}
-            # What is mapped isn't written to: other readers of the file would find that.
+            # Mapped memory isn't written to: other readers of the file would see the change.
             fresh = {n: torch.empty_like(e) for n, e in mapped.items() if n not in found}
             others = {n: e for n, e in hot.items() if n not in found and n not in fresh}
-            with _or_back(cold, others):
+            with _restored_on_error(cold, others):
                 _copy(kept, others | fresh)
     if mapped:
         stored[swap.to_card] = mapped
     stored.pop(swap.to_host, None)
-    _put(mixture, swap.to_card, cold)
-    _put(mixture, swap.to_host, others | fresh | found)
+    _set_weights(mixture, swap.to_card, cold)
+    _set_weights(mixture, swap.to_host, others | fresh | found)
     unit.put_on_host(unit.host_experts - {swap.to_card} | {swap.to_host})
 
 
 @contextlib.contextmanager
-def _or_back(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iterator[None]:
-    """Copy to the target again what it held, if the block fails."""
+def _restored_on_error(
+    source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Copy the source back to the target if the block fails."""
     try:
         yield
     except BaseException:
@@ -221,8 +224,8 @@ def _or_back(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> Iter
 
 
 def _in_mapped_files(unit: Unit, checkpoint: Checkpoint) -> dict[int, dict[str, Tensor]]:
-    """Of experts on the card, the tensors that lie in a mapped file where those of experts in host
-    memory do; by themselves, as these are."""
+    """For experts on the card, their tensors in a mapped file, if those of experts in host memory
+    are there; separate, like those."""
     assert unit.module is not None
     mixture = next(mixtures(unit.module))
     mapped = {
@@ -235,7 +238,7 @@ def _in_mapped_files(unit: Unit, checkpoint: Checkpoint) -> dict[int, dict[str, 
     formats = {e: str(_formats(mixture, e)) for e in experts if e not in unit.host_experts}
 
     def place(parameter: str) -> tuple[int, str] | None:
-        """The expert, and its tensor; None for what is none of these."""
+        """The expert and its tensor's name; None for any other parameter."""
         if (expert := expert_of(parameter)) not in formats:
             return None
         name = parameter.partition(f"experts.{expert}.")[2]
@@ -255,7 +258,7 @@ def _formats(mixture: Experts, expert: int) -> list[tuple[str, str]]:
 
 
 def _is_mapped(tensor: Tensor) -> bool:
-    """Whether the memory is a file's: torch has no allocator for it, and can't resize it."""
+    """Whether the memory belongs to a file: torch has no allocator for it, and can't resize it."""
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
@@ -272,7 +275,7 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         tensor.copy_(source[name])
 
 
-def _put(mixture: Experts, expert: int, tensors: Mapping[str, Tensor]) -> None:
+def _set_weights(mixture: Experts, expert: int, tensors: Mapping[str, Tensor]) -> None:
     """Give an expert's module these weights; its hooks stay."""
     for path, tensor in tensors.items():
         module, _, name = path.rpartition(".")

@@ -1,6 +1,6 @@
-"""How often each expert is chosen: counted where routers choose, read rarely.
+"""How often each expert is chosen: counted by routers, read rarely.
 
-``exkv.loading.usage`` gathers it from a text and keeps it; ``exkv.models.exchange`` acts on it.
+``exkv.loading.usage`` gathers it from a text and saves it; ``exkv.models.exchange`` acts on it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ExpertUsage:
     """How many of a unit's tokens chose each of its experts.
 
     Attributes:
-        tokens: that passed the router.
-        counts: of each expert.
+        tokens: that passed through the router.
+        counts: for each expert.
     """
 
     tokens: float
@@ -37,36 +37,36 @@ class ExpertUsage:
         return tuple(count / self.tokens for count in self.counts)
 
     def shares_with_prior(self, tokens: float) -> tuple[float, ...]:
-        """The same as if so many tokens more had chosen all experts equally often: what a few
-        tokens didn't choose isn't never chosen."""
+        """The shares if ``tokens`` more tokens had chosen all experts equally often: an expert that
+        few tokens didn't choose may still be chosen."""
         equal = sum(self.counts) / (self.tokens * len(self.counts))
         return tuple((count + tokens * equal) / (self.tokens + tokens) for count in self.counts)
 
     def after(self, older: ExpertUsage, kept: float) -> ExpertUsage:
-        """With older counts, of which this share still counts."""
+        """These counts plus older ones, weighted by ``kept``."""
         pairs = zip(self.counts, older.counts, strict=True)
         counts = tuple(new + kept * old for new, old in pairs)
         return ExpertUsage(self.tokens + kept * older.tokens, counts)
 
 
 class UsageCounter(AbstractContextManager["UsageCounter"]):
-    """Counts what is chosen in modules of units until it is left. Padding counts as tokens do.
+    """Count what modules of units choose until the context is left. Padding counts like tokens.
 
-    The counts lie beside each router, 8 bytes an expert, where a call adds to them; and in host
-    memory where some experts do, whose calls bring what is chosen there anyway.
+    The counts lie beside each router, 8 bytes per expert, where a call adds to them; or in host
+    memory if some experts do, as calls bring the choice there anyway.
 
     Args:
-        modules: unit name -> its module; those without experts are left out.
+        modules: unit name -> its module; those without experts are ignored.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
-        #: By unit; those that are unloaded go by themselves.
+        #: By unit; unloaded ones disappear by themselves.
         self.experts: WeakValueDictionary[str, Experts] = WeakValueDictionary()
         for name, module in modules.items():
             self.watch(name, module)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Count in this module, too, and no longer in one that had the name."""
+        """Count in this module, too, in place of an earlier one with the same name."""
         for experts in mixtures(module):
             outputs = experts.gate.size[0]
             device = CPU if experts.on_host else experts.gate.get_parameter("weight").device
@@ -80,8 +80,7 @@ class UsageCounter(AbstractContextManager["UsageCounter"]):
         epochs.advance()
 
     def take(self) -> dict[str, ExpertUsage]:
-        """What was counted since the last time, of units that got tokens; the host waits for the
-        devices here."""
+        """Counts since the last time, for units that got tokens; the host waits for the devices."""
         found = {}
         for name, experts in self.experts.items():
             assert experts.counts is not None, "nobody counts"

@@ -1,5 +1,5 @@
-"""Falcon-H1 (TII, 2025): attention and Mamba 2 in parallel in every layer, and multipliers of what
-goes into and comes out of each of their parts."""
+"""Falcon-H1 (TII, 2025): attention and Mamba 2 in parallel in every layer, and multipliers of the
+inputs and outputs of each of their parts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _FACTORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelMambaConfig(ExpandedMamba2Config):
-    """Heads of Mamba have together ``mamba_d_ssm`` features, perhaps with a norm, before their gate
-    or behind it. Multipliers are of the MLP's gate and its output; of keys, of attention's inputs
-    and outputs, of Mamba's, and of the parts of its projection: gate, heads, what is written to
+    """Mamba's heads have ``mamba_d_ssm`` features in total, optionally with a norm, before or after
+    their gate. Multipliers apply to the MLP's gate and its output; to keys, to attention's inputs
+    and outputs, to Mamba's, and to the parts of its projection: gate, heads, what is written to
     states and read from them, steps."""
 
     mamba_d_ssm: int | None = 1024
@@ -76,14 +76,14 @@ def _factors(key: str, count: int, values: Any) -> tuple[float, ...]:
 
 
 class NormBeforeGate(GatedNorm):
-    """With the gate behind the norm."""
+    """Norm first, then gate."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return self.normed(x.float()).mul_(F.silu(gate.float())).to(x.dtype)
 
 
 class Gate(PlainModule):
-    """No norm."""
+    """A gate without a norm."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x and gate (B, T, size) -> the same shape."""
@@ -119,7 +119,7 @@ class ScaledMamba2(Mamba2):
 
 
 class ScaledAttention(Attention):
-    """Attention with multipliers; that of keys is in the scale of the scores."""
+    """Attention with multipliers; that of keys is part of the scale of the scores."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
         settings = config.settings(ParallelMambaConfig)
@@ -148,7 +148,7 @@ class ScaledMLP(GatedMLP):
 
 
 class ParallelMambaLayer(DecoderLayer):
-    """Attention and Mamba in parallel behind one norm, and an MLP behind another."""
+    """Attention and Mamba in parallel after one norm, and an MLP after another."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """All multipliers are in the weights."""
+    """All multipliers are part of the weights."""
     sizes = {**of_inner(values), "mamba_d_ssm": values.get("mamba_inner")}
     return {**sizes, "mamba_norm_before_gate": False}
 
@@ -203,7 +203,7 @@ FAMILY = Family(
     multipliers={"embedding": "embedding_multiplier", "logits": "lm_head_multiplier"},
     names=(TensorNames(norm="model.final_layernorm"),),
     states=mamba_states,
-    # Norms are behind the gate in llama.cpp, where there are any.
+    # llama.cpp applies norms, if there are any, after the gate.
     gguf=replace(
         GGUF_MAMBA,
         architecture="falcon-h1",

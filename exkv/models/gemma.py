@@ -1,5 +1,5 @@
 """Gemma (Gemma Team, 2024): a Llama with norms whose factor is 1 + weight, and embeddings scaled by
-the root of their size."""
+the square root of their size."""
 
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily

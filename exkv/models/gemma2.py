@@ -1,5 +1,5 @@
-"""Gemma 2 (Gemma Team, 2024): windows on every other layer, norms before and after attention and
-MLP, soft-caps on scores and logits, and embeddings scaled by the root of their size."""
+"""Gemma 2 (Gemma Team, 2024): windows in every other layer, norms before and after attention and
+MLP, soft caps on scores and logits, and embeddings scaled by the square root of their size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .decoder import Decoder, Head, MakeNorm, SandwichLayer, rms_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig(Specific):
-    """Gemma's scores are divided by the root of ``query_pre_attn_scalar``; a soft-cap c bounds a
-    number x as c * tanh(x / c), the scores' or the logits', None for none."""
+    """Gemma's scores are divided by the square root of ``query_pre_attn_scalar``; a soft cap c, of
+    scores or of logits, bounds x as c * tanh(x / c); None for none."""
 
     query_pre_attn_scalar: float = 256.0
     attn_logit_softcapping: float | None = None
@@ -38,12 +38,12 @@ gemma_norm = partial(rms_norm, offset=True)
 
 
 def gemma_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """The root of the embeddings' size, rounded to the dtype as the model was trained."""
+    """The square root of the embeddings' size, rounded to the dtype as the model was trained."""
     return root(config.hidden_size, dtype)
 
 
 def root(size: int, dtype: torch.dtype) -> float:
-    """The root of a size, rounded to the dtype."""
+    """The square root of a size, rounded to the dtype."""
     return torch.tensor(size**0.5).to(dtype).item()
 
 
@@ -68,8 +68,8 @@ DECODER = Decoder(
 
 
 def gguf_scalar(values: Mapping[str, Any], largest: int) -> dict[str, Any]:
-    """What Gemma's scores are divided by the root of, which GGUF leaves out: a head's features,
-    but ``hidden_size / heads`` in the 27B, which is the one of ``largest`` layers."""
+    """``query_pre_attn_scalar``, which GGUF leaves out: a head's features, except in the 27B, the
+    model with ``largest`` layers, where it is ``hidden_size / heads``."""
     if values["num_hidden_layers"] != largest:
         return {"query_pre_attn_scalar": values["head_dim"]}
     return {"query_pre_attn_scalar": values["hidden_size"] // values["num_attention_heads"]}

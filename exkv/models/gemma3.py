@@ -1,5 +1,5 @@
-"""Gemma 3, text only (Gemma Team, 2025): Gemma 2's layers with norms over heads in place of
-soft-caps, five with a window to one without, and rotary positions of their own for the five."""
+"""Gemma 3, text only (Gemma Team, 2025): Gemma 2's layers with norms over heads in place of soft
+caps, five layers with a window to one without, and separate rotary positions for the five."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILY = replace(
         additions=lambda values: gemma2.gguf_scalar(values, 62),
     ),
 )
-#: The text model alone, of one that sees images, too.
+#: The text model of a vision-language model.
 WITH_IMAGES = beside_images(
     FAMILY,
     "Gemma3ForConditionalGeneration",

@@ -1,7 +1,7 @@
-"""Gemma 3n (Google, 2025), text only: several hidden states of a token; each layer computes
+"""Gemma 3n (Google, 2025), text only: several hidden states per token, of which each layer computes
 one and predicts the others (AltUp: Baykal et al., 2023, arXiv 2301.13310), low-rank residual paths
-(LAuReL: Menghani et al., 2024, arXiv 2411.07501), MLPs of which few values are left, layers that
-take earlier ones' keys and values, and an embedding for each layer.
+(LAuReL: Menghani et al., 2024, arXiv 2411.07501), sparse MLPs, layers that use earlier layers' keys
+and values, and an embedding for each layer.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .carried import (
 from .decoder import Decoder, Head, MakeNorm, rms_norm
 from .gemma2 import gemma_scale
 
-#: More hidden states of a token than any model has.
+#: More hidden states per token than any model has.
 _MOST_STREAMS = 64
-#: The least square that a projected hidden state is scaled by.
+#: The smallest mean square by which a projected hidden state is scaled.
 _LEAST = 1e-5
 
 
@@ -53,11 +53,10 @@ _LEAST = 1e-5
 class Gemma3nConfig(SharedKeysConfig):
     """A token has ``altup_num_inputs`` hidden states, of which layers compute the one at
     ``altup_active_idx``; with ``altup_correct_scale`` it has a factor where it meets the layer's
-    embedding. ``laurel_rank`` is that of the residual path. ``intermediate_size`` is one of all
-    layers or a list. Of an MLP's gates, that share of a layer which
-    ``activation_sparsity_pattern`` says is set to zero, one number or a list; None for 0.95 in the
-    first ten of more than ten layers. ``final_logit_softcapping`` c bounds logits x as
-    c * tanh(x / c)."""
+    embedding. ``laurel_rank`` is the rank of the residual path. ``intermediate_size`` is one for
+    all layers or a list. ``activation_sparsity_pattern`` is the share of an MLP's gates set to
+    zero, one number or a list; None for 0.95 in the first ten of more than ten layers.
+    ``final_logit_softcapping`` c bounds logits x as c * tanh(x / c)."""
 
     num_hidden_layers: int = 35
     num_kv_shared_layers: int = 15
@@ -97,7 +96,7 @@ class Gemma3nConfig(SharedKeysConfig):
         object.__setattr__(self, "activation_sparsity_pattern", shares)
 
     def _of_layers(self, key: str, good: Callable[[Any], bool]) -> tuple[Any, ...]:
-        """One number for all layers, or one for each."""
+        """One number for all layers, or one per layer."""
         stated = getattr(self, key)
         stated = (stated,) * self.num_hidden_layers if good(stated) else stated
         fits = isinstance(stated, list | tuple) and len(stated) == self.num_hidden_layers
@@ -113,7 +112,7 @@ class Gemma3nConfig(SharedKeysConfig):
         return self.altup_num_inputs
 
     def inner(self, layer: int) -> int:
-        """Values between the matrices of a layer's MLP."""
+        """Intermediate size of a layer's MLP."""
         return _at(self.intermediate_size, layer)
 
     def sparsity(self, layer: int) -> float:
@@ -129,8 +128,8 @@ def _at(values: Any, layer: int) -> Any:
 
 
 class SparseGatedMLP(GatedMLP):
-    """A gated MLP whose gates are lowered by what the share ``sparsity`` of them would be below, if
-    they were normally distributed, and not below zero."""
+    """A gated MLP whose gates are lowered by a threshold and clamped at zero: the value that the
+    share ``sparsity`` of them would be below if they were normally distributed."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, inner: int, sparsity: float
@@ -149,8 +148,8 @@ class SparseGatedMLP(GatedMLP):
 
 
 class AltUp(PlainModule):
-    """What a layer does to the hidden states (B, T, N, hidden) before and after it computes one of
-    them."""
+    """What a layer does with the hidden states (B, T, N, hidden) before and after it computes one
+    of them."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> None:
         super().__init__()
@@ -170,14 +169,14 @@ class AltUp(PlainModule):
         return self.modality_router(routed).tanh_()
 
     def predict(self, states: Tensor) -> Tensor:
-        """Each hidden state as a sum of all, weighted by what the active one says."""
+        """Each hidden state as a sum of all, weighted according to the active one."""
         modalities = self._modalities(states[..., self.active, :])
         factors = self.prediction_coefs(modalities)
         size = states.shape[-2]
         return (factors.unflatten(-1, (size, size)) @ states).add_(states)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
-        """All of them by what was computed of the active one (B, T, hidden)."""
+        """Correct all of them by the newly computed active one (B, T, hidden)."""
         modalities = self._modalities(computed)
         factors = self.correction_coefs(modalities).add_(1)
         error = computed - predicted[..., self.active, :]
@@ -190,7 +189,7 @@ class AltUp(PlainModule):
 
 
 class Laurel(PlainModule):
-    """A residual path of low rank."""
+    """A low-rank residual path."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> None:
         super().__init__()
@@ -204,8 +203,8 @@ class Laurel(PlainModule):
 
 
 class Gemma3nLayer(PlainModule):
-    """Attention beside a low-rank path, and an MLP, of one hidden state, by which the others are
-    corrected; then the layer's embedding for all but the first. x (B, T, handed on) -> the same."""
+    """Attention beside a low-rank path, and an MLP, on one hidden state, by which the others are
+    corrected; then the layer's embedding for all but the first. x (B, T, carried) -> the same."""
 
     def __init__(
         self,
@@ -278,14 +277,15 @@ def _of_size(x: Tensor, size: Tensor) -> Tensor:
 
 
 def _expanded(tokens: Tensor, projections: nn.ModuleList) -> Tensor:
-    """Embeddings (B, T, hidden) -> the hidden states (B, T, N, hidden): projections as large."""
+    """Embeddings (B, T, hidden) -> the hidden states (B, T, N, hidden): projections of equal
+    magnitude."""
     size = _magnitude(tokens).sqrt_()
     others = (_of_size(project(tokens), size) for project in projections)
     return torch.stack([tokens, *others], dim=-2)
 
 
 class Gemma3nHead(CarryingHead):
-    """A head for the mean of the hidden states, all but the first projected to its size."""
+    """A head for the mean of the hidden states, all but the first projected to its magnitude."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, **options: Any) -> None:
         super().__init__(config, dtype, **options)
@@ -321,13 +321,13 @@ def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """Every fifth layer attends to everything, unless ``layer_types`` say otherwise."""
+    """Every fifth layer attends to everything, unless ``layer_types`` says otherwise."""
     window = windows.sliding_window(values)
     return windows.by_layer(values, window, lambda layer: (layer + 1) % 5 != 0)
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Shares of gates by how many deviations from the mean they are below."""
+    """Shares of gates from how many deviations from the mean their threshold is."""
     stated = values.get("activation_sparsity_pattern")
     if not isinstance(stated, list) or not all(isinstance(each, float) for each in stated):
         return {}
@@ -401,5 +401,5 @@ FAMILY = Family(
         additions=_of_gguf,
     ),
 )
-#: The text model alone, of one that sees images and hears, too, as published ones do.
+#: The text model of one with images and audio, as published checkpoints have it.
 WITH_IMAGES = beside_images(FAMILY, "Gemma3nForConditionalGeneration", "gemma3n")

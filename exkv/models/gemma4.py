@@ -1,6 +1,6 @@
-"""Gemma 4 (Google, 2026), text only: heads of other sizes in the layers that see everything, norms
-over heads of values, layers that take earlier ones' keys and values, an embedding for each layer,
-and experts beside the MLP.
+"""Gemma 4 (Google, 2026), text only: different head sizes in the layers that attend to everything,
+norms over heads of values, layers that use earlier layers' keys and values, an embedding for each
+layer, and experts beside the MLP.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from .decoder import Decoder, Head, MakeNorm, rms_norm
 from .gemma2 import gemma_scale
 from .qwen3_vl_moe import stacked_experts
 
-#: What a layer's own config may state.
+#: Keys that a layer's own config may have.
 _OF_LAYERS = ("head_dim", "num_key_value_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(SharedKeysConfig, ExpertsConfig):
-    """Heads of the layers that see everything have ``global_head_dim`` features; with
-    ``attention_k_eq_v`` their values are made of what their keys are made of, and there are
-    ``num_global_key_value_heads``, None for the config's. ``per_layer_config`` says both layer by
-    layer, in place of these. ``use_double_wide_mlp`` has MLPs twice as wide in layers that take
-    others' keys. With ``enable_moe_block`` there are experts beside every MLP.
-    ``final_logit_softcapping`` c bounds logits x as c * tanh(x / c)."""
+    """Heads of the layers that attend to everything have ``global_head_dim`` features; with
+    ``attention_k_eq_v`` their values come from the same projection as their keys, and there are
+    ``num_global_key_value_heads``, None for the config's. ``per_layer_config`` states both layer by
+    layer, in place of these. ``use_double_wide_mlp`` doubles the MLPs of layers that use others'
+    keys. With ``enable_moe_block`` there are experts beside every MLP. ``final_logit_softcapping``
+    c bounds logits x as c * tanh(x / c)."""
 
     num_local_experts: int = None  # type: ignore[assignment]  # states so many without experts
     num_experts_per_tok: int = None  # type: ignore[assignment]
@@ -91,7 +91,7 @@ class Gemma4Config(SharedKeysConfig, ExpertsConfig):
 
 
 def _of_layers(stated: Any) -> tuple[tuple[int, tuple[tuple[str, int], ...]], ...] | None:
-    """``per_layer_config`` in a form that can't be changed."""
+    """``per_layer_config`` in an immutable form."""
     if stated is None or isinstance(stated, tuple):
         return stated
     if not isinstance(stated, Mapping):
@@ -112,7 +112,7 @@ def _of_layers(stated: Any) -> tuple[tuple[int, tuple[tuple[str, int], ...]], ..
 
 
 class _Experts(Experts):
-    """Experts that a router of its own norm and scale chooses for the state before the MLP."""
+    """Experts chosen by a router with its own norm and scale, from the state before the MLP."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
@@ -121,7 +121,7 @@ class _Experts(Experts):
         self.root, self.eps = config.hidden_size**-0.5, config.rms_norm_eps
 
     def of(self, x: Tensor, normed: Tensor) -> Tensor:
-        """x (B, T, hidden), by which experts are chosen, and the same normed for these."""
+        """x (B, T, hidden), from which experts are chosen, and the same normed as their input."""
         routing = self.counted(self.route(x.flatten(0, 1)))
         return self.run(normed.flatten(0, 1), routing).view_as(x)
 
@@ -134,7 +134,7 @@ class _Experts(Experts):
 
 class Gemma4Layer(PlainModule):
     """Attention, and an MLP with experts beside it, between norms; then the layer's embedding, and
-    a factor for all; x (B, T, handed on) -> the same."""
+    a common factor; x (B, T, carried) -> the same."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Gemma4Layer(PlainModule):
         return carried.joined(hidden, x, made=shown if self.layer in carried.keys else None)
 
     def _fed_forward(self, hidden: Tensor, normed: Tensor) -> Tensor:
-        """The MLP's output, with the experts' if there are any."""
+        """The MLP's output, plus the experts' if there are any."""
         out = self.mlp(normed)
         if self.experts is None:
             return out
@@ -212,8 +212,8 @@ def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """Every sixth layer attends to everything, unless ``layer_types`` say otherwise; the last one
-    does whatever they say, as in transformers."""
+    """Every sixth layer attends to everything, unless ``layer_types`` says otherwise; the last one
+    always does, as in transformers."""
     window = windows.sliding_window(values)
     window, types = windows.by_layer(values, window, lambda layer: (layer + 1) % 6 != 0)
     types = (*types[:-1], windows.FULL_ATTENTION) if types else types
@@ -221,8 +221,8 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What files say of layers that see everything, and of each layer, is said of kinds of layers;
-    pairs that aren't rotated have a factor of their frequency."""
+    """What files state for layers that attend to everything, and for each layer, is stated for
+    types of layers here; pairs that aren't rotated have a factor of their frequency."""
     found: dict[str, Any] = {
         "global_head_dim": values.get("head_dim"),
         "head_dim": values.get("swa_head_dim", values.get("head_dim")),
@@ -284,7 +284,7 @@ FAMILY = Family(
     },
     windows=_windows,
     reads=("attention_bias",),
-    # Images see themselves in both directions; texts don't.
+    # Images attend in both directions; text doesn't.
     refuses={"use_bidirectional_attention": "vision"},
     act_key="hidden_activation",
     specific=Gemma4Config,
@@ -321,18 +321,18 @@ FAMILY = Family(
         additions=_of_gguf,
     ),
 )
-#: The text model alone, of one that sees images or hears, too, as published ones do.
+#: The text model of one with images or audio, as published checkpoints have it.
 WITH_IMAGES = beside_images(FAMILY, "Gemma4ForConditionalGeneration", "gemma4")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedConfig(Gemma4Config):
-    """Without experts and without embeddings of layers."""
+    """Without experts and without layers' embeddings."""
 
     hidden_size_per_layer_input: int = 0
 
 
-#: The same layers in a model that reads images and sounds without models of their own.
+#: The same layers in a model that reads images and sounds without separate models for them.
 UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",

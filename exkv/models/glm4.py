@@ -1,5 +1,5 @@
 """GLM 4 (Zhipu AI, 2025: GLM-4-0414): norms before and after attention and MLP, gate and up in one
-matrix, and positions that rotate neighbours in half of each head."""
+matrix, and positions that rotate adjacent pairs in half of each head."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ DECODER = Decoder(
 
 
 def _pairs(own: Callable[[str], Any], count: int, *, heads: str) -> torch.Tensor | None:
-    """Rows of queries or keys of a model beside one of images (GLM-4.1V), whose file has the
-    rotated ones as halves, since llama.cpp turns no pairs by three axes."""
+    """Rows of queries or keys of a text model beside a vision model (GLM-4.1V), whose file has the
+    rotated ones in half-split order, since llama.cpp rotates no pairs with three axes."""
     sections = own("rope.dimension_sections")
     if not isinstance(sections, list) or not any(sections):
         return None
@@ -82,8 +82,8 @@ FAMILY = Family(
         },
     ),
 )
-#: The text model alone, of one that sees images, too (GLM-4.1V). Its rotary positions have three
-#: axes, which are one in a text.
+#: The text model of a vision-language model (GLM-4.1V). Its rotary positions have three axes, which
+#: coincide for text.
 WITH_IMAGES = beside_images(
     FAMILY,
     "Glm4vForConditionalGeneration",

@@ -85,8 +85,8 @@ FAMILY = Family(
     gguf=GGUF,
     mtp=MTPNames(),
 )
-#: The text model alone, of one that sees images, too (GLM-4.5V and 4.6V). Its rotary positions have
-#: three axes, which are one in a text.
+#: The text model of a vision-language model (GLM-4.5V and 4.6V). Its rotary positions have three
+#: axes, which coincide for text.
 WITH_IMAGES = beside_images(
     FAMILY,
     "Glm4vMoeForConditionalGeneration",

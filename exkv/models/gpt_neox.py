@@ -1,8 +1,8 @@
-"""GPT-NeoX and Pythia (Black et al., 2022): attention and MLP beside each other behind a LayerNorm
-each, biases everywhere, and positions that rotate a quarter of each head.
+"""GPT-NeoX and Pythia (Black et al., 2022): attention and MLP in parallel, each after its own
+LayerNorm, biases everywhere, and positions that rotate a quarter of each head.
 
-Checkpoints have queries, keys and values in one matrix, head by head; they are taken apart when
-they are read.
+Checkpoints have queries, keys and values in one matrix, head by head; they are separated when they
+are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .decoder import Decoder, DecoderLayer, ParallelNormsLayer, layer_norm, matr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidualConfig(Specific):
-    """Whether the MLP sees the layer's input, or what attention made of it."""
+    """Whether the MLP gets the layer's input, or the result of attention."""
 
     use_parallel_residual: bool = True
 

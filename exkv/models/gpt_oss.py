@@ -1,8 +1,8 @@
-"""gpt-oss (OpenAI, 2025): a window on every other layer, a learned score beside those of the keys
-that takes its share of the softmax, and experts of a clamped gate with biases.
+"""gpt-oss (OpenAI, 2025): a window in every other layer, a learned score beside those of the keys
+that takes its share of the softmax, and experts with a clamped gate and biases.
 
-The experts' matrices lie together in the checkpoint, gates and ups in turns: as floats, inputs
-first, or packed (MXFP4), outputs first. They are taken apart when they are read.
+The experts' matrices are stored together, gates and ups interleaved: as floats, inputs first, or
+packed (MXFP4), outputs first. They are separated when they are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from exkv.weights import Slice, Source, sliced_source
 
 from .decoder import Decoder, matrix_slice
 
-#: An expert's rows of the stored tensor: gates and ups take turns.
+#: An expert's rows of the stored tensor: gates and ups are interleaved.
 _ROWS = {"w1": slice(0, None, 2), "w3": slice(1, None, 2), "w2": slice(None)}
 
 
@@ -49,7 +49,7 @@ def _matrices(
     size: tuple[int, int],
 ) -> list[Source]:
     """The experts' matrices of these kinds, which the checkpoint has in one tensor, and their
-    biases; ``size`` is (outputs, inputs) of an expert's."""
+    biases; ``size`` is an expert's (outputs, inputs)."""
     count, (outputs, inputs) = config.settings(ExpertsConfig).num_local_experts, size
     names = {
         f"mlp.experts.{expert}.{kind}": (expert, _ROWS[kind])
@@ -71,7 +71,7 @@ def _columns(rows: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor) 
 
 
 def _untruncated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's band edges are not rounded, which GGUF can't say."""
+    """YaRN's band edges are not rounded, which GGUF can't state."""
     scaling = values.get("rope_scaling")
     return {"rope_scaling": {**scaling, "truncate": False}} if scaling else {}
 

@@ -17,7 +17,7 @@ from .decoder import Decoder
 
 
 def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """``layer_types``, or a window on all but every fourth layer, from the first on."""
+    """``layer_types``, or a window in all but every fourth layer, starting with the first."""
     return windows.by_layer(values, windows.sliding_window(values), lambda layer: layer % 4 != 0)
 
 
@@ -42,7 +42,7 @@ def _rotary(values: Mapping[str, Any]) -> dict[str, Any]:
     bases, keys = _bases(values), ("rope_parameters", "rope_scaling")
     block: Any = next((values[key] for key in keys if values.get(key) is not None), {})
     if not isinstance(block, dict):
-        return {}  # the reader of both says what is wrong
+        return {}  # the reader of both reports what is wrong
     if (theta := values.get("rope_theta")) is not None:
         block = {"rope_theta": theta, **block}
     each = {
@@ -63,7 +63,7 @@ def _stated_base(
     if len(found) > 1:
         raise ValueError(
             f"layer_rope_theta: layers of the type {kind} have the bases {sorted(found)}; exkv "
-            "takes one for each type of layers, and 0"
+            "supports one for each type of layers, and 0"
         )
     return {"rope_theta": found.pop()} if found else {}
 
@@ -74,7 +74,7 @@ def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, .
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions of one base, in the layers that have any."""
+    """Positions with a single base, in the layers that have any."""
     stated, theta = values.get("rope_pattern"), values.get("rope_theta")
     if not isinstance(stated, list):
         return {"rope_pattern": None}

@@ -1,5 +1,5 @@
 """Granite 3 MoE (IBM, 2024): a Granite with a mixture of experts in place of the MLP, whose
-matrices lie together in the checkpoint."""
+matrices are stored together in the checkpoint."""
 
 from __future__ import annotations
 

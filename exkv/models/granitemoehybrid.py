@@ -1,5 +1,5 @@
-"""Granite 4 (IBM, 2025): Mamba 2 in most layers of H-Tiny, H-Small and H-Micro, attention without
-positions in the others; Micro has attention alone, with positions. An MLP that all tokens take,
+"""Granite 4 (IBM, 2025): Mamba 2 in most layers of H-Tiny, H-Small and H-Micro, and attention
+without positions in the others; Micro has only attention, with positions. An MLP takes all tokens,
 beside experts in H-Tiny and H-Small."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mamba_or_attention(
 
 
 def mamba_states(config: ModelConfig) -> tuple[StateTensor, ...]:
-    """What a layer of Mamba 2 keeps."""
+    """The state of a Mamba 2 layer."""
     return config.settings(Mamba2Config).state
 
 
@@ -67,7 +67,7 @@ def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, .
     return () if rotated else (False,) * values["num_hidden_layers"]
 
 
-#: What checkpoints call the parts of Mamba.
+#: Checkpoint names of the parts of Mamba.
 MAMBA_NAMES = {
     f"self_attn.{name}": f"mamba.{name}"
     for name in ("in_proj", "conv1d", "A_log", "D", "dt_bias", "norm", "out_proj")
@@ -80,7 +80,7 @@ _MLP_NAMES = {
 
 
 def of_heads(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of keys, and which layers have none of them, but a state."""
+    """Key heads, and which layers have none, but a state."""
     heads = values.get("num_key_value_heads")
     if not isinstance(heads, list) or not all(map(is_int, heads)) or not any(heads):
         return {}
@@ -90,14 +90,14 @@ def of_heads(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_inner(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Features of a head of Mamba 2, by those of all."""
+    """Features of a Mamba 2 head, from the total."""
     inner, heads = values.get("mamba_inner"), values.get("mamba_n_heads")
     size = inner // heads if is_int(inner) and is_int(heads) and heads else None
     return {"mamba_d_head": size, "mamba_inner": None}
 
 
 def of_expansion(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, and how many times the hidden size these are."""
+    """Likewise, and the ratio of the total to the hidden size."""
     inner, hidden = values.get("mamba_inner"), values.get("hidden_size")
     if not is_int(inner) or not is_int(hidden) or not hidden:
         return of_inner(values)
@@ -109,7 +109,7 @@ def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**of_heads(values), **of_expansion(values), "num_local_experts": experts}
 
 
-#: What GGUF files call the parts of Mamba 2, and what its metadata say.
+#: GGUF names and metadata of Mamba 2.
 GGUF_MAMBA = GGUFFamily(
     architecture="mamba2",
     names={

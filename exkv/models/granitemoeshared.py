@@ -1,4 +1,4 @@
-"""Granite 3 MoE with a shared expert (IBM, 2025), whose gate and up lie in one tensor."""
+"""Granite 3 MoE with a shared expert (IBM, 2025), whose gate and up are one tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .decoder import Decoder, matrix_slice
 
 
 def experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-    """A Granite 3 MoE's, and gate and up of the shared one."""
+    """A Granite 3 MoE's, and gate and up of the shared expert."""
     routed = granitemoe.experts(config, dtype, name, layer)
     return [*routed, *shared_expert(config, dtype, name, layer)]
 
@@ -26,8 +26,8 @@ def experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
 def shared_expert(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
 ) -> list[Source]:
-    """Gate and up of the expert of all tokens of the layer that the checkpoint calls ``name``, if
-    it has one."""
+    """Gate and up of the shared expert of the layer that the checkpoint calls ``name``, if it has
+    one."""
     if not config.settings(ExpertsConfig).shared_expert_intermediate_size:
         return []
     return [halves(config, dtype, name, layer, "mlp.shared_expert")]
@@ -36,7 +36,7 @@ def shared_expert(
 def halves(
     config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, mlp: str
 ) -> Source:
-    """Gate and up of the MLP of all tokens, which the layer has at the path ``mlp``."""
+    """Gate and up of the shared MLP, which the layer has at the path ``mlp``."""
     inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
     assert inner is not None, "the family's default is a number"
     rows = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}

@@ -1,16 +1,17 @@
-"""The bound run on a GPU: one token a row through all units, captured once and replayed.
+"""The bound run on a GPU: one token per row through all units, captured once and replayed.
 
 The modules themselves are captured, over static buffers: token ids, lengths, rotary factors, and
-the block table of rows in pages. Each step fills them by one copy from pinned memory; ops read the
-lengths and pages on the device. Only attention's split of the keys is decided on the host, for the
-longest possible row, so there is a graph for each of a few lengths (:func:`bucket`).
+the block table of paged rows. Each step fills them by one copy from pinned memory; ops read lengths
+and pages on the device. Only attention's split of the keys is decided on the host, for the longest
+possible row, so there is one graph for each of a few lengths (:func:`bucket`).
 
-Rows in pages come and go, so that there are graphs for a few numbers of them (:func:`row_bucket`).
-The rows that fill up a bucket bring no token: nothing of them is stored, and they see no key.
+Paged rows come and go, so there are graphs for a few numbers of them (:func:`row_bucket`). Rows
+that
+pad a bucket have no token: nothing of them is stored, and they see no keys.
 
-All graphs of a run share one memory pool, whose tensors live as long as a step, and write results
-to one tensor for each number of rows: plans count segments for either (``exkv.overhead``). If
-logits would be larger, or there is no memory, units take the readable route.
+All graphs of a run share one memory pool, whose tensors live for one step, and write results to one
+tensor per number of rows; plans count segments for both (``exkv.overhead``). If logits would be
+larger, or there is no memory, units take the readable route.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ from exkv.ops.experts import MOST_CHOOSING
 from .bound_run import BoundRun, Logits
 from .units import PlacedUnit
 
-#: Graphs of one run to keep, the last used ones.
+#: Number of graphs to keep for one run, the last used ones.
 MOST_GRAPHS = 16
-#: Bytes of a step's logits up to which graphs are made: those of 16, 8, 4, 2 rows and one fit a
-#: segment of medium tensors together. Beyond, steps are long enough to hide Python's overhead.
+#: Graphs are made for steps with at most so many bytes of logits: those of 16, 8, 4, 2 rows and 1
+#: row fit a segment of medium tensors together. Longer steps hide Python's overhead anyway.
 MOST_LOGITS = LARGE - 1
 #: For MLPs without a bound.
 ANY_ROWS = 1 << 30
-#: Least distance of two buckets, in tokens.
+#: Smallest distance between two buckets, in tokens.
 LEAST_STEP = 256
 
 
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
-    """Bind the longest prefix of the units that one graph can capture; None without a decoder layer
-    in it."""
+    """Bind the longest prefix of the units that one graph can capture; None if it has no decoder
+    layer."""
     parts = list(stretch(units, kept, dtype))
     if not any(part.store is not None for part in parts):
         return None
@@ -69,14 +70,14 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
 
 
 def bucket(kv_len: int) -> int:
-    """The length that a call of ``kv_len`` keys is captured for: at most a quarter more, or the
+    """The length for which a call of ``kv_len`` keys is captured: at most a quarter more, or the
     next multiple of :data:`LEAST_STEP`."""
     step = max(1 << max((kv_len - 1).bit_length() - 3, 0), LEAST_STEP)
     return -(-kv_len // step) * step
 
 
 def row_bucket(rows: int, most: int) -> int:
-    """The number of rows in pages that a call of ``rows`` rows is captured for: a power of two, or
+    """The number of paged rows for which a call of ``rows`` rows is captured: a power of two, or
     all ``most`` rows that the cache has and plans count."""
     return min(1 << (rows - 1).bit_length(), most)
 
@@ -124,7 +125,7 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
             if place is None or rows == 0 or not isinstance(described.attention, AttentionBlock):
                 return
             table = _table_size(layer, place) if place.paged else table
-            # Over pages the readable route asks the host for nothing but the longest row.
+            # Over pages, the readable route asks the host only for the longest row.
             store = layer if place.paged else CapturedAttend(layer, place)
         size = described.projection.weight.size[0] if isinstance(described, LogitsHead) else 0
         yield Part(
@@ -138,13 +139,13 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
 
 
 def _table_size(layer: CacheLayer, place: InPlace) -> tuple[int, int]:
-    """All rows, and pages of the longest one, as long as the bucket of its last step."""
+    """All rows, and the pages of the longest possible row, up to the bucket of its last step."""
     page = place.keys[0].shape[1]
     return layer.spec.batch_size, -(-bucket(layer.spec.capacity) // page)
 
 
 def _most_rows(described: object, mlp: nn.Module) -> int:
-    """Rows of a step up to which an MLP doesn't synchronize with the host."""
+    """The most rows of a step with which an MLP doesn't synchronize with the host."""
     if isinstance(described, GatedBlock | PlainBlock):
         return ANY_ROWS
     known = type(mlp) in (Experts, SharedExperts)
@@ -152,7 +153,7 @@ def _most_rows(described: object, mlp: nn.Module) -> int:
 
 
 class CapturedAttend:
-    """A cache layer whose tensors stay in place, with lengths on the device."""
+    """A cache layer with tensors in place, and with lengths on the device."""
 
     def __init__(self, layer: CacheLayer, place: InPlace) -> None:
         self._storage = layer.spec.storage
@@ -172,8 +173,8 @@ class CapturedAttend:
         batch: Batch,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """As :meth:`exkv.cache.layer.CacheLayer.attend`, one token a row; ``batch.lengths`` are
-        those of the bucket."""
+        """Like :meth:`exkv.cache.layer.CacheLayer.attend`, for one token per row;
+        ``batch.lengths`` are those of the bucket."""
         place, ring = self._place, self._ring
         place.append(k, v, batch.past_lens, ring)
         rows = len(batch.lengths.past)
@@ -201,10 +202,10 @@ Record = Callable[[Callable[[], object], "GraphRun"], Recording]
 
 
 class GraphRun:
-    """A run by recordings over static buffers.
+    """A run that replays recordings over static buffers.
 
     Attributes:
-        count: its units, a head included.
+        count: of its units, a head included.
         pool: the recordings' memory pool, set by the first.
     """
 
@@ -224,7 +225,7 @@ class GraphRun:
         self._refused = False
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
-        """Take one token a row, if its logits are small."""
+        """Whether each row has one token, and logits are small."""
         if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
             return False
         rows = self._captured_rows(lengths)
@@ -233,9 +234,9 @@ class GraphRun:
         return rows * self._vocabulary * self._dtype.itemsize <= MOST_LOGITS
 
     def _captured_rows(self, lengths: Lengths) -> int:
-        """Rows of the buffers for a call: a few more where rows are in pages and alike."""
+        """Rows of the buffers for a call: a few more if rows are paged and alike."""
         rows = len(lengths.new)
-        mixed = isinstance(lengths.adapters, tuple)  # each row's matrices are another
+        mixed = isinstance(lengths.adapters, tuple)  # each row has its own matrices
         return row_bucket(rows, self._table_rows) if self._table_rows and not mixed else rows
 
     def __call__(
@@ -256,12 +257,12 @@ class GraphRun:
         key = (rows, bucket(lengths.kv_len), head)
         recording = self._recordings.get(key)
         if recording is None:
-            return self._first(key, buffers)[: len(lengths.new)]
+            return self._run_and_record(key, buffers)[: len(lengths.new)]
         self._recordings.move_to_end(key)
         recording.replay()
         return buffers.outs[head][: len(lengths.new)].clone()
 
-    def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
+    def _run_and_record(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
         """Run a call without a recording, and record it for the next one."""
         rows, kv_len, head = key
         parts = self._parts if head or not self._parts[-1].is_head else self._parts[:-1]
@@ -286,8 +287,8 @@ class GraphRun:
             self._refused = True  # in this epoch: the readable route needs no pool
             if not is_out_of_memory(error):
                 warnings.warn(
-                    f"exkv: {self.device} captured no graph of a decode step, which is slower "
-                    f"without ({str(error).splitlines()[0]})",
+                    f"exkv: {self.device} captured no graph of a decode step, so steps are slower "
+                    f"({str(error).splitlines()[0]})",
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -304,7 +305,7 @@ class Buffers:
     one copy fills them; and its results.
 
     Args:
-        rows: of the step; a call may bring fewer, of which the others are padding.
+        rows: of the step; a call may have fewer, and the others are padding.
         x, lengths, rotary: of a call.
         pages: width of the block table; 0 for contiguous rows.
 
@@ -341,7 +342,7 @@ class Buffers:
         self._staged = devices.staging_buffer(nbytes, device).zero_()
         self._here = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._host, self._device = _views(self._staged, shapes), _views(self._here, shapes)
-        self._host["pages"].fill_(-1)  # no page: whoever read it would get NaN
+        self._host["pages"].fill_(-1)  # no page: reading it would give NaN
         self._copied: torch.Event | None = None
         self.x = self._device["x"]
         self.outs: dict[bool, torch.Tensor] = {}
@@ -384,7 +385,7 @@ class Buffers:
 
 
 def _views(buffer: torch.Tensor, shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Views of a buffer like these tensors, one behind the other."""
+    """Views of a buffer with the shapes of these tensors, one after the other."""
     views, at = {}, 0
     for name, like in shapes.items():
         views[name] = buffer[at : at + like.nbytes].view(like.dtype).view(like.shape)
@@ -396,7 +397,7 @@ def _views(buffer: torch.Tensor, shapes: dict[str, torch.Tensor]) -> dict[str, t
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 #: Graphs whose capture failed. torch's pinned allocator keeps a pointer to such a graph, and asks
-#: it in later captures whether an allocation is its own.
+#: it during later captures whether an allocation belongs to it.
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
@@ -404,8 +405,8 @@ def capture(step: Callable[[], object], run: GraphRun) -> Recording:
     """Capture the step, whose kernels have all run before, as a CUDA graph.
 
     Raises:
-        RuntimeError: something in it cannot be captured, or there is no memory for it. Nothing of
-            the capture is left.
+        RuntimeError: something in it can't be captured, or there is no memory for it. Nothing of
+            the capture remains.
     """
     if run.pool is None:
         run.pool = torch.cuda.graph_pool_handle()
@@ -423,12 +424,12 @@ def capture(step: Callable[[], object], run: GraphRun) -> Recording:
 
 
 def _captured(graph: torch.cuda.CUDAGraph, step: Callable[[], object], pool: Any) -> None:
-    # Other threads may go on allocating meanwhile.
+    # Other threads may continue to allocate meanwhile.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         step()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # it says only that something failed before
+        with contextlib.suppress(RuntimeError):  # it only reports that something failed before
             graph.capture_end()
         raise
     graph.capture_end()
@@ -450,8 +451,8 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> No
 
 
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for captures on a device; the default stream can't. cuBLAS allocates its workspace
-    for the stream here, so that it is not in a graph's pool."""
+    """The stream for captures on a device, since the default stream can't capture. cuBLAS allocates
+    its workspace for the stream here, so that it is not in a graph's pool."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
         with torch.cuda.stream(_streams[device]):

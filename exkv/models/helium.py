@@ -1,4 +1,4 @@
-"""Helium (Kyutai, 2025): a Llama whose rotary positions rotate pairs of neighbours."""
+"""Helium (Kyutai, 2025): a Llama whose rotary positions rotate adjacent pairs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Hunyuan 0.5B to 7B (Tencent, 2025): a Llama that norms heads of queries and keys behind their
+"""Hunyuan 0.5B to 7B (Tencent, 2025): a Llama that norms heads of queries and keys after their
 rotary positions."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .decoder import Decoder
 
 
 class RotatedNormAttention(Attention):
-    """Attention with norms of heads behind the rotary positions."""
+    """Attention with norms of heads after the rotary positions."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
         super().__init__(config, dtype, layer=layer)

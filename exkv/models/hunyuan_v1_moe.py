@@ -1,4 +1,4 @@
-"""Hunyuan A13B (Tencent, 2025): a Hunyuan with experts, and one that all tokens take."""
+"""Hunyuan A13B (Tencent, 2025): a Hunyuan with experts, and a shared one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .decoder import Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedExpertsConfig(ExpertsConfig):
-    """Numbers of experts may be stated for each layer, all the same."""
+    """Numbers of experts may be stated per layer, all equal."""
 
     def __post_init__(self) -> None:
         for key in ("num_local_experts", "num_experts_per_tok"):

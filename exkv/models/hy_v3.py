@@ -16,7 +16,7 @@ from .exaone_moe import LayerTypeExpertsConfig
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """How many shared experts there are, by what they have in all."""
+    """The number of shared experts, from their total size."""
     count: Any = values.get("shared_size")
     each: Any = values.get("moe_intermediate_size")
     if is_int(count) and is_int(each) and each:
@@ -34,7 +34,7 @@ FAMILY = Family(
             **qwen2_moe.NAMES,
             "mlp.correction": "mlp.expert_bias",
             "mlp.shared_expert.": "mlp.shared_mlp.",
-            # The router; and dense layers, which have a gate of another kind.
+            # The router; and dense layers, which have a different gate.
             "mlp.gate": "mlp.router.gate",
             "mlp.router.gate_proj": "mlp.gate_proj",
         },

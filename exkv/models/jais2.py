@@ -1,4 +1,4 @@
-"""Jais 2 (Inception, 2025): a Llama with LayerNorms, biases, and an MLP of a squared ReLU without a
+"""Jais 2 (Inception, 2025): a Llama with LayerNorms, biases, and a squared-ReLU MLP without a
 gate."""
 
 from exkv.checkpoint.families import Family

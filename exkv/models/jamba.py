@@ -24,8 +24,8 @@ from .decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicExpertsConfig(ExpertsConfig, MambaConfig):
-    """Layers of Mamba, and experts in one of ``expert_layer_period`` layers, from
-    ``expert_layer_offset`` on; in none where there is one expert."""
+    """Mamba layers, and experts in one of ``expert_layer_period`` layers, from
+    ``expert_layer_offset`` on; in none if there is a single expert."""
 
     num_local_experts: int = 16
     norm_topk_prob: bool = False
@@ -68,7 +68,7 @@ def _states(config: ModelConfig) -> tuple[StateTensor, ...]:
     return config.settings(MambaConfig).state
 
 
-#: What checkpoints call the parts of Mamba, and the router.
+#: Checkpoint names of the parts of Mamba, and of the router.
 _NAMES = {
     **{
         f"self_attn.{name}": f"mamba.{name}"

@@ -1,5 +1,5 @@
 """Kimi Linear 48B-A3B (Moonshot AI, 2025): three of four layers have Kimi's delta attention, the
-others latent attention without positions; experts as DeepSeek-V3's."""
+others latent attention without positions; experts as in DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .exaone_moe import LayerTypeExpertsConfig
 from .granitemoehybrid import of_heads
 from .units import UnitSpec
 
-#: What Moonshot's files call the sizes of linear attention, in an object -> our names.
+#: Names in Moonshot's files of the sizes of linear attention, in an object -> our names.
 _NESTED = {
     "head_dim": ("linear_key_head_dim", "linear_value_head_dim"),
     "num_heads": ("linear_num_key_heads", "linear_num_value_heads"),
@@ -42,7 +42,7 @@ class KimiLinearConfig(LayerTypeExpertsConfig, LinearAttentionConfig):
 
 
 def _unpacked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that ``linear_attn_config`` has."""
+    """The sizes from ``linear_attn_config``."""
     stated = values.get("linear_attn_config") or {}
     if not isinstance(stated, dict):
         raise ValueError(f"linear_attn_config must be an object, not {stated!r}")
@@ -51,8 +51,8 @@ def _unpacked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """``layer_types``, or the layers that ``linear_attn_config`` names, counted from one; else
-    every fourth layer but the first has latent attention."""
+    """``layer_types``, or the layers that ``linear_attn_config`` names, counted from one; if
+    neither is given, every fourth layer except the first has latent attention."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     linear, full = windows.STATES[0], windows.FULL_ATTENTION
@@ -84,7 +84,7 @@ def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> nn.Mod
     return LatentAttention(config, dtype, layer=layer)
 
 
-#: What checkpoints call the parts of a layer.
+#: Checkpoint names of the parts of a layer.
 _NAMES = {
     "self_attn.norm": "self_attn.o_norm",
     "self_attn.out_proj": "self_attn.o_proj",
@@ -94,7 +94,7 @@ _NAMES = {
 
 
 def _names(config: ModelConfig, layer: int, *, saved: bool) -> dict[str, str]:
-    """Names of a layer's MLP: transformers saves a dense one's under the experts' name, Moonshot's
+    """Names of a layer's MLP: transformers saves a dense one under the experts' name, Moonshot's
     files don't."""
     dense = config.settings(KimiLinearConfig).is_dense(layer)
     return {} if dense and not saved else {"mlp.": "block_sparse_moe."}
@@ -121,7 +121,7 @@ def _without_positions(values: Mapping[str, Any], types: tuple[str, ...]) -> tup
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Both kinds of layers have as many heads, as in llama.cpp."""
+    """Both types of layers have equally many heads, as in llama.cpp."""
     heads, size = values.get("num_attention_heads"), values.get("kda_head_dim")
     return {
         **of_heads(values),

@@ -1,5 +1,5 @@
-"""Laguna (Poolside, 2026): windows in the layers that the config names, which have rotary positions
-and heads of queries of their own; a gate for each head; experts by corrected sigmoids."""
+"""Laguna (Poolside, 2026): windows in the layers that the config names, which have their own rotary
+positions and number of query heads; a gate for each head; experts by corrected sigmoids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PER_HEAD, _PER_ELEMENT = (True, "per-head"), ("per-element",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadsByLayerConfig(LayerTypeExpertsConfig):
-    """Heads of queries by layer, None for as many in each."""
+    """Number of query heads by layer, None for as many in each."""
 
     num_attention_heads_per_layer: tuple[int, ...] | None = None
 
@@ -60,8 +60,8 @@ class HeadsByLayerConfig(LayerTypeExpertsConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagunaConfig(HeadsByLayerConfig):
-    """What has a gate, heads ("per-head", true) or their features ("per-element"); and c of router
-    logits c * tanh(logits / c), 0 for none."""
+    """What the gates apply to: heads ("per-head", true) or their features ("per-element"); and c of
+    router logits c * tanh(logits / c), 0 for none."""
 
     gating: str | bool = "per-head"
     moe_router_logit_softcapping: float = 0.0
@@ -80,8 +80,8 @@ class LagunaConfig(HeadsByLayerConfig):
 
 
 class HeadGatedAttention(Attention):
-    """Attention whose outputs are multiplied by gates of its input, one for each head, or for each
-    of its features."""
+    """Attention whose outputs are multiplied by gates from its input, one per head or one per
+    feature of a head."""
 
     def __init__(
         self,
@@ -103,19 +103,19 @@ class HeadGatedAttention(Attention):
         return self.o_proj((attended * gates).flatten(2))
 
     def gate(self, x: Tensor) -> Tensor:
-        """What is multiplied by, of what :attr:`g_proj` gives."""
+        """The factor, from the output of :attr:`g_proj`."""
         return x.sigmoid()
 
 
 class SoftplusGatedAttention(HeadGatedAttention):
-    """The same by softplus."""
+    """Head-gated attention with softplus."""
 
     def gate(self, x: Tensor) -> Tensor:
         return F.softplus(x.float()).to(x.dtype)
 
 
 class _Experts(SharedExperts):
-    """Experts by sigmoids of bounded logits."""
+    """Experts chosen by sigmoids of bounded logits."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype, sigmoid=True, corrected=True)
@@ -144,7 +144,7 @@ def as_stated(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def heads_of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of queries by layer, where they differ."""
+    """Number of query heads by layer, where they differ."""
     heads = values["num_attention_heads"]
     if not isinstance(heads, list) or not heads:
         return {}
@@ -167,7 +167,8 @@ def positions_of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every fourth layer from the first on attends to everything; gates are by their number."""
+    """Every fourth layer, starting with the first, attends to everything; the gates' size gives
+    their kind."""
     found = {**heads_of_gguf(values), **positions_of_gguf(values), "gate_rows": None}
     heads = found.get("num_attention_heads", values["num_attention_heads"])
     rows, layers = values.get("gate_rows"), values["num_hidden_layers"]

@@ -18,11 +18,11 @@ from exkv.layers.recurrent import short_conv_state
 
 from .decoder import Decoder, rms_norm
 
-#: More tokens than any of its convolutions sees.
+#: More tokens than any of its convolutions covers.
 _LONGEST = 1 << 10
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: LFM2's with experts inherits it beside others
+@dataclass(frozen=True, kw_only=True)  # no slots: LFM2 MoE inherits it together with another
 class ShortConvConfig(Specific):
     """Convolutions over ``conv_L_cache`` tokens."""
 
@@ -52,7 +52,7 @@ class BlockConfig(ShortConvConfig):
         check_size("block_multiple_of", self.block_multiple_of)
 
     def inner(self, size: int) -> int:
-        """Inner values of an MLP, of the config's intermediate size."""
+        """Inner size of an MLP, from the config's intermediate size."""
         if not self.block_auto_adjust_ff_dim:
             return size
         wanted = int(self.block_ffn_dim_multiplier * int(2 * size / 3))
@@ -72,8 +72,8 @@ def _mlp(config: ModelConfig, dtype: torch.dtype) -> GatedMLP:
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """``layer_types``, or convolutions but in the layers ``full_attn_idxs``; all attend without
-    either."""
+    """``layer_types``, or convolutions except in the layers ``full_attn_idxs``; with neither, all
+    layers attend."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     attend = values.get("full_attn_idxs")
@@ -90,7 +90,7 @@ def _states(config: ModelConfig) -> tuple[StateTensor, ...]:
     return short_conv_state(config, config.settings(ShortConvConfig).conv_L_cache)
 
 
-#: What checkpoints call the parts of a layer.
+#: Checkpoint names of the parts of a layer.
 NAMES = {
     "self_attn.in_proj": "conv.in_proj",
     "self_attn.conv.": "conv.conv.",
@@ -107,7 +107,7 @@ NAMES = {
 
 
 def of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers with convolutions are those without heads of keys; sizes of MLPs are what they are."""
+    """Layers with convolutions are those without key heads; sizes of MLPs are used as stated."""
     heads = values.get("num_key_value_heads")
     known = {"block_auto_adjust_ff_dim": False}
     if not isinstance(heads, list) or not all(map(is_int, heads)) or not any(heads):

@@ -35,7 +35,7 @@ def _experts(config: ModelConfig, dtype: torch.dtype) -> MLP:
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """``layer_types``, which are stated."""
+    """The stated ``layer_types``."""
     check_layers(values["num_hidden_layers"])
     types = values.get("layer_types")
     if types is None:

@@ -1,6 +1,7 @@
-"""Llama 4 Scout and Maverick (Meta, 2025), text only: layers that see the chunk of positions that a
-token is in, with rotary positions, and every fourth layer that sees everything, with none and with
-queries scaled by position; experts whose weights multiply what goes into them, beside a shared one.
+"""Llama 4 Scout and Maverick (Meta, 2025), text only: layers that attend within a token's chunk of
+positions, with rotary positions, and every fourth layer that attends to everything, without them
+and with queries scaled by position; experts whose weights multiply their inputs, beside a shared
+one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Settings(ExpertsConfig):
-    """Chunks of ``attention_chunk_size`` positions in the layers whose ``layer_types`` say so, or
-    without these in all that have rotary positions; None for none. ``use_qk_norm`` divides heads of
-    queries and keys by their root mean square there. Layers not in ``moe_layers``, where that is
+    """Chunks of ``attention_chunk_size`` positions in the layers that ``layer_types`` names, or,
+    without it, in all that have rotary positions; None for none. ``use_qk_norm`` divides heads of
+    queries and keys by their root mean square there. Layers not in ``moe_layers``, if that is
     stated, have an MLP of ``intermediate_size_mlp`` instead of experts."""
 
     norm_topk_prob: bool = False
@@ -80,7 +81,7 @@ def _list(key: str, values: Any, known: tuple[str, ...] | None) -> tuple[Any, ..
 
 class _Attention(Attention):
     """Attention to a token's own chunk of positions, or to all, with heads of queries and keys
-    divided by their root mean square after they are rotated."""
+    divided by their root mean square after rotation."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
         super().__init__(config, dtype, layer=layer)
@@ -94,7 +95,7 @@ class _Attention(Attention):
 
 
 class _ScaledAttention(_Attention, ScaledQueryAttention):
-    """The same with queries scaled by position."""
+    """Likewise, with queries scaled by position."""
 
 
 def _rms(x: Tensor, eps: float) -> Tensor:
@@ -129,7 +130,7 @@ def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP:
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """None; ``layer_types`` are chunks, one for each layer."""
+    """No window; ``layer_types`` state chunks, one for each layer."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     if isinstance(types, list | tuple) and len(types) != layers:
@@ -140,7 +141,7 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def _query_scaling(values: Mapping[str, Any]) -> QueryScaling | None:
-    """A step every ``floor_scale`` positions; some files have a number for true."""
+    """A step every ``floor_scale`` positions; some files have a number in place of true."""
     tuned = values["attn_temperature_tuning"]
     if not is_int(tuned) and not isinstance(tuned, bool):
         raise ValueError(f"attn_temperature_tuning must be true or false, not {tuned!r}")
@@ -150,15 +151,15 @@ def _query_scaling(values: Mapping[str, Any]) -> QueryScaling | None:
 
 
 def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
-    """As SmolLM 3's; an empty list says nothing."""
+    """As in SmolLM 3; an empty list states nothing."""
     stated = {"no_rope_layers": values.get("no_rope_layers") or None}
     named = ("num_hidden_layers", "no_rope_layer_interval")
     return smollm3.rotated({**{key: values[key] for key in named}, **stated}, types)
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What files don't say, as llama.cpp has it: Maverick, with 128 experts, divides no heads by
-    their root mean square; a window of 0 stands for rotary positions in all layers and no
+    """What files leave out, as llama.cpp has it: Maverick, with 128 experts, doesn't divide heads
+    by their root mean square; a window of 0 stands for rotary positions in all layers and no
     chunks."""
     found = {"use_qk_norm": values.get("num_local_experts") != 128}
     layers: Any = values.get("num_hidden_layers")
@@ -235,5 +236,5 @@ FAMILY = Family(
     stacked_experts=True,
     gguf=GGUF,
 )
-#: The text model alone, of one that sees images, too, as all published ones do.
+#: The text model of a vision-language model, as in all published checkpoints.
 WITH_IMAGES = beside_images(FAMILY, "Llama4ForConditionalGeneration", "llama4")

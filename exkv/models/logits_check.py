@@ -1,7 +1,7 @@
-"""Checks the first logits after a load for NaN and infinity.
+"""Check the first logits after a load for NaN and infinity.
 
-Reading refuses weights that aren't finite. Finite ones may be so large, by damage or for the dtype,
-that arithmetic overflows, which shows in the first call.
+Reading rejects weights that aren't finite. Finite ones may be so large, by damage or for the dtype,
+that arithmetic overflows, which the first call shows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_logits(
 
 
 def _is_finite(x: torch.Tensor, lengths: Lengths, *, each: bool = False) -> bool:
-    """Of values (B, T, n), those that aren't padding; ``each`` for all of (N, 1, n)."""
+    """Whether all values (B, T, n) except padding are finite; ``each`` for all of (N, 1, n)."""
     if each or not lengths.ragged:
         return first_not_finite(x) is None
     rows = (x[row, : min(new, x.shape[1])] for row, new in enumerate(lengths.new))

@@ -1,9 +1,9 @@
-"""LongCat Flash (Meituan, 2025, arXiv 2509.01322): each of its layers has latent attention and an
-MLP twice, and experts between the two whose outputs are added behind the second; some experts
-return what they are given.
+"""LongCat Flash (Meituan, 2025, arXiv 2509.01322): each layer has latent attention and an MLP
+twice, and experts between the two whose outputs are added after the second; some experts return
+their input.
 
-Here each half is a layer. What the experts of the first half return is carried to the second, in
-one tensor with the hidden state.
+Here each half is a layer. The output of the first half's experts is carried to the second, in one
+tensor with the hidden state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .units import UnitSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongcatConfig(RoutedExpertsConfig):
-    """Beside the experts, ``zero_expert_num`` that return what they are given."""
+    """In addition to the experts, ``zero_expert_num`` that return their input."""
 
     zero_expert_num: int = 256
 
@@ -66,7 +66,7 @@ class ScaledLatentAttention(LatentAttention):
 
 
 class ZeroExperts(Experts):
-    """Experts by a corrected softmax, some of which return what they are given."""
+    """Experts by a corrected softmax, some of which return their input."""
 
     has_op = False
 
@@ -98,7 +98,7 @@ class ZeroExperts(Experts):
 
 
 class HalfLayer(DecoderLayer):
-    """One half of a layer; x (B, T, 2 * hidden) are hidden states, and what is carried."""
+    """One half of a layer; x (B, T, 2 * hidden) has hidden states, and what is carried."""
 
     shortcut: ZeroExperts | None
 
@@ -119,7 +119,7 @@ class HalfLayer(DecoderLayer):
 
 
 class _Embedding(TokenEmbedding):
-    """Token embeddings, and nothing carried."""
+    """Token embeddings, with zeros carried."""
 
     def forward(self, ids: Tensor, batch: Batch, cache: Attend | None) -> Tensor:
         tokens = super().forward(ids, batch, cache)
@@ -127,7 +127,7 @@ class _Embedding(TokenEmbedding):
 
 
 class _Head(Head):
-    """Logits of the hidden states alone."""
+    """Logits of the hidden states only."""
 
     def forward(self, x: Tensor, batch: Batch, cache: Attend | None) -> Tensor:
         return super().forward(x.chunk(2, dim=-1)[0].contiguous(), batch, cache)
@@ -146,7 +146,7 @@ def _layer(
 
 
 def _names(config: ModelConfig, layer: int) -> dict[str, str]:
-    """What checkpoints call the parts of a half of a layer."""
+    """Checkpoint names of the parts of a half of a layer."""
     half = layer % 2
     modules = ("self_attn", "input_layernorm", "post_attention_layernorm")
     return {
@@ -178,8 +178,8 @@ def _made(
 
 
 def _with_unused(config: ModelConfig, name: str, formats: FormatOf) -> Source:
-    """The correction, with which matrices are read that transformers saves of the experts that have
-    none, and doesn't use."""
+    """The correction; reading it also accounts for matrices that transformers saves for experts
+    without any, and doesn't use."""
     settings = config.settings(LongcatConfig)
     count, inner = settings.num_local_experts, settings.moe_intermediate_size or 0
     total = count + settings.zero_expert_num

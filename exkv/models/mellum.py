@@ -1,5 +1,5 @@
-"""Mellum 2 (JetBrains): a Qwen3-MoE with windows on the layers that the config names, which
-have rotary positions of their own."""
+"""Mellum 2 (JetBrains): a Qwen3-MoE with windows in the layers that the config names, which have
+their own rotary positions."""
 
 from __future__ import annotations
 

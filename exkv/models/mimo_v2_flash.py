@@ -1,4 +1,4 @@
-"""MiMo V2 Flash (Xiaomi, 2025): windows in most layers, which have learned sinks and twice the
+"""MiMo V2 Flash (Xiaomi, 2025): windows in most layers, which have learned sinks and twice as many
 heads of keys and values; values narrower than keys; experts by corrected sigmoids."""
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class MiMoConfig(LayerTypeExpertsConfig):
 
 
 class NarrowValuesAttention(Attention):
-    """Attention whose values have fewer features than its keys; a cache stores them with zeros
-    behind, as many in all. Layers with a window have sinks, see :class:`exkv.layers.SinkAttention`.
+    """Attention whose values have fewer features than its keys; a cache stores them padded with
+    zeros to the keys' size. Layers with a window have sinks, see
+    :class:`exkv.layers.SinkAttention`.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
@@ -72,8 +73,8 @@ class NarrowValuesAttention(Attention):
 
 
 def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Twice the heads in layers with a window; a window of so many tokens before a token and its
-    own; and what null stands for."""
+    """Twice as many heads in layers with a window; a window of so many tokens before a token plus
+    its own; and the meaning of null."""
     for key in ("num_key_value_heads", "head_dim", "v_head_dim"):
         check_size(key, values[key])
     width, narrow = values["head_dim"], values["v_head_dim"]
@@ -93,15 +94,15 @@ def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """Windows but in the first layer and every sixth, unless ``layer_types`` say otherwise."""
+    """Windows except in the first layer and every sixth, unless ``layer_types`` says otherwise."""
     window = windows.sliding_window(values)
     return windows.by_layer(values, window, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The window as a file has it, which llama.cpp counts with a token's own and Xiaomi without it,
-    so that it is one more; and what is said of each layer, by its type. Lists may go on with the
-    layers that propose several tokens."""
+    """A file's window, which llama.cpp counts with a token's own and Xiaomi without it, so that it
+    is one larger; and per-layer settings by type of layer. Lists may include the layers for
+    multi-token prediction at the end."""
     types, heads = values.get("layer_types"), values.get("num_key_value_heads")
     window: Any = values.get("sliding_window")
     part = values.get("partial_rotary_factor")

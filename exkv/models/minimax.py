@@ -1,7 +1,7 @@
-"""MiniMax-Text-01 and M1 (MiniMax, 2025, arXiv 2501.08313): lightning attention, whose heads fade
-each at a rate of its own, in most layers, attention in the others; experts; and residual paths that
-begin behind the norms and have factors. MiniMax's own config.json has other names of keys than
-transformers' class."""
+"""MiniMax-Text-01 and M1 (MiniMax, 2025, arXiv 2501.08313): lightning attention, each of whose
+heads decays at its own rate, in most layers, and attention in the others; experts; and residual
+paths that begin after the norms and have factors. MiniMax's own config.json uses other key names
+than transformers' class."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _FACTORS = tuple(
     for part in ("full_attn", "linear_attn", "mlp")
     for factor in ("alpha", "beta")
 )
-#: Of the norm behind lightning attention, whatever the config says of the others.
+#: Epsilon of the norm after lightning attention, whatever the config says about the others.
 _EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniMaxSettings(ExpertsConfig):
-    """Factors of the residual path (alpha) and of what is added to it (beta). transformers adds up
-    ``block_size`` tokens at once, which changes nothing but the rounding."""
+    """Factors of the residual path (alpha) and of what is added to it (beta). transformers sums
+    ``block_size`` tokens at once, which affects only rounding."""
 
     block_size: int = 256
     full_attn_alpha_factor: float = 1.0
@@ -50,7 +50,7 @@ class MiniMaxSettings(ExpertsConfig):
         set_floats(self, _FACTORS)
 
     def kind_of_layer(self, layer: int) -> Hashable:
-        return layer  # lightning attention fades at the layer's own rates
+        return layer  # lightning attention decays at the layer's own rates
 
     def factors(self, part: str) -> tuple[float, float]:
         """Alpha and beta of "full_attn", "linear_attn" or "mlp"."""
@@ -58,9 +58,9 @@ class MiniMaxSettings(ExpertsConfig):
 
 
 class LightningAttention(PlainModule):
-    """Linear attention with a state for each head, which fades by a constant factor a token; a norm
-    over all heads and a gate behind it. It is state space duality with steps of one
-    (:func:`exkv.ops.ssd.ssd`), of which each head has its own keys and queries."""
+    """Linear attention with one state per head, which decays by a constant factor per token,
+    followed by a norm over all heads and a gate. It is state space duality with steps of one
+    (:func:`exkv.ops.ssd.ssd`), in which each head has its own keys and queries."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
         super().__init__()
@@ -95,13 +95,13 @@ class LightningAttention(PlainModule):
 
 
 def states(config: ModelConfig) -> tuple[StateTensor, ...]:
-    """What a layer of lightning attention keeps."""
+    """The state of a layer of lightning attention."""
     shape = (config.num_attention_heads, config.head_dim, config.head_dim)
     return (StateTensor("recurrent", shape, torch.float32),)
 
 
 class _Layer(ResidualLayer):
-    """Attention and experts, each beside a residual path that begins behind its norm."""
+    """Attention and experts, each beside a residual path that begins after its norm."""
 
     norms = DecoderLayer.norms
 
@@ -127,7 +127,7 @@ class _Layer(ResidualLayer):
 
 
 def _added(x: Tensor, y: Tensor, factors: tuple[float, float]) -> Tensor:
-    """alpha x + beta y, in x's place."""
+    """alpha x + beta y, stored in x."""
     alpha, beta = factors
     return x.mul_(alpha).add_(y.mul_(beta))
 
@@ -148,7 +148,7 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Types of layers as MiniMax has them: 0 for lightning attention, 1 for attention."""
+    """Types of layers as MiniMax states them: 0 for lightning attention, 1 for attention."""
     types = values.get("attn_type_list")
     if types is None:
         return {}

@@ -1,5 +1,5 @@
-"""Ministral 8B (Mistral AI, 2024), as transformers 5 names it: a Mistral whose config says layer by
-layer which have a window."""
+"""Ministral 8B (Mistral AI, 2024), as transformers 5 names it: a Mistral whose config says for each
+layer whether it has a window."""
 
 from dataclasses import replace
 

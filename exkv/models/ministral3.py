@@ -17,7 +17,7 @@ from exkv.layers import Attention, ScaledQueryAttention
 
 from .decoder import Decoder
 
-#: Of a config.json that says nothing of rotary positions.
+#: Defaults for a config.json without rotary settings.
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -37,8 +37,8 @@ _TRAINED = "original_max_position_embeddings"
 def query_scaling(
     values: Mapping[str, Any], *, unstated: Mapping[str, Any] = _ROPE
 ) -> QueryScaling | None:
-    """Steps of the trained length; none without ``llama_4_scaling_beta``. ``unstated`` is what
-    holds where nothing is said of rotary positions."""
+    """Steps of the trained length; none without ``llama_4_scaling_beta``. ``unstated`` applies if
+    there are no rotary settings."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or unstated
     growth = rope.get("llama_4_scaling_beta")
     if not growth:
@@ -90,7 +90,7 @@ FAMILY = Family(
         additions=_of_gguf,
     ),
 )
-#: The text model alone, of one that sees images, too; in Mistral Small 3.1 and 3.2 it's a Mistral.
+#: The text model of a vision-language model; in Mistral Small 3.1 and 3.2 it is a Mistral.
 WITH_IMAGES = beside_images(
     FAMILY,
     "Mistral3ForConditionalGeneration",

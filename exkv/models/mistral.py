@@ -1,7 +1,7 @@
-"""Mistral (Jiang et al., 2023): a Llama whose layers see a window of tokens.
+"""Mistral (Jiang et al., 2023): a Llama whose layers attend within a window of tokens.
 
-Version 0.1 has one of 4,096 tokens, later ones have none; the config says so layer by layer, and
-attention asks it.
+Version 0.1 has a window of 4,096 tokens, later ones have none; the config states it for each layer,
+and attention reads it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mistral Small 4 (Mistral AI, 2026): latent attention, whose queries grow by steps beyond the
-trained length, and experts by softmax scores of the best groups, whose matrices lie together in the
-checkpoint."""
+trained length, and experts by softmax scores of the best groups, whose matrices are stored together
+in the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import deepseek_v2, deepseek_v3, ministral3
 from .qwen3_vl_moe import stacked_experts
 
 _GROWTH = "llama_4_scaling_beta"
-#: Of a config.json that says nothing of rotary positions.
+#: Defaults for a config.json without rotary settings.
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -32,7 +32,7 @@ _ROPE: dict[str, Any] = {
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Files of the Mistral format alone have the queries' growth, which belongs to the scaling."""
+    """Only files of the Mistral format state the queries' growth, which belongs to the scaling."""
     found = deepseek_v2.of_gguf(values)
     growth = values.get(_GROWTH)
     if growth is not None and found["rope_scaling"]:
@@ -87,7 +87,7 @@ FAMILY = replace(
     ),
     query_scaling=partial(ministral3.query_scaling, unstated=_ROPE),
 )
-#: As it is released: beside a model of images.
+#: As released: the text model of a vision-language model.
 WITH_IMAGES = replace(
     FAMILY,
     architecture=f"{ministral3.WITH_IMAGES.architecture}:{FAMILY.model_type}",

@@ -1,15 +1,15 @@
-"""Heads for multi-token prediction (MTP), which some checkpoints have behind the last layer.
+"""Heads for multi-token prediction (MTP), which some checkpoints have after the last layer.
 
 A head is a decoder layer whose input at a token is that token's embedding beside the model's last
-hidden state of the token before (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2). What it makes
-of that, projected to logits by the model's own head, is a guess at the next token; run on its own
-output it guesses on, which makes it a draft (``exkv.decode.speculation.heads``). Norms and their
-order are those of transformers' ``MtpModel``: the model's hidden state is that behind the last
-norm, and so is the head's own.
+hidden state of the previous token (DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2). Its output,
+projected to logits by the model's own head, is a guess at the next token; run on its own output it
+guesses further, which makes it a draft (``exkv.decode.speculation.heads``). Norms and their order
+are those of transformers' ``MtpModel``: the model's hidden state is taken after the last norm, and
+so is the head's own.
 
-It is a unit of the model, between the last layer and the head, and its keys and values are one more
-layer of each cache, behind the decoder layers': :func:`follow` runs it on the tokens of every call,
-as the layers are, so that they are found, moved and dropped together with those of the layers.
+It is a unit of the model, between the last layer and the head, and its keys and values are an extra
+layer of each cache, after the decoder layers': :func:`follow` runs it on the tokens of every call,
+like the layers, so that they are found, moved and dropped together with those of the layers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MTPHead(PlainModule):
         norm: makes the norms.
 
     Attributes:
-        target_norm: the model's last norm, once more.
+        target_norm: another copy of the model's last norm.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class MTPHead(PlainModule):
         self.layer = layer
 
     def forward(self, embedded: Tensor, hidden: Tensor, batch: Batch, cache: Attend) -> Tensor:
-        """Embeddings of tokens and hidden states of those before, both (B, T, hidden) -> hidden
-        states (B, T, hidden), from which the model's head makes logits without its norm."""
+        """Embeddings of tokens, and hidden states of the tokens before, both (B, T, hidden) ->
+        hidden states (B, T, hidden), from which the model's head makes logits without its norm."""
         x = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         return self.norm(self.layer(self.projection(x), batch, cache))
 
@@ -91,8 +91,8 @@ def store(
 
 
 def guesses(module: MTPHead, embedded: Tensor, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
-    """What the head makes of whole rows, whose embeddings and last layer's output are both
-    (B, T, hidden); so is it."""
+    """The head's output (B, T, hidden) for whole rows, given their embeddings and the last layer's
+    output, both (B, T, hidden)."""
     hidden = module.target_norm(x)
     before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
     made: Tensor = module(embedded, before, batch, cache)
@@ -102,7 +102,7 @@ def guesses(module: MTPHead, embedded: Tensor, x: Tensor, batch: Batch, cache: A
 def follow(
     model: Transformer, module: nn.Module, x: Tensor, ids: Tensor, batch: Batch, cache: KVCache
 ) -> None:
-    """Run the MTP head on the tokens of a call (B, T), behind the last layer's output x."""
+    """Run the MTP head on the tokens of a call (B, T), after the last layer's output x."""
     lengths, device = batch.lengths, batch.past_lens.device
     x = move(x, device)
     first = before(cache, lengths.past, x)
@@ -112,13 +112,14 @@ def follow(
 
 
 class Drafting:
-    """The head run again and again, on what it made of the rows' last tokens. It stores keys and
+    """The head run repeatedly on its own output, from the rows' last tokens on. It stores keys and
     values of the tokens in its layer only.
 
-    Where units lie in other processes, each runs its part; ``exkv.cluster`` has all take each step.
+    Where units lie in other processes, each runs its part; ``exkv.cluster`` makes all take each
+    step.
 
     Args:
-        cache: its first ``rows`` rows go on.
+        cache: its first ``rows`` rows continue.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, rows: int) -> None:
@@ -133,10 +134,10 @@ class Drafting:
 
         Args:
             done: steps that each row has taken.
-            going: of each row, 1 if it takes this one, else 0.
+            going: for each row, 1 if it takes this step, otherwise 0.
 
         Returns:
-            Logits (B, V), undefined for rows that don't go on; None in processes that get none.
+            Logits (B, V), undefined for rows that don't take it; None in processes that get none.
         """
         model = self.model
         (at, mtp_head), (end, last) = ((unit.index, unit) for unit in model.units[-2:])
@@ -156,7 +157,7 @@ class Drafting:
         return logits[:, 0]
 
     def make_room(self, done: Sequence[int], going: Sequence[int]) -> None:
-        """For what a step stores; errors as of ``cache.make_room``."""
+        """Make room for what a step stores; errors as in ``cache.make_room``."""
         self.cache.make_room(self._lengths(done, going).final)
 
     def _lengths(self, done: Sequence[int], going: Sequence[int]) -> Lengths:
@@ -182,7 +183,7 @@ def with_mtp(config: ModelConfig) -> ModelConfig:
     """The config with the checkpoint's MTP head in use.
 
     Raises:
-        ValueError: exkv reads none of this architecture, or the checkpoint has none.
+        ValueError: exkv supports none for this architecture, or the checkpoint has none.
     """
     family, where = FAMILIES[config.architecture], config.path or "the config"
     if family.mtp is None:
@@ -196,7 +197,7 @@ def with_mtp(config: ModelConfig) -> ModelConfig:
         try:
             checkpoint = open_checkpoint(config.path)
         except (OSError, CheckpointError):
-            return config.replace(mtp=True)  # whoever loads it is told
+            return config.replace(mtp=True)  # loading will report what is missing
         with checkpoint:
             if not any(each.startswith(f"{name}.") for each in checkpoint.names()):
                 raise ValueError(
@@ -233,7 +234,7 @@ def mtp_unit(
 
     def sources(module: nn.Module) -> list[Source]:
         assert made is not None and isinstance(module, MTPHead)
-        return [_inside(each) for each in made(config, dtype, parts["layer"], module.layer)]
+        return [_source_in_head(each) for each in made(config, dtype, parts["layer"], module.layer)]
 
     return unit_spec(
         f"model.layers.{index}",
@@ -251,8 +252,8 @@ def _names(config: ModelConfig, names: MTPNames, facts: Facts) -> dict[str, str]
     return names.of(f"{facts.layers}.{config.num_hidden_layers}")
 
 
-def _inside(source: Source) -> Source:
-    """A layer's source, for a module that has it as ``layer``."""
+def _source_in_head(source: Source) -> Source:
+    """A layer's source, for a module that has the layer as ``layer``."""
 
     def named(name: str) -> str:
         return f"layer.{name}"

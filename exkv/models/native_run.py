@@ -1,8 +1,8 @@
 """The bound run on the CPU: native code runs all units in one call.
 
-Inside a layer it may call back for three things: attention of a cache layer whose tensors are not
+Within a layer it may call back for three things: attention of a cache layer whose tensors are not
 in place (``CacheLayer.in_place``), and attention as a whole or an MLP without a description. Layers
-with a state advance it where it is.
+with a state advance it in place.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from .units import PlacedUnit
 
 
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
-    """Bind the longest prefix of the units that native code runs; None without a decoder layer in
-    it."""
+    """Bind the longest prefix of the units that native code runs; None if it has no decoder
+    layer."""
     parts = list(_stretch(units, kept, dtype))
     if not any(isinstance(part, BoundLayer) and part.is_native for part in parts):
         return None
@@ -59,7 +59,7 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
 def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: int = 0) -> int:
     """Upper bound on a CPU run's bytes beyond those of the readable route: buffers between the
     parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``) and of its callbacks; ``rank`` is
-    the largest of adapters."""
+    the largest rank of adapters."""
     heads = max(map(config.query_heads, range(config.num_hidden_layers)))
     item = dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -68,20 +68,20 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
         made = heads * latent.qk_head_dim
         q = max(q, heads * latent.v_head_dim, latent.q_lora_rank or 0)
     between = item * (made + 3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
-    between = max(between, 2 * item * config.intermediate_size, _of_experts(config, item))
-    between = max(between, _of_states(config, item))
+    between = max(between, 2 * item * config.intermediate_size, _expert_bytes(config, item))
+    between = max(between, _state_bytes(config, item))
     between += 3 * item * rank
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
     return devices.rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
 
 
-def _of_experts(config: ModelConfig, item: int) -> int:
-    """Bytes of a token between the parts of a mixture of experts."""
+def _expert_bytes(config: ModelConfig, item: int) -> int:
+    """Bytes per token between the parts of a mixture of experts."""
     if not isinstance(settings := config.specific, ExpertsConfig):
         return 0
     if not (settings.num_experts_per_tok and settings.num_local_experts):
-        return 0  # others of its architecture have some
+        return 0  # other models of its architecture have some
     taken, inner = settings.num_experts_per_tok, settings.moe_intermediate_size
     inners = taken * (inner or config.intermediate_size) + (settings.shared_inner or 0)
     answers = (taken + 1) * config.hidden_size
@@ -89,9 +89,9 @@ def _of_experts(config: ModelConfig, item: int) -> int:
     return item * (2 * inners + answers) + routed
 
 
-def _of_states(config: ModelConfig, item: int) -> int:
-    """Bytes of a token between the parts of a layer with a state (``LayMixer`` in
-    ``exkv_ext/cpu/state_mixer.h``), at most: a gate or two, and steps, for each of its channels and
+def _state_bytes(config: ModelConfig, item: int) -> int:
+    """Upper bound on the bytes per token between the parts of a layer with a state (``LayMixer`` in
+    ``exkv_ext/cpu/state_mixer.h``): one or two gates, and steps, for each of its channels and
     values."""
     states = map(config.state, range(config.num_hidden_layers))
     kept = {each.name: each.shape for state in states for each in state or ()}
@@ -109,8 +109,8 @@ def _of_states(config: ModelConfig, item: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLayer:
-    """A decoder layer with its part of the cache: tensors, or the layer to call for attention, or
-    whose state the run advances."""
+    """A decoder layer with its part of the cache: tensors, or the layer that computes attention by
+    a callback, or whose state the run advances."""
 
     layer: Layer
     store: InPlace | CacheLayer
@@ -160,7 +160,7 @@ def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
             part = replace(part, attention=nn.Identity())  # see _is_native_state
         if isinstance(part.mlp, ExpertsBlock):
             part = replace(part, mlp=nn.Identity())  # see _is_native_mlp
-    return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
+    return part is not None and all(_is_usable(each, dtype) for each in parameters_in(part))
 
 
 def _is_native_state(block: StateBlock, kept: CacheLayer, dtype: torch.dtype) -> bool:
@@ -169,15 +169,15 @@ def _is_native_state(block: StateBlock, kept: CacheLayer, dtype: torch.dtype) ->
         return False
     if any(each.low_rank for each in block.projections):
         return False
-    if not all(_is_at_hand(each, dtype, torch.float32) for each in block.numbers):
+    if not all(_is_usable(each, dtype, torch.float32) for each in block.numbers):
         return False
     rest = [block.projections, block.convolution]
     if block.recurrence is not None:
         skip = block.recurrence.skip
         rest.append(block.recurrence.norm)
-        if skip is not None and not _is_at_hand(skip, torch.float32):
+        if skip is not None and not _is_usable(skip, torch.float32):
             return False
-    return all(_is_at_hand(each, dtype) for part in rest for each in parameters_in(part))
+    return all(_is_usable(each, dtype) for part in rest for each in parameters_in(part))
 
 
 def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
@@ -188,14 +188,14 @@ def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
         return False
     if not is_native(mlp.experts[0].act) or any(each.low_rank for each in mlp.projections):
         return False
-    if not all(_is_at_hand(each, dtype, torch.float32) for each in mlp.exact):
+    if not all(_is_usable(each, dtype, torch.float32) for each in mlp.exact):
         return False
     rest = (mlp.experts, mlp.shared, mlp.shared_gate)
-    return all(_is_at_hand(each, dtype) for each in parameters_in(rest))
+    return all(_is_usable(each, dtype) for each in parameters_in(rest))
 
 
-def _is_at_hand(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether it is on the host and of one of these dtypes, or computes in any."""
+def _is_usable(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether it is on the host and has one of these dtypes, or its format computes in any."""
     if isinstance(value, Weight):
         tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
     else:
@@ -208,7 +208,7 @@ def _is_at_hand(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
 
 
 class _Handle:
-    """A native run, released with its last reference: a call under way ends first."""
+    """A native run, released with its last reference, so that a current call ends first."""
 
     def __init__(self, like: torch.Tensor, hidden: int) -> None:
         self.tensor = torch.ops.exkv.new_run(like, hidden)
@@ -216,7 +216,7 @@ class _Handle:
 
 
 def _release(run: torch.Tensor) -> None:
-    """The garbage collector may call it under a dispatch mode, which must not see it."""
+    """Release outside of any dispatch mode, under which the garbage collector may call this."""
     with _disable_current_modes():
         torch.ops.exkv.release_run.default(run)
 
@@ -246,7 +246,7 @@ class NativeRun:
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
-        like, hidden = torch.empty(0, dtype=dtype), _hidden_of(layers)
+        like, hidden = torch.empty(0, dtype=dtype), _hidden_size(layers)
         self._handle: _Handle | None = _Handle(like, hidden)
         for part in parts:
             self._add(self._handle.tensor, part)
@@ -286,8 +286,8 @@ class NativeRun:
             window = min(filter(None, (window, store.window)), default=0)
         elif not isinstance(store, InPlace) and not isinstance(attention, StateBlock):
             of = attention if isinstance(attention, nn.Module) else (params, head_dim)
-            self._questions.append(_attention_of(store, of))
-        act = "silu"  # of nothing
+            self._questions.append(_attention_callback(store, of))
+        act = "silu"  # unused
         if isinstance(mlp, GatedBlock):
             projections += [mlp.gate, mlp.up, mlp.down]
             act = mlp.act
@@ -323,7 +323,7 @@ class NativeRun:
         tokens = len(lengths.new) * lengths.chunk
         mixed = isinstance(lengths.adapters, tuple)
         if mixed and logits == Logits.EACH and set(lengths.new) != {1}:
-            return False  # low-rank parts are by row
+            return False  # low-rank parts are per row
         if logits == Logits.EACH and self._has_rows_for_tokens:
             tokens = sum(lengths.new)
         return tokens <= self._most_tokens
@@ -352,7 +352,7 @@ class NativeRun:
                 pages=None if lengths.pages is None else lengths.pages[row],
             ),
             rotary,
-            {name: _of_tokens(pair, row, token) for name, pair in factors.items()},
+            {name: _token_factors(pair, row, token) for name, pair in factors.items()},
             Logits.ALL,
             row.int(),
         )
@@ -403,7 +403,7 @@ class NativeRun:
         self._handle, self._questions, self._head, self._states = None, [], None, []
 
 
-def _of_tokens(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
+def _token_factors(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
     """Factors (B or 1, T, R) of N tokens -> (N, 1, R)."""
     rows = row if len(pair[0]) > 1 else torch.zeros_like(row)
     cos, sin = (factor[rows, token].unsqueeze(1) for factor in pair)
@@ -423,10 +423,10 @@ def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
 Question: TypeAlias = Callable[[list[torch.Tensor], Batch], torch.Tensor]
 
 
-def _attention_of(
+def _attention_callback(
     store: CacheLayer, attention: nn.Module | tuple[AttentionParams, int]
 ) -> Question:
-    """Attention as a whole, or that with these parameters over heads of a size."""
+    """A callback for attention as a whole, or with these parameters over heads of a size."""
     if isinstance(attention, nn.Module):
         return lambda given, batch: attention(*given, batch, store).contiguous()
     params, head_dim = attention
@@ -438,8 +438,8 @@ def _attention_of(
     return attend
 
 
-def _hidden_of(layers: Sequence[BoundLayer]) -> int:
-    """Size of the hidden state, by a layer that has a matrix."""
+def _hidden_size(layers: Sequence[BoundLayer]) -> int:
+    """Size of the hidden state, from a layer that has a matrix."""
     for part in layers:
         attention, mlp = part.layer.attention, part.layer.mlp
         if isinstance(attention, AttentionBlock):
@@ -450,11 +450,11 @@ def _hidden_of(layers: Sequence[BoundLayer]) -> int:
             return attention.latent.weight.size[1]
         if isinstance(mlp, GatedBlock | ExpertsBlock):
             return mlp.gate.weight.size[1]
-    raise AssertionError("one is native: see bind")
+    raise AssertionError("bind requires a native layer")
 
 
 def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
-    """Add the layer with a state to the layer that was added last, in attention's place."""
+    """Add the layer with a state to the last added layer, in attention's place."""
     states = state.in_rows()
     of = block.recurrence
     made = (None, None) if of is None else (of.step, of.beta)
@@ -464,21 +464,24 @@ def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
         "conv" if of is None else of.rule,
         *_matrices(*(projection.weight for projection in block.projections)),
         [projection.bias for projection in block.projections],
-        *(list(block.sources), [n for each in (*named, *block.mixed) for n in _numbers(each)]),
+        *(
+            list(block.sources),
+            [n for each in (*named, *block.mixed) for n in _output_numbers(each)],
+        ),
         *(block.convolution.weight, block.convolution.bias),
-        *_of_recurrence(of),
+        *_recurrence_arguments(of),
         *(states["conv"], states.get("recurrent")),
     )
 
 
-def _numbers(of: Outputs | None) -> tuple[int, ...]:
-    """As the op takes them; -1 first for none."""
+def _output_numbers(of: Outputs | None) -> tuple[int, ...]:
+    """The numbers as the op takes them, starting with -1 for None."""
     return (-1, 0, 1, 0, 0) if of is None else (
         of.projection, of.offset, of.size, of.step, of.count
     )  # fmt: skip
 
 
-def _of_recurrence(of: Recurrence | None) -> tuple[Any, ...]:
+def _recurrence_arguments(of: Recurrence | None) -> tuple[Any, ...]:
     if of is None:
         return None, None, None, None, 0.0, False, 1, 1, 1.0, 0.0, 0.0
     numbers = (of.step_bias, of.rates, of.skip, of.norm.weight, of.norm.eps)
@@ -486,7 +489,7 @@ def _of_recurrence(of: Recurrence | None) -> tuple[Any, ...]:
 
 
 def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: int) -> None:
-    """Add the attention of the layer that was added last, and its adapters."""
+    """Add the attention of the last added layer, and its adapters."""
     projections, ups = block.projections, (*block.key_up, *block.value_up)
     norms = (block.latent_norm, block.query_norm)
     window = min(filter(None, (block.params.window, store.window)), default=0)
@@ -504,7 +507,7 @@ def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: i
 
 
 def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:
-    """Add the experts of the layer that was added last."""
+    """Add the experts of the last added layer."""
     projections = block.projections
     torch.ops.exkv.add_experts(
         run,

@@ -1,5 +1,5 @@
-"""Nemotron 4 and Minitron (NVIDIA, 2024): LayerNorms whose factor is 1 + weight, an MLP of a
-squared ReLU without a gate, and positions that rotate half of each head."""
+"""Nemotron 4 and Minitron (NVIDIA, 2024): LayerNorms whose factor is 1 + weight, a squared-ReLU MLP
+without a gate, and positions that rotate half of each head."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron 3 Nano and Super (NVIDIA, 2025): each layer is one of Mamba 2, attention
-without positions, an MLP, and experts, behind one norm."""
+"""Nemotron-H and Nemotron 3 Nano and Super (NVIDIA, 2025): each layer is Mamba 2, attention without
+positions, an MLP, or experts, after one norm."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _LETTERS = {"M": "linear_attention", "E": "moe", "*": windows.FULL_ATTENTION, "-
 
 @dataclass(frozen=True, kw_only=True)
 class OneOfManyConfig(RoutedExpertsConfig, Mamba2Config):
-    """Layers of Mamba 2, whose steps are at least ``time_step_min``, and layers of experts that
-    work on ``moe_latent_size`` features; None for those of the hidden state."""
+    """Mamba 2 layers, whose steps are at least ``time_step_min``, and layers of experts that work
+    on ``moe_latent_size`` features; None for the hidden size."""
 
     time_step_min: float = 1e-3
     moe_latent_size: int | None = None
@@ -61,7 +61,7 @@ class PlainExpert(nn.Module):
 
 
 class PlainExperts(Experts):
-    """Experts without gates, perhaps between two projections, beside an MLP that all tokens
+    """Experts without gates, optionally between two projections, beside an MLP that all tokens
     take."""
 
     has_op = False
@@ -96,7 +96,7 @@ class PlainExperts(Experts):
 
 
 class OneLayer(PlainModule):
-    """What mixes tokens, or an MLP, beside a residual path behind a norm; ``forward`` maps x (B, T,
+    """A token mixer or an MLP, beside a residual path and after a norm; ``forward`` maps x (B, T,
     hidden) to the same shape."""
 
     def __init__(
@@ -134,7 +134,7 @@ def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP | None:
 
 
 def _types(values: Mapping[str, Any]) -> Any:
-    """The layers' types: stated, by the letters of a pattern, or one of each."""
+    """The layers' types: as stated, from the letters of a pattern, or one of each."""
     types = values.get("layer_types")
     if types is not None:
         return windows.renamed(types)
@@ -153,12 +153,12 @@ def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As many layers as have a type, whatever else is stated."""
+    """As many layers as have a type, whatever the config states."""
     types = _types(values)
     return {"num_hidden_layers": len(types)} if isinstance(types, list | tuple) else {}
 
 
-#: What checkpoints call the parts of a layer.
+#: Checkpoint names of the parts of a layer.
 NAMES = {
     "mlp.correction": "mixer.gate.e_score_correction_bias",
     "mlp.shared_expert.": "mixer.shared_experts.",
@@ -169,8 +169,8 @@ NAMES = {
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A layer's type by its heads of keys and by the sizes of its MLP, of which it has one or
-    none."""
+    """A layer's type, from its key heads and the size of its MLP, of which it has one or
+    neither."""
     heads, inner = values.get("num_key_value_heads"), values.get("intermediate_size")
     found = {**of_inner(values), "num_key_value_heads": most(heads)}
     found["intermediate_size"] = most(inner)

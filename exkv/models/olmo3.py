@@ -1,5 +1,5 @@
-"""OLMo 3 (OLMo team, 2025): an OLMo 2 with a window on three of four layers, which rotate by
-unscaled positions; the config says so layer by layer."""
+"""OLMo 3 (OLMo team, 2025): an OLMo 2 with a window in three of four layers, whose positions are
+unscaled; the config has a type for each layer."""
 
 from dataclasses import replace
 

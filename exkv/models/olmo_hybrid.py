@@ -21,7 +21,7 @@ from . import qwen3_next
 from .decoder import Decoder, DecoderLayer, MakeNorm, PostNormLayer, ResidualLayer, rms_norm
 from .units import UnitSpec
 
-#: Of the norm behind linear attention, whatever the config says of the others.
+#: Epsilon of the norm after linear attention, whatever the config says about the others.
 _EPS = 1e-5
 
 
@@ -33,8 +33,8 @@ class OlmoHybridConfig(LinearAttentionConfig):
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of linear attention that are left out: as many heads as attention's, keys of three
-    quarters of a head, values twice as wide."""
+    """Defaults for linear attention: as many heads as attention has, keys of three quarters of a
+    head, values twice as wide."""
     attending, hidden = values["num_attention_heads"], values["hidden_size"]
     for key, size in (("num_attention_heads", attending), ("hidden_size", hidden)):
         check_size(key, size)
@@ -56,8 +56,8 @@ def _stated(values: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """``layer_types``, or linear attention but in every fourth layer, and the last if there is no
-    fourth."""
+    """``layer_types``, or linear attention except in every fourth layer, and in the last if there
+    is no fourth."""
     check_layers(values["num_hidden_layers"])
     layers, types = values["num_hidden_layers"], values.get("layer_types")
     linear, full = windows.STATES[0], windows.FULL_ATTENTION
@@ -68,7 +68,7 @@ def _layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
 
 
 def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
-    """No positions where the base of their frequencies is stated as null."""
+    """No positions if the base of their frequencies is null."""
     block = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = block.get("rope_theta", values.get("rope_theta", 1.0))
     return () if theta is not None else (False,) * len(types)
@@ -88,14 +88,14 @@ def _layer(
     return kind(config, dtype, attention, mlp, norm)
 
 
-#: What checkpoints call the parts of a layer with linear attention.
+#: Checkpoint names of the parts of a layer with linear attention.
 _LINEAR = {
     "self_attn.norm": "linear_attn.o_norm",
     "self_attn.out_proj": "linear_attn.o_proj",
     "self_attn.": "linear_attn.",
     "input_layernorm": "attention_layer_norm",
 }
-#: And the norm before an MLP, which transformers' files call so in the other layers, too.
+#: The norm before an MLP, which transformers' files also name so in the other layers.
 _BEFORE_MLP = {"post_attention_layernorm": "feedforward_layer_norm"}
 
 

@@ -20,7 +20,7 @@ from .qwen2_moe import NAMES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OlmoeConfig(ExpertsConfig):
-    """``clip_qkv`` bounds queries, keys and values from both sides, None for no bound."""
+    """``clip_qkv`` bounds the magnitude of queries, keys and values; None for no bound."""
 
     clip_qkv: float | None = None
 
@@ -41,7 +41,7 @@ class ClippedNorm(RMSNorm):
 
 
 class ClippedAttention(WideNormAttention):
-    """Attention whose queries and keys are bounded behind their norms, and values at once."""
+    """Attention whose queries and keys are clipped after their norms, and values directly."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, layer: int, limit: float

@@ -1,5 +1,5 @@
-"""Phi-1, 1.5 and 2 (Li et al., 2023): attention and MLP beside each other behind one LayerNorm,
-biases everywhere, and positions that rotate a part of each head."""
+"""Phi-1, 1.5 and 2 (Li et al., 2023): attention and MLP in parallel after one LayerNorm, biases
+everywhere, and positions that rotate part of each head."""
 
 from __future__ import annotations
 

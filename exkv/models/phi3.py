@@ -1,7 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4 (mini and 14B): a Llama with fused projections, in memory too.
 
-The mini ones for long texts have longrope, whose frequencies depend on how long a text becomes;
-see ``exkv/models/transformer.py`` for what that means for keys that were stored before.
+The mini ones for long texts have longrope, whose frequencies depend on how long a text becomes; see
+``exkv/models/transformer.py`` for the consequences for keys that were stored before.
 """
 
 from exkv.checkpoint import windows

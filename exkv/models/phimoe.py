@@ -1,8 +1,8 @@
-"""Phi-3.5-MoE (Microsoft, 2024): LayerNorms, biases, longrope, and experts that are taken one by
-one, each weighed among those that are nearly as good (SparseMixer).
+"""Phi-3.5-MoE (Microsoft, 2024): LayerNorms, biases, longrope, and experts that are chosen one by
+one, each weighted among those that are nearly as good (SparseMixer).
 
-Beyond the trained length the long factors of longrope apply, as in Microsoft's own code;
-transformers keeps the short ones.
+Beyond the trained length, longrope's long factors apply, as in Microsoft's own code; transformers
+keeps the short ones.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Phi-3.5-MoE's own factor of cosines and sines, in place of that which the converter computes
-    as for Phi-3."""
+    """Phi-3.5-MoE's own factor of cosines and sines, in place of the one that the converter
+    computes as for Phi-3."""
     scaling = values.get("rope_scaling", {})
     if scaling.get("rope_type") != "longrope":
         return {}

@@ -1,5 +1,5 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B (Qwen, 2024): a Qwen 2 with a mixture of experts in place of the
-MLP, and beside it an expert that all tokens take."""
+MLP, and a shared expert beside it."""
 
 from __future__ import annotations
 

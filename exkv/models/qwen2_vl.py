@@ -1,5 +1,5 @@
-"""Qwen 2 VL and 2.5 VL (Qwen, 2024 and 2025), text only: a Qwen 2 beside a model of images. Their
-rotary positions have three axes, which are one in a text."""
+"""Qwen 2 VL and 2.5 VL (Qwen, 2024 and 2025), text only: the Qwen 2 of a vision-language model. Its
+rotary positions have three axes, which coincide for text."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Qwen 3.5 (Qwen, 2026), text only: a Qwen3-Next with an MLP in place of the experts, alone or
-beside a model of images, whose three axes of rotary positions are one in a text."""
+"""Qwen 3.5 (Qwen, 2026), text only: a Qwen3-Next with an MLP in place of the experts, alone or as
+part of a vision-language model, whose three axes of rotary positions coincide for text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .units import UnitSpec
 
 
 def _heads_of_values(*, behind_keys: bool = False) -> Rows:
-    """Of heads of values, which files have by those of one head of keys, and then by those of keys;
-    in front of them may be queries and keys."""
+    """Value heads, which files order by value head within a key head first, and by key head second;
+    queries and keys may precede them."""
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         size, groups, heads = head_sizes(own)
@@ -52,7 +52,7 @@ GGUF = replace(
 
 
 def decoder(config: ModelConfig) -> Decoder:
-    """What the layers consist of, without experts."""
+    """The parts of the layers, without experts."""
     linear = partial(SplitGatedDelta, transposed=facts_of(config).apart)
     return Decoder(
         attention=partial(linear_or_attention, linear=linear),

@@ -1,5 +1,5 @@
-"""Qwen 3.5 35B-A3B and larger (Qwen, 2026), text only: a Qwen 3.5 with experts beside a shared one
-in place of the MLP. In some checkpoints the experts' matrices lie together, gates before ups."""
+"""Qwen 3.5 35B-A3B and larger (Qwen, 2026), text only: a Qwen 3.5 with experts and a shared one in
+place of the MLP. Some checkpoints store the experts' matrices together, gates before ups."""
 
 from __future__ import annotations
 

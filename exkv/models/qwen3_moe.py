@@ -37,7 +37,7 @@ FAMILY = replace(
     gguf=GGUFFamily(
         architecture="qwen3moe",
         names=EXPERTS,
-        # As llama.cpp, which weighs the experts that are taken to one.
+        # As in llama.cpp, which normalizes the weights of the chosen experts to one.
         additions=lambda values: {"norm_topk_prob": True},
     ),
 )

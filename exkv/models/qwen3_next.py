@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen, 2025): three of four layers have linear attention by the gated delta rule, the
-others attention with a gate; experts beside a shared one in place of the MLP."""
+others attention with a gate; experts and a shared one in place of the MLP."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class LinearExpertsConfig(ExpertsConfig, LinearAttentionConfig):
 
 
 class QueryGatedAttention(Attention):
-    """Attention whose outputs are multiplied by the sigmoids of gates, which one matrix makes
-    together with the queries: behind those of each head."""
+    """Attention whose outputs are multiplied by the sigmoids of gates, which come from the same
+    matrix as the queries: after those of each head."""
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         super().make_projections(hidden, bias, dtype)
@@ -78,18 +78,18 @@ def linear_or_attention(
     linear: Callable[..., nn.Module],
     **options: Any,
 ) -> nn.Module:
-    """``linear`` attention, or the other kind in a layer that has keys and values."""
+    """``linear`` attention, or full attention in a layer that has keys and values."""
     if config.state(layer):
         return linear(config, dtype)
     return QueryGatedAttention(config, dtype, layer=layer, **options)
 
 
 def states(config: ModelConfig) -> tuple[StateTensor, ...]:
-    """What a layer of linear attention keeps."""
+    """The state of a layer of linear attention."""
     return config.settings(LinearAttentionConfig).state
 
 
-#: What checkpoints call the parts of linear attention.
+#: Checkpoint names of the parts of linear attention.
 NAMES = {
     f"self_attn.{name}": f"linear_attn.{name}"
     for name in ("in_proj", "conv1d", "A_log", "dt_bias", "norm", "out_proj")
@@ -98,7 +98,7 @@ norm = partial(rms_norm, offset=True)
 
 
 def _units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """With each head's rows of the projections side by side, which GGUF files have apart."""
+    """Interleave each head's rows of the projections, which GGUF files have separately."""
     linear = SplitGatedDelta if facts_of(config).apart else FusedGatedDelta
     return Decoder(
         attention=partial(linear_or_attention, linear=linear),
@@ -119,7 +119,7 @@ _HEADS = {
 
 
 def head_sizes(own: Callable[[str], Any]) -> tuple[int, int, int]:
-    """Features of a key, heads of keys, and heads of values to each of these."""
+    """Features of a key, number of key heads, and value heads per key head."""
     keys = ("ssm.state_size", "ssm.group_count", "ssm.time_step_rank")
     size, heads, values = (own(key) for key in keys)
     for key, value in zip(keys, (size, heads, values), strict=True):
@@ -131,8 +131,8 @@ def head_sizes(own: Callable[[str], Any]) -> tuple[int, int, int]:
 
 
 def _of_heads(index: int, *, gates: bool) -> Callable[[Callable[[str], Any], int], torch.Tensor]:
-    """The index-th part of what each head of keys has side by side, of all of them: query, key,
-    values and gates of them, or beta and the decay of values."""
+    """The index-th part of what each key head has side by side, for all of them: query, key, its
+    values and gates, or beta and the decay of values."""
 
     def rows(own: Callable[[str], Any], count: int) -> torch.Tensor:
         size, heads, values = head_sizes(own)
@@ -146,12 +146,12 @@ def _of_heads(index: int, *, gates: bool) -> Callable[[Callable[[str], Any], int
 
 
 def _mixed(own: Callable[[str], Any], count: int) -> torch.Tensor:
-    """Queries, keys and values of :func:`_of_heads`, all heads' of each."""
+    """Queries, keys and values from :func:`_of_heads`, those of all heads together."""
     return torch.cat([_of_heads(index, gates=True)(own, count) for index in range(3)])
 
 
 def of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of heads by those of all; which layers are recurrent, without what lies behind them."""
+    """Sizes of heads from their totals; and which layers are recurrent, without any after them."""
     inner, heads = values.get("ssm_inner_size"), values.get("linear_num_value_heads")
     recurrent, layers = values.get("recurrent_layers"), values.get("num_hidden_layers")
     linear, *_ = windows.STATES

@@ -1,5 +1,5 @@
-"""Qwen 3 VL (Qwen, 2025), text only: a Qwen 3 beside a model of images. Its rotary positions have
-three axes, which are one in a text."""
+"""Qwen 3 VL (Qwen, 2025), text only: the Qwen 3 of a vision-language model. Its rotary positions
+have three axes, which coincide for text."""
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import beside_images

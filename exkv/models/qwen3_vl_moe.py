@@ -1,7 +1,8 @@
-"""Qwen 3 VL 30B-A3B and 235B-A22B (Qwen, 2025), text only: a Qwen3-MoE beside a model of images.
+"""Qwen 3 VL 30B-A3B and 235B-A22B (Qwen, 2025), text only: the Qwen3-MoE of a vision-language
+model.
 
-The experts' matrices lie together, gates before ups: inputs first in Qwen's files, outputs first in
-those that transformers 5 saves.
+The experts' matrices are stored together, gates before ups: inputs first in Qwen's files, outputs
+first in those that transformers 5 saves.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def stacked_experts(
     path: str = "mlp.experts",
     module: str = "mlp",
 ) -> list[Source]:
-    """Experts of the layer that the checkpoint calls ``name``, which lie at ``path`` of it; none in
-    a dense layer. ``module`` is what the layer calls them."""
+    """Experts of the layer that the checkpoint calls ``name``, at ``path`` in it; empty for a dense
+    layer. ``module`` is the layer's name for them."""
     if not isinstance(getattr(layer, module), Experts):
         return []
     count, hidden, inner = _sizes(config)
@@ -67,15 +68,15 @@ def stacked_experts(
 
 
 def _sizes(config: ModelConfig) -> tuple[int, int, int]:
-    """Experts, and their outer and inner values."""
+    """Number of experts, and their outer and inner sizes."""
     settings = config.settings(ExpertsConfig)
     inner = settings.moe_intermediate_size or config.intermediate_size
     return settings.num_local_experts, config.hidden_size, inner
 
 
 def experts_as_stored(config: ModelConfig) -> Made | None:
-    """``Decoder.made`` of experts as the checkpoint has them together; None where each has matrices
-    of its own, or where there is no checkpoint."""
+    """``Decoder.made`` for experts that the checkpoint stores together; None if each has its own
+    matrices, or if there is no checkpoint."""
     shape = _shape_of_stacked(config)
     if shape is None:
         return None
@@ -94,7 +95,7 @@ def _shape_of_stacked(config: ModelConfig) -> tuple[int, ...] | None:
     try:
         checkpoint = open_checkpoint(config.path)
     except (OSError, CheckpointError):
-        return None  # whoever loads it is told
+        return None  # loading will report it
     with checkpoint:
         return tuple(checkpoint.info(name).shape) if name in checkpoint else None
 

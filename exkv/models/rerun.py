@@ -1,5 +1,5 @@
-"""Tokens that rows run again: those behind their snapshots of recurrent states, where later ones
-were taken back."""
+"""Tokens that rows have to rerun: those after their snapshots of recurrent states, when later
+states were rolled back."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from exkv.cache import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The tokens behind their snapshots of some rows of a call.
+    """The tokens after their snapshots, for some rows of a call.
 
     Attributes:
-        tokens: row -> token ids; () where the snapshot is of all that the row has.
+        tokens: row -> token ids; () if the snapshot covers all of the row's tokens.
     """
 
     tokens: Mapping[int, list[int]]
 
     @classmethod
     def of(cls, cache: KVCache, lengths: Lengths) -> Rerun:
-        """Of the rows that a call brings tokens for."""
+        """For the rows to which a call adds tokens."""
         rows = cache.rerun_lens(len(lengths.new)).items()
         found = {row: cache.sequences[row][-n:] if n else [] for row, n in rows}
         return cls({row: ids for row, ids in found.items() if lengths.new[row]})
 
     @contextmanager
     def restored(self, cache: KVCache) -> Iterator[None]:
-        """Restore the rows' snapshots; on an error they have their tokens again."""
+        """Restore the rows' snapshots; after an error they have their tokens again."""
         cache.restore_snapshots(self.tokens)
         try:
             yield
@@ -43,12 +43,12 @@ class Rerun:
             raise
 
     def alone(self, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """A call of nothing else, before one of these lengths."""
+        """A call for these tokens only, before one of these lengths."""
         rows = [self.tokens.get(row, []) for row in range(len(lengths.new))]
         return self._call(rows, replace(lengths, later=lengths.new, snapshot_at=()))
 
     def joined(self, ids: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, Lengths]:
-        """A call of them and of its own tokens (B, T)."""
+        """A call for these tokens followed by its own (B, T)."""
         own = zip(ids.tolist(), lengths.new, strict=True)
         rows = [[*self.tokens.get(row, ()), *new[:n]] for row, (new, n) in enumerate(own)]
         pairs = enumerate(lengths.snapshot_at)
@@ -61,8 +61,8 @@ class Rerun:
         return ids, replace(lengths, past=past, new=tuple(new))
 
     def own_logits(self, logits: torch.Tensor, lengths: Lengths, each_token: bool) -> torch.Tensor:
-        """Logits of the call's own tokens, of those of :meth:`joined`: (N, 1, V) with
-        ``each_token``, else (B, T, V)."""
+        """Logits of the call's own tokens, from those of the :meth:`joined` call: (N, 1, V) with
+        ``each_token``, otherwise (B, T, V)."""
         skipped = [len(self.tokens.get(row, ())) for row in range(len(lengths.new))]
         if each_token:
             counts = zip(skipped, lengths.new, strict=True)

@@ -1,5 +1,5 @@
-"""The bound runs of a model. Each is bound for an epoch (``exkv.epochs``): what could change it
-ends the epoch and releases it, and the next call binds anew."""
+"""A model's bound runs. Each is bound for an epoch (``exkv.epochs``): any change that could affect
+it ends the epoch and releases it, and the next call binds again."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .units import PlacedUnit
 
 #: A run's first unit, and its rows' adapters.
 _Key: TypeAlias = tuple[int, Chosen]
-#: Runs with adapters to keep for one cache.
+#: Number of runs with adapters to keep for one cache.
 _MOST_ADAPTED = 32
 
 
 class Runs:
-    """A model's runs over its caches, of this epoch."""
+    """A model's runs over its caches, in this epoch."""
 
     def __init__(self) -> None:
         self._epoch = -1
@@ -74,7 +74,7 @@ class Runs:
 
 
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
-    """Bind the longest prefix of the units that one run can have; None for none."""
+    """Bind the longest prefix of the units that one run can cover; None if there is none."""
     device = units[0].device
     if device is None:
         return None

@@ -16,7 +16,7 @@ from .decoder import Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBiasConfig(Specific):
-    """A bias of attention's output projection, whatever the other projections have."""
+    """A bias of attention's output projection, independent of the other projections'."""
 
     attention_out_bias: bool = False
 

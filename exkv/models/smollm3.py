@@ -1,5 +1,5 @@
-"""SmolLM3 (Hugging Face, 2025): a Llama of which every fourth layer has no positions; the config
-says so layer by layer, and attention asks it."""
+"""SmolLM3 (Hugging Face, 2025): a Llama in which every fourth layer has no positions; the config
+states it for each layer, and attention reads it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ..
 
 
 def _without_positions(values: Mapping[str, Any]) -> windows.WindowOfLayers:
-    """If windows are in use, the layers that have no rotary positions."""
+    """The layers without rotary positions, if windows are in use."""
     window, have = windows.window_in_use(values), rotated(values, ())
     return windows.by_layer(values, window, lambda layer: window is not None and not have[layer])
 

@@ -1,7 +1,7 @@
 """Step 3.7 Flash (StepFun, 2026), text only: a gate for each head, windows in three of four layers,
-with positions and heads of their own, and experts whose gates are bounded in some layers.
+with their own positions and heads, and experts whose gates are bounded in some layers.
 
-StepFun's files state by layer what transformers' state by type of layer; both are read.
+StepFun's files state settings by layer, transformers' by type of layer; both are supported.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LIMITS = ("swiglu_limits", "swiglu_limits_shared")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig(HeadsByLayerConfig):
-    """Bounds of what gates and ups of experts are in each layer, and of those of the shared expert
-    or the MLP, 0 for none. Scores are divided by the root of ``query_pre_attn_scalar``."""
+    """Bounds, by layer, of the gates and ups of experts, and of those of the shared expert or the
+    MLP, 0 for none. Scores are divided by the square root of ``query_pre_attn_scalar``."""
 
     swiglu_limits: tuple[float, ...] | None = None
     swiglu_limits_shared: tuple[float, ...] | None = None
@@ -83,7 +83,7 @@ class LimitedMLP(GatedMLP):
 
 
 def limited(gate: Tensor, up: Tensor, act: str, limit: float) -> Tensor:
-    """The product of an activated gate and an up, which changes, both bounded."""
+    """The product of an activated gate and an up, both bounded; stored in the up."""
     active = ACTIVATIONS[act].apply(gate).clamp_(max=limit)
     return active.mul_(up.clamp_(-limit, limit))
 
@@ -143,7 +143,7 @@ def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Modul
 
 # What config.json says ------------------------------------------------------------------------
 
-#: StepFun's names of what transformers' files have under other names.
+#: StepFun's names of keys that transformers' files name differently.
 _OTHERS = {
     "num_attention_groups": "num_key_value_heads",
     "moe_num_experts": "num_local_experts",
@@ -152,8 +152,8 @@ _OTHERS = {
 
 
 def _by_layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of each layer: types of attention and MLP, heads, positions, bounds. Lists may
-    go on with the layers that propose several tokens."""
+    """Settings of each layer: types of attention and MLP, heads, positions, bounds. Lists may
+    include the layers for multi-token prediction at the end."""
     check_layers(values["num_hidden_layers"])
     count, more = values["num_hidden_layers"], values.get("num_nextn_predict_layers") or 0
     found = {ours: values[own] for own, ours in _OTHERS.items() if own in values}
@@ -169,7 +169,7 @@ def _by_layer(values: Mapping[str, Any]) -> dict[str, Any]:
     types = found["layer_types"]
     types = [windows.FULL_ATTENTION] * count if types is None else types
     if not isinstance(types, list | tuple) or len(types) != count:
-        return found  # the reader of windows says what is wrong
+        return found  # the reader of windows reports what is wrong
     found["num_attention_heads_per_layer"] = _heads(values, types)
     if values.get("query_pre_attn_scalar") is None:
         found["query_pre_attn_scalar"] = values["head_dim"]
@@ -190,7 +190,7 @@ def _sparse(stated: Any, count: int) -> set[int]:
 
 
 def _heads(values: Mapping[str, Any], types: Sequence[str]) -> list[int]:
-    """Heads of queries in each layer."""
+    """Number of query heads in each layer."""
     heads, sliding = values["num_attention_heads"], values.get("num_sliding_attention_heads")
     own = values.get("per_layer_config")
     if own is not None:
@@ -214,7 +214,7 @@ def _heads(values: Mapping[str, Any], types: Sequence[str]) -> list[int]:
 
 
 def _positions(values: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any]:
-    """Rotary positions by type of layer, where they are stated by layer, or once for all."""
+    """Rotary positions by type of layer, if stated by layer, or once for all."""
     kinds, stated = dict.fromkeys(types), values.get("rope_parameters")
     if isinstance(stated, dict) and all(isinstance(stated.get(kind), dict) for kind in kinds):
         return {"rope_scaling": None, "rope_theta": None}
@@ -230,7 +230,7 @@ def _positions(values: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any
             own = {x for x, other in zip(each, types, strict=True) if other == kind}
             if len(own) > 1:
                 raise ValueError(
-                    f"{key}: layers of the type {kind} have {sorted(own)}; exkv takes one for "
+                    f"{key}: layers of the type {kind} have {sorted(own)}; exkv supports one for "
                     "each type of layers"
                 )
             found[kind][key.removesuffix("s")] = own.pop()
@@ -240,8 +240,8 @@ def _positions(values: Mapping[str, Any], types: Sequence[str]) -> dict[str, Any
 
 
 def _of_gguf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Half of a head is rotated in layers that see everything, as in llama.cpp, and all of it in
-    the others. Lists may go on with the layers that propose several tokens."""
+    """Half of a head is rotated in layers that attend to everything, as in llama.cpp, and all of it
+    in the others. Lists may include the layers for multi-token prediction at the end."""
     layers, types, heads = (
         values.get(key) for key in ("num_hidden_layers", "layer_types", "num_attention_heads")
     )
@@ -279,7 +279,7 @@ FAMILY = Family(
         rename={
             "mlp.shared_expert.": "share_expert.",
             "mlp.correction": "moe.router_bias",
-            # The router; and dense layers, which have a gate of another kind.
+            # The router; and dense layers, which have a different gate.
             "mlp.gate": "moe.gate",
             "moe.gate_proj": "mlp.gate_proj",
         },

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as a row of units, and the forward call across their devices.
+"""A decoder-only transformer as a sequence of units, and the forward call across their devices.
 
 ``exkv.planning`` places units, ``exkv.loading.loader`` loads them, and ``exkv.model`` has the class
 for users.
@@ -49,13 +49,13 @@ from .units import (
     unit_specs,
 )
 
-#: Default sizes of a chunk, in tokens: a plan takes the largest that fits.
+#: Default chunk sizes, in tokens: a plan takes the largest that fits.
 CHUNKS = (2048, 1024, 512, 256, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """What :meth:`Transformer.forward` is asked for, by its arguments."""
+    """The options of one :meth:`Transformer.forward` call."""
 
     last_id_only: bool = False
     preprocess_only: bool = False
@@ -69,30 +69,31 @@ class Transformer:
 
     Args:
         config: the model's config; its ``path`` is the checkpoint's folder.
-        dtype: of weights and arithmetic, itself or its name ("float16"); None or "auto" for what
-            the config or the checkpoint says.
-        max_input_len: tokens a forward call handles at once; longer inputs run in chunks of it.
-            None for 2048, or fewer where a plan finds that only fewer fit.
-        embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit); None to do so where
-            it fits only then, and where there is one for each layer, too (Gemma 3n, 4).
-        exchange_experts: let experts in host memory change places with those on the card that are
-            chosen less often, between calls.
+        dtype: of weights and arithmetic, or its name ("float16"); None or "auto" for that of the
+            config or the checkpoint.
+        max_input_len: tokens that a forward call handles at once; longer inputs run in chunks of
+            this size. None for 2048, or fewer if a plan finds that only fewer fit.
+        embed_cpu: keep the embedding table in host memory (as ExLlamaV2 does); None to do so if the
+            model fits only then, or if each layer has a table, too (Gemma 3n, 4).
+        exchange_experts: between calls, let experts in host memory change places with experts on
+            the card that are chosen less often.
 
     Attributes:
-        chunks: what ``max_input_len`` may become, largest first; one size where it was asked for.
-        logits_len: tokens a row whose logits lie on the device at once; those of more are gathered
-            in host memory.
-        choice: what a plan has chosen for the weights of each unit, or None.
-        transport: brings hidden states to and from units that other processes hold, which are
-            placed on ``devices.ELSEWHERE``; None where all are here.
+        chunks: possible values of ``max_input_len``, largest first; only one if it was given.
+        logits_len: tokens per row whose logits are on the device at once; longer results are
+            gathered in host memory.
+        choice: the weight formats that a plan has chosen for each unit, or None.
+        transport: brings hidden states to and from units in other processes, which are placed on
+            ``devices.ELSEWHERE``; None if all are local.
         elsewhere: the indices of these units.
-        in_flight: how many calls under way keep all hosts at work over which it lies; 1 where a
-            call is through once it has begun.
-        pool_kind: of the pools of caches in pages.
-        host_rates: by which experts in host memory are computed there, or sent to a card.
-        resident: the share of experts in mapped files that host memory has room for, where a plan
+        in_flight: the number of concurrent calls that keep all of its hosts busy; 1 if a call is
+            complete when it returns.
+        pool_kind: of the pools of paged caches.
+        host_rates: used to decide whether an expert in host memory is computed there or sent to a
+            card.
+        resident: the share of experts in mapped files that host memory has room for, if a plan
             leaves others on disk.
-        exchange: of experts; None while no unit has any in host memory, or none is to be moved.
+        exchange: of experts; None while no unit has any in host memory, or none should be moved.
     """
 
     pool_kind: type[PagePool] = PagePool
@@ -113,7 +114,7 @@ class Transformer:
         self.chunks: tuple[int, ...] = CHUNKS if max_input_len is None else (max_input_len,)
         self._fitted_len: int | None = None
         self._logits_len: int | None = None
-        # A table of embeddings for each layer is larger than all else, and a row of it is read.
+        # A table of embeddings for each layer is larger than all else, and few rows are read.
         of_layers = bool(getattr(config.specific, "hidden_size_per_layer_input", 0))
         self.embed_cpu = embed_cpu if embed_cpu is not None or not of_layers else True
         self.choice: Choice | None = None
@@ -137,22 +138,22 @@ class Transformer:
         self.in_flight = 1.0
 
     def losses(self) -> Losses | None:
-        """What each unit loses in each way of keeping its weights, for a plan to choose among
-        these; None where there is nothing to choose."""
+        """The loss of each unit for every way of keeping its weights, from which a plan chooses;
+        None if there is nothing to choose."""
         return None
 
     def cache_losses(self) -> CacheLosses | None:
-        """What each layer loses by keys and values of fewer bits, for a plan to choose the bits of
-        a cache; None where nothing is known."""
+        """The loss of each layer for keys and values in fewer bits, from which a plan chooses the
+        bits of a cache; None if unknown."""
         return None
 
     def usage(self) -> Mapping[str, tuple[float, ...]] | None:
-        """The share of tokens that choose each expert, by unit, for a plan to tell hot experts from
-        cold ones; None where nothing is known."""
+        """The share of tokens that choose each expert, by unit, so that a plan can tell hot experts
+        from cold ones; None if unknown."""
         return None
 
     def keep_usage(self) -> None:
-        """Keep what calls have chosen since the last time, for later plans."""
+        """Save what calls have chosen since the last time, for later plans."""
 
     def specs_kept(self, option: str) -> list[UnitSpec]:
         """The units with all weights in one of ``on_load.OPTIONS``."""
@@ -163,15 +164,15 @@ class Transformer:
         return self._specs[option]
 
     def choose(self, choice: Choice | None) -> None:
-        """Set how the units, none of which is loaded, keep their weights; errors as of
+        """Set the weight formats of the units, none of which is loaded; errors as in
         :meth:`units_kept`."""
         self.units, self.choice = self.units_kept(choice), choice
 
     def units_kept(self, choice: Choice | None) -> tuple[Unit, ...]:
-        """Unloaded units whose weights are kept in these ways.
+        """Unloaded units with these weight formats.
 
         Raises:
-            ValueError: a choice for other units, or two ways for a tensor that two share.
+            ValueError: a choice for other units, or two formats for a tensor that two units share.
         """
         stored = self._specs[AS_STORED]
         kept = choice.kept if choice else {spec.name: AS_STORED for spec in stored}
@@ -219,13 +220,13 @@ class Transformer:
         return min(self._logits_len or self.max_input_len, self.max_input_len)
 
     def fit_calls(self, max_input_len: int | None, logits_len: int | None) -> None:
-        """Set the tokens a row of chunks and of slices of logits while the model is loaded; None
+        """Set the tokens per row of chunks and of slices of logits while the model is loaded; None
         for the default."""
         self._fitted_len, self._logits_len = max_input_len, logits_len
 
     @property
     def device_map(self) -> dict[str, torch.device]:
-        """Unit name -> device, for the units that are placed."""
+        """Unit name -> device, for placed units."""
         return {unit.name: unit.device for unit in self.units if unit.device is not None}
 
     @property
@@ -239,7 +240,8 @@ class Transformer:
 
     @property
     def loaded(self) -> bool:
-        """Whether every unit has its place (with ``lazy=True``, perhaps not its weights yet)."""
+        """Whether every unit is placed (with ``lazy=True``, possibly before its weights are
+        read)."""
         return all(unit.device is not None for unit in self.units)
 
     @property
@@ -268,7 +270,7 @@ class Transformer:
         return {name: tensor for source in sources for name, tensor in source.stored.items()}
 
     def unused_modules(self) -> list[str]:
-        """Modules that the checkpoint may have beside these, which the model doesn't use."""
+        """Modules that the checkpoint may also have and that the model doesn't use."""
         return [name for unit in self.units for name in unit.spec.unused]
 
     def read_unit(self, unit: Unit, device: torch.device) -> None:
@@ -294,8 +296,8 @@ class Transformer:
         self.checkpoint.unmap()  # drop mapped pages that the unit doesn't keep
 
     def expert_staging(self, unit: Unit, device: torch.device) -> ExpertStaging | None:
-        """The buffers of a card by which its units' experts come from host memory; the last of
-        these units to go frees them."""
+        """The buffers of a card through which its units' experts come from host memory; the last of
+        these units to be unloaded frees them."""
         if not unit.host_experts or device.type == "cpu":
             return None
         if (staging := self._staging.get(device)) is None:
@@ -341,16 +343,16 @@ class Transformer:
         self, folder: str | os.PathLike[str], name: str | None = None, *, strength: float = 1.0
     ) -> Adapter:
         """Load a low-rank adapter (LoRA) in PEFT's format; see docs/adapters.md. Before the model
-        is loaded it is planned and loaded with it; afterwards its matrices go beside the weights
-        that they change.
+        is loaded, it is planned and loaded with the model; afterwards its matrices go beside the
+        weights that they change.
 
         Args:
             folder: with adapter_config.json and adapter_model.safetensors.
-            name: by which calls choose it; None for the folder's.
+            name: by which calls choose it; None for the folder's name.
             strength: factor of the change: 1 as it was trained, 0 for nothing.
 
         Raises:
-            ValueError: an adapter of this name is there already.
+            ValueError: an adapter with this name is loaded already.
             FileNotFoundError: a file is missing.
             AdapterError: the files are damaged, contradict each other or the model, or need
                 something unsupported; nothing is loaded.
@@ -358,7 +360,7 @@ class Transformer:
         """
         name = Path(folder).resolve().name if name is None else name
         if not isinstance(name, str) or not name:
-            raise ValueError(f"an adapter is named {name!r:.60}: give a text")
+            raise ValueError(f"an adapter is named {name!r:.60}: give a string")
         if name in self._adapters:
             raise ValueError(
                 f"there is an adapter {name!r} already, of {self._adapters[name].folder}: call "
@@ -382,12 +384,12 @@ class Transformer:
         """Unload an adapter, and free its bytes.
 
         Raises:
-            ValueError: there is none of this name, or jobs are under way with it.
+            ValueError: there is none with this name, or jobs use it.
         """
         adapter = self._adapters[self._known_adapter(name)]
         if users := sum(not user.done for user in adapter.users):
             raise ValueError(
-                f"{users} jobs go through adapter {name!r}: let them end, or cancel them, first"
+                f"{users} jobs use adapter {name!r}: let them end, or cancel them, first"
             )
         del self._adapters[name]
         for unit in self.units:
@@ -404,7 +406,7 @@ class Transformer:
         """Called after an adapter was added or removed."""
 
     def _read_adapter(self, adapter: Adapter) -> dict[Unit, dict[str, LowRank]]:
-        """Read its matrices for all loaded units to their devices, or none."""
+        """Read its matrices for all loaded units to their devices; on an error, read none."""
         made: dict[Unit, dict[str, LowRank]] = {}
         read = [unit for unit in self.units if unit.module is not None]
         with Attempt():
@@ -432,7 +434,7 @@ class Transformer:
         """Keep an adapter loaded until its user is done.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is none with this name.
         """
         if name is not None:
             self._adapters[self._known_adapter(name)].users.add(user)
@@ -444,10 +446,10 @@ class Transformer:
         raise ValueError(f"there is no adapter {name!r:.60}: load_adapter adds one (now: {there})")
 
     def chosen(self, adapter: str | Sequence[str | None] | None, rows: int) -> Chosen:
-        """Check a call's adapters: one for all rows, or one or None for each.
+        """Check a call's adapters: one for all rows, or one or None per row.
 
         Raises:
-            ValueError: there is none of such a name, or not one for each row.
+            ValueError: there is none with such a name, or the count differs from the rows'.
         """
         if adapter is None or isinstance(adapter, str):
             return adapter if adapter is None else self._known_adapter(adapter)
@@ -485,27 +487,26 @@ class Transformer:
 
         Args:
             input_ids: int64 (B, T); B at most the cache's ``batch_size``, rows in its order.
-            cache: keys and values of the tokens before; new ones are added. On an error it keeps
-                the tokens that it had.
-            new_lens: real tokens of each row if rows differ; the rest is right padding.
+            cache: keys and values of earlier tokens; new ones are added. After an error it has the
+                tokens that it had before.
+            new_lens: number of real tokens in each row if rows differ; the rest is right padding.
             last_id_only: logits of each row's last token only.
             preprocess_only: fill the cache; no logits.
-            keep_chunks: on an error the cache also keeps completed chunks, from where a call for
+            keep_chunks: after an error the cache also keeps completed chunks, so that a call for
                 the rest can continue.
             each_token: logits of every real token, row after row, (N, 1, vocabulary); of at most
-                ``logits_len`` tokens a row. On a CPU with AVX2 or more, up to 16 tokens have the
+                ``logits_len`` tokens per row. On a CPU with AVX2 or more, up to 16 tokens have the
                 bits of single-token calls, unless a layer keeps a ring or isn't written in place.
             placed_ids: ``input_ids`` on the device where they were chosen, to save the copy. Only
                 for calls of one chunk.
-            adapter: the name of a loaded one, or one or None for each row.
-            snapshot_at: new tokens of each row behind which a cache with room for snapshots of
-                recurrent states takes one, 0 for none; None for the first with ``each_token``, else
-                for none.
-
+            adapter: the name of a loaded one, or one or None per row.
+            snapshot_at: the number of new tokens of each row after which a cache with room for
+                snapshots of recurrent states takes one, 0 for none; None for the first token with
+                ``each_token``, otherwise for none.
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
             ``last_id_only``, or None with ``preprocess_only``. They are on the last device; those
-            of more than ``logits_len`` tokens a row are gathered in host memory, since plans
+            of more than ``logits_len`` tokens per row are gathered in host memory, since plans
             promise no room for them elsewhere. Logits at padding are undefined.
 
         Raises:
@@ -515,14 +516,14 @@ class Transformer:
         """
         if cache is None:
             if each_token:
-                raise ValueError("each_token is for tokens that come behind those in a cache")
+                raise ValueError("each_token is for tokens that follow those in a cache")
             lengths = self._check_input(input_ids, None, new_lens, adapter)
             call = _Call(last_id_only=last_id_only, preprocess_only=preprocess_only)
             return self._forward_chunks(input_ids, None, lengths, call)
         if each_token and input_ids.shape[-1] > self.logits_len:
             raise ValueError(
-                f"each_token takes {self.logits_len} tokens a row, and input_ids are "
-                f"{tuple(input_ids.shape)}: bring fewer, or set max_input_len"
+                f"each_token takes {self.logits_len} tokens per row, and input_ids are "
+                f"{tuple(input_ids.shape)}: give fewer, or set max_input_len"
             )
         if placed_ids is not None and placed_ids.shape != input_ids.shape:
             raise ValueError(
@@ -550,8 +551,8 @@ class Transformer:
     def _forward_from_snapshots(
         self, input_ids: torch.Tensor, cache: KVCache, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
-        """A call whose rows may have to run tokens again, from their snapshots on: together with
-        the new ones, if a call takes so many, or else before."""
+        """A call whose rows may have to rerun tokens from their snapshots: together with the new
+        ones if a call takes that many, otherwise before."""
         rerun = Rerun.of(cache, lengths)
         if not rerun.tokens or self.rotary.varies:
             return self._forward_or_defragment(input_ids, cache, lengths, call)
@@ -572,7 +573,7 @@ class Transformer:
     def _forward_or_defragment(
         self, input_ids: torch.Tensor, cache: KVCache, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
-        """:meth:`_forward_cached`, once more where memory is free in pieces only."""
+        """Run :meth:`_forward_cached`, and retry it if free memory is fragmented."""
         try:
             return self._forward_cached(input_ids, cache, lengths, call)
         except RuntimeError as error:
@@ -585,7 +586,7 @@ class Transformer:
     def _forward_cached(
         self, input_ids: torch.Tensor, cache: KVCache, lengths: Lengths, call: _Call
     ) -> torch.Tensor | None:
-        """A call behind a cache, which is rolled back on an error."""
+        """A call with a cache, which is rolled back on an error."""
         before = cache.seq_lens
         try:
             self._make_room(cache, lengths)
@@ -610,7 +611,7 @@ class Transformer:
         self, input_ids: torch.Tensor, cache: KVCache, **options: Any
     ) -> Callable[[], Any]:
         """Begin :meth:`forward`, and return a function that waits for its logits, which other hosts
-        may be computing. Errors from either."""
+        may be computing. Both may raise its errors."""
         logits = self.forward(input_ids, cache, **options)
         return lambda: logits
 
@@ -633,7 +634,7 @@ class Transformer:
                 last_id_only=call.last_id_only,
                 placed_ids=call.placed_ids if whole else None,
             )
-            if logits is None:  # not wanted of this chunk
+            if logits is None:  # not wanted for this chunk
                 continue
             if chunk.chunk < lengths.chunk:
                 logits = logits.to(devices.CPU)  # make room for the next chunk
@@ -649,7 +650,7 @@ class Transformer:
 
     def _chunks(self, lengths: Lengths, *, cached: bool) -> Iterator[tuple[int, Lengths]]:
         """Split a call into chunks ``(first token, lengths)`` of at most ``max_input_len`` tokens;
-        one chunk without a cache, in which nothing carries over."""
+        a single chunk without a cache, as nothing would carry over."""
         size = self.max_input_len if cached else lengths.chunk
         if lengths.chunk <= size:
             yield 0, lengths
@@ -666,7 +667,7 @@ class Transformer:
             yield first, replace(lengths, past=past, new=part, later=later, snapshot_at=at)
 
     def _make_room(self, cache: KVCache, lengths: Lengths) -> None:
-        """Make room for all that a call writes; errors as of ``cache.make_room``."""
+        """Make room for everything that a call writes; errors as of ``cache.make_room``."""
         if cache.pages is None:
             cache.make_room(lengths.final)
             return
@@ -686,23 +687,24 @@ class Transformer:
     def _renew_keys(self, cache: KVCache, lengths: Lengths) -> None:
         """Recompute invalid keys.
 
-        Dropped tokens may have overwritten others in a ring. And with longrope a text that outgrows
-        the length of its keys takes other frequencies from its first token on: transformers does so
-        when it generates; here it holds for every call, row by row.
+        Dropped tokens may have overwritten others in a ring. And with longrope, a text that
+        outgrows
+        the length of its keys gets other frequencies from its first token on: transformers does so
+        when it generates; here it applies to every call, row by row.
         """
         if not self.rotary.varies and not cache.stale:
             return
         stale = self._rows_to_renew(cache, lengths)
         wanted = [self.rotary.variant(length) for length in lengths.final]
         stored = cache.rotary_variants
-        cache.rotary_variants = [None] * cache.batch_size  # until all is well
+        cache.rotary_variants = [None] * cache.batch_size  # until all rows are renewed
         if stale:
-            self._refill(cache, stale, lengths)
+            self._rerun_rows(cache, stale, lengths)
             cache.renewed(stale)
         cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
 
-    def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
-        """Run the tokens of these rows again."""
+    def _rerun_rows(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
+        """Rerun the tokens of these rows."""
         tokens = [list(sequence) for sequence in cache.sequences]
         again = [tokens[row] if row in rows else [] for row in range(len(lengths.past))]
         call = Lengths(
@@ -787,8 +789,8 @@ class Transformer:
         return logits
 
     def embedded(self, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Embeddings (B, T, hidden) of ids (B, T), on this device; those that another process has
-        given, if the table lies there."""
+        """Embeddings (B, T, hidden) of ids (B, T), on this device; received from another process if
+        the table is there."""
         if self.units[0].device == devices.ELSEWHERE:
             assert self.transport is not None
             return devices.move(self.transport.embedded(*ids.shape), device)
@@ -796,18 +798,18 @@ class Transformer:
         return devices.move(module(devices.move(ids, there), None, None), device)
 
     def give_embedded(self, ids: torch.Tensor) -> None:
-        """Send embeddings to the process of the MTP head, if the table lies here and that there."""
+        """Send embeddings to the process of the MTP head, if only the table is here."""
         first, mtp_head = self.units[0], self.units[-2]
         if mtp_head.device == devices.ELSEWHERE and first.device != devices.ELSEWHERE:
             assert self.transport is not None and first.device is not None
             self.transport.give_embedded(self.embedded(ids, first.device), mtp_head.index)
 
     def drafting(self, cache: KVCache, rows: int) -> Drafting:
-        """Begin to propose tokens behind the first ``rows`` rows of a cache by the MTP head."""
+        """Begin to propose tokens after the first ``rows`` rows of a cache by the MTP head."""
         return Drafting(self, cache, rows)
 
     def standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
-        """The unit's module and device; reads it now if ``load(lazy=True)`` only placed it."""
+        """The unit's module and device; read now if ``load(lazy=True)`` only placed it."""
         assert unit.device is not None
         if unit.module is None:
             self.read_unit(self.units[unit.index], unit.device)
@@ -815,7 +817,7 @@ class Transformer:
         return unit.module, unit.device
 
     def _batch_on(self, device: torch.device, batch: Batch | None, lengths: Lengths) -> Batch:
-        """The call's batch on this device, possibly the previous unit's."""
+        """The call's batch on this device, reusing the previous unit's if possible."""
         if batch is not None and batch.past_lens.device == device:
             return batch
         return Batch.on(device, lengths, self.rotary, self.dtype)
@@ -877,7 +879,7 @@ class Transformer:
         for row in range(rows):
             if past[row] + new[row] > cache.row_limit(row):
                 raise ValueError(
-                    f"row {row} has {past[row]} tokens in the cache and brings {new[row]}: "
+                    f"row {row} has {past[row]} tokens in the cache, and the call adds {new[row]}: "
                     f"more than its max_seq_len of {cache.row_limit(row)}"
                 )
         return Lengths(past=past, new=new, adapters=chosen)
@@ -894,7 +896,7 @@ def _dtype_given(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _stored_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype of the checkpoint's first floats, for a config without one."""
+    """The dtype of the checkpoint's first float tensor, for a config without one."""
     if config.path is None:
         raise ValueError("the config states no dtype and has no checkpoint: pass dtype")
     with open_checkpoint(config.path) as checkpoint:

@@ -1,8 +1,8 @@
 """Units: the parts of a model that are placed whole, each on one device.
 
 An architecture is a list of ``UnitSpec``: the embedding, every decoder layer, and the head. A spec
-has shapes and checkpoint names, and allocates nothing; a ``Unit`` is one in a model, unplaced,
-placed or loaded.
+has shapes and checkpoint names, and allocates nothing; a ``Unit`` is a spec within a model:
+unplaced, placed or loaded.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from exkv.weights.on_load import class_of
 from exkv.weights.read_parameters import read_parameters
 from exkv.weights.source import with_precomputed
 
-#: In the name of a parameter of what all tokens take beside the routed experts.
+#: Marks parameters that all tokens use, beside the routed experts.
 _SHARED = re.compile(r"(?:^|\.)shared_expert(?:_gate)?\.")
 
 
 @dataclass(frozen=True)
 class InFormats:
-    """What units have in common whose modules and formats are equal.
+    """What units with equal modules and formats have in common.
 
     Attributes:
         module: one of these modules on ``meta``; not to be changed.
@@ -51,12 +51,12 @@ class InFormats:
 
     @cached_property
     def nbytes(self) -> Mapping[str, int]:
-        """Parameter -> bytes that it takes from a device."""
+        """Parameter -> its bytes on a device."""
         return {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
 
     @cached_property
     def expert_bytes(self) -> tuple[int, ...]:
-        """Bytes of each routed expert; empty where there are none."""
+        """Bytes of each routed expert; empty if there are none."""
         totals: dict[int, int] = {}
         for name, nbytes in self.nbytes.items():
             if (expert := expert_of(name)) is not None:
@@ -65,12 +65,13 @@ class InFormats:
 
     @cached_property
     def shared_expert_bytes(self) -> int:
-        """Bytes of what all tokens take beside routed experts, which computes while a host does."""
+        """Bytes used by all tokens beside routed experts, which a card computes while a host runs
+        its experts."""
         return sum(size for name, size in self.nbytes.items() if _SHARED.search(name))
 
     @cached_property
     def layout(self) -> int:
-        """A number that units have in common whose parameters have the same names and shapes."""
+        """A number shared by units whose parameters have the same names and shapes."""
         shapes = tuple((name, tensor.shape) for name, tensor in self.shapes.items())
         return _layouts.setdefault(shapes, len(_layouts))
 
@@ -88,17 +89,17 @@ class UnitSpec:
         layer: the decoder layer's index, or None for embedding and head.
         build: makes the module on the default device, uninitialised; its ``forward`` takes
             ``(x, batch, cache_layer)``.
-        like: what it has in common with units that are alike.
-        in_formats: returns the spec with its matrices in other formats, which are asked for by
-            their names and sizes.
+        like: what it has in common with equal units.
+        in_formats: returns the spec with its matrices in other formats, which it requests by their
+            names and sizes.
         find_sources: returns :attr:`sources`.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
-        matrices: matrix's module -> its name in the checkpoint, by which it has its format.
-        unused: modules that a checkpoint may have beside these, which the model doesn't use.
-        kind: what the memory of its forward call depends on beside the shapes, e.g. a window;
-            layers alike in both are planned as one.
-        is_mtp: whether it is an MTP head (``exkv.models.mtp``), which takes embeddings
-            beside hidden states, and of whose output some is kept between calls.
+        matrices: matrix's module -> its name in the checkpoint, which determines its format.
+        unused: modules that a checkpoint may also have and that the model doesn't use.
+        kind: what affects the memory of its forward call beside the shapes, e.g. a window; layers
+            that agree in both are planned as one.
+        is_mtp: whether it is an MTP head (``exkv.models.mtp``), which takes embeddings beside
+            hidden states, and whose output is partly kept between calls.
     """
 
     name: str
@@ -120,18 +121,18 @@ class UnitSpec:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Where the parameters come from, each from one of them. A load needs them, a plan
-        doesn't, so they are made when they are first asked for."""
+        """Where the parameters come from, one source for each. A load needs them, a plan doesn't,
+        so they are made on first use."""
         return self.find_sources()
 
     @property
     def classes(self) -> dict[str, list[str]]:
-        """Modules of a layer's matrices that are integers in groups, by what a mix keeps alike,
-        see ``exkv.weights.on_load.class_of``."""
+        """Modules of a layer's integer matrices in groups, by the classes of a mix; see
+        ``exkv.weights.on_load.class_of``."""
         return self.classes_named(filter(None, map(class_of, self.matrices.values())))
 
     def classes_named(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The same by these names of a mix, which may be of some experts alone."""
+        """Likewise by these names of a mix, which may cover only some experts."""
         found, name_of = dict[str, list[str]](), name_among(names)
         for path, layer in self.matrices.items() if self.layer is not None else ():
             name = name_of(class_of(layer), layer) if f"{path}.codes" in self.shapes else None
@@ -175,13 +176,13 @@ def unit_spec(
     """A spec whose checkpoint names follow from the module's own.
 
     Args:
-        build: makes the module with its matrices as floats; ``formats`` says what they become.
+        build: makes the module with its matrices as floats; ``formats`` decides what they become.
         rename: from a matrix's module, or any other parameter, to its name in the checkpoint.
         tied: matrix's module -> ``(unit index, module)`` whose tensors it shares on one device.
-        made: from the module, on ``meta``, to sources of its own, which come first.
-        pattern: of units with modules equal to this one; None where there are no others.
+        made: from the module, on ``meta``, to its own sources, which take precedence.
+        pattern: of units with modules equal to this one; None if there are no others.
         unused: as the checkpoint names them.
-        names: of the matrices' modules in the checkpoint; None to ask ``rename``.
+        names: of the matrices' modules in the checkpoint; None to use ``rename``.
     """
     pattern = pattern or Pattern(build)
     names = names or {each: rename(each) for each in pattern.sizes}
@@ -196,7 +197,7 @@ def unit_spec(
                 raise ValueError(f"{rename(each)}: {error}") from None
         return module
 
-    combination = _names_of(chosen.values())
+    combination = _format_names(chosen.values())
     first = combination not in pattern.in_formats
     if first:
         with torch.device("meta"):
@@ -242,8 +243,8 @@ def unit_spec(
     return spec
 
 
-def _names_of(formats: Collection[WeightFormat]) -> tuple[str, ...]:
-    """Their names; of the same ones asked once."""
+def _format_names(formats: Collection[WeightFormat]) -> tuple[str, ...]:
+    """Names of the formats; memoized."""
     names = {id(format): format.name for format in {id(each): each for each in formats}.values()}
     return tuple(names[id(format)] for format in formats)
 
@@ -270,10 +271,10 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, Matrix]]:
 
 
 def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the config's architecture, in the order in which a token passes them.
+    """The units of the config's architecture, in the order in which a token passes through them.
 
     Raises:
-        ValueError: the architecture isn't known, or a matrix can't be in its format.
+        ValueError: an unknown architecture, or a matrix that can't have its format.
     """
     family = FAMILIES.get(config.architecture)
     if family is None:
@@ -288,8 +289,8 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
 def quantized_anew(
     specs: Iterable[UnitSpec], config: ModelConfig, dtype: torch.dtype
 ) -> list[UnitSpec]:
-    """The units of a config from those of one that differs from it in ``quantization`` alone;
-    errors as of :func:`unit_specs`."""
+    """The units of a config, from those of one that differs only in ``quantization``; errors as in
+    :func:`unit_specs`."""
     with _naming(config):
         formats = formats_of(config, dtype)
         return [spec.in_formats(formats) for spec in specs]
@@ -330,7 +331,7 @@ class Unit:
 
     Attributes:
         shapes: parameter -> the shape and dtype of its weights, on ``meta``.
-        nbytes: parameter -> bytes that its weights take from a device.
+        nbytes: parameter -> bytes of its weights on a device.
         device: where the unit is placed, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
         host_experts: routed experts whose weights lie in host memory while the rest is on
@@ -358,17 +359,17 @@ class Unit:
 
     @property
     def expert_bytes(self) -> tuple[int, ...]:
-        """Bytes of each routed expert; empty for a unit without."""
+        """Bytes of each routed expert; empty for a unit without any."""
         return self.spec.like.expert_bytes
 
     @property
     def shared_expert_bytes(self) -> int:
-        """As of :class:`InFormats`."""
+        """As in :class:`InFormats`."""
         return self.spec.like.shared_expert_bytes
 
     @property
     def layout(self) -> int:
-        """As of :class:`InFormats`."""
+        """As in :class:`InFormats`."""
         return self.spec.like.layout
 
     @property
@@ -400,10 +401,10 @@ class Unit:
 
         Args:
             shared: parameters whose tensor is on the device already, for tied weights.
-            made: precomputed parameters on the host, which replace what the formats would convert.
-            staging: by which experts come to the device from host memory.
+            made: precomputed parameters on the host, used in place of conversion by formats.
+            staging: buffers through which experts come to the device from host memory.
             resident: the share of mapped experts that host memory has room for; below 1, calls
-                read them ahead.
+                read experts ahead.
 
         Raises:
             torch.OutOfMemoryError: the device is full; the unit is as before.
@@ -422,11 +423,11 @@ class Unit:
         self.device, self.module = device, module
 
     def put_on_host(self, experts: Collection[int]) -> None:
-        """Set :attr:`host_experts`, and where the unit is read, have its module find their weights
-        there: whoever moves those calls this.
+        """Set :attr:`host_experts`, and, if the unit is read, have its module find their weights
+        there. To be called when experts are moved.
 
         Raises:
-            ValueError: as of :meth:`check_experts`.
+            ValueError: as in :meth:`check_experts`.
         """
         self.check_experts(experts)
         self.host_experts = frozenset(experts)
@@ -434,7 +435,7 @@ class Unit:
             lay_on_host(self.module, self.host_experts)
 
     def check_experts(self, experts: Collection[int]) -> None:
-        """ValueError unless these are routed experts of the unit."""
+        """Raise ValueError unless these are routed experts of the unit."""
         count = len(self.expert_bytes) if experts else 0
         if wrong := sorted(each for each in experts if not 0 <= each < count):
             has = f"experts 0 to {count - 1}" if count else "no routed experts"
@@ -447,13 +448,13 @@ class Unit:
 
 
 def largest_host_expert(units: Iterable[Unit]) -> int:
-    """Bytes of the largest expert of the units that have experts in host memory; 0 for none."""
+    """Bytes of the largest expert in units that have experts in host memory; 0 for none."""
     return max((max(unit.expert_bytes) for unit in units if unit.host_experts), default=0)
 
 
 def staging_bytes(units: Iterable[Unit], device_type: str) -> int:
-    """Bytes that every card with units that have experts in host memory gives to the buffers by
-    which experts come to it, while one of these units is there.
+    """Bytes of the buffers through which experts come to a card from host memory; each card with
+    units that have experts there holds them while it holds such a unit.
 
     Args:
         units: all of the model's.

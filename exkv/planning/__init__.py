@@ -1,8 +1,8 @@
-"""Where every layer goes, in bytes, before a weight is read.
+"""Place every layer, counting bytes, before a weight is read.
 
-``plan`` has the values; ``scenario`` says what is to be placed where, ``workspace`` what a forward
-call takes beside it, ``budgets`` what devices offer. ``placement`` is the arithmetic that puts
-them together, with ``partition`` for the best split, ``solve`` searches for what would fit, and
+``plan`` has the values; ``scenario`` states what to place where, ``workspace`` what a forward call
+needs beside it, ``budgets`` what devices offer. ``search.placement`` is the arithmetic that puts
+them together, ``search.ranges`` finds the best split, ``solve`` searches for what would fit, and
 ``place`` is what users call.
 """
 

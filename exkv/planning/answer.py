@@ -1,5 +1,5 @@
-"""What came of a question about room, in words and in values: what ``exkv plan`` prints, and what a
-server says of a model before it loads it.
+"""The result of a question about memory, in words and as values: what ``exkv plan`` prints, and
+what a server reports about a model before loading it.
 
 ``scenario`` is the question, ``solve`` and ``best`` search.
 """
@@ -35,14 +35,14 @@ from .solve import extra_memory, nearest_changes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What was asked, and what came out.
+    """A scenario and the outcome of planning it.
 
     Attributes:
-        plans: one a model, in the order of placement; attempts where it does not fit.
+        plans: one per model, in placement order; attempts where it does not fit.
         sentence: the answer in words.
         found: what was solved for, by name.
-        remedies: changes that would make it fit; each is planned when it is asked for.
-        costs: of each plan's units, where the host's memory is on offer beside cards.
+        remedies: changes that would make it fit; each is planned when the iterator reaches it.
+        costs: of each plan's units, where host memory is on offer beside cards.
     """
 
     scenario: Scenario
@@ -55,7 +55,7 @@ class Answer:
 
 
 def fixed(scenario: Scenario) -> Answer:
-    """Whether it fits as it is."""
+    """Whether the scenario fits as it is."""
     asked, scenario = scenario, settled(scenario)
     costs = scenario.costs(scenario.peaks())
     try:
@@ -87,7 +87,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answer:
-    """With the largest value of a size that was found to fit; 0 where none does."""
+    """The answer for the largest value of a size that was found to fit; 0 where none does."""
     if value == 0:
         answer = fixed(scenario.resized(**{name: 1}))
         where = " into memory" if answer.fits else ""
@@ -100,7 +100,7 @@ def solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answ
 
 
 def best_cache(scenario: Scenario) -> Answer:
-    """With the least lossy cache, and weights where they are to be chosen, that fits."""
+    """The answer with the least lossy cache that fits, and the weights where they are open."""
     best = best_kind(scenario)
     if best is None:
         answer = fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
@@ -112,9 +112,9 @@ def best_cache(scenario: Scenario) -> Answer:
 
 
 def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
-    """What is missing, where, and what would do."""
+    """What is missing, where, and how much more would be enough."""
     placed = scenario.that_fit()
-    placed[scenario.placing[len(placed)]] = _attempt(error)
+    placed[scenario.placing[len(placed)]] = _attempted_plan(error)
     position, lacking = extra_memory(scenario)
     place = scenario.budgets[position].place
     return Answer(
@@ -122,40 +122,39 @@ def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
         fits=False,
         plans=tuple(placed[position] for position in sorted(placed)),
         sentence=f"No room for {error.unit}{even_with(scenario)}: {human(lacking)} "
-        f"({lacking:,} bytes) more on {place} would do{why_not(scenario)}.",
+        f"({lacking:,} bytes) more on {place} would be enough{why_not(scenario)}.",
         found={"extra_memory": lacking, "extra_memory_on": str(place)},
         remedies=nearest_changes(scenario),
     )
 
 
-def _attempt(error: PlacementError) -> Plan:
-    assert error.plan is not None, "a plan refuses with its attempt"
+def _attempted_plan(error: PlacementError) -> Plan:
+    assert error.plan is not None, "a refusal carries the attempted plan"
     return error.plan
 
 
 def weights_chosen(answer: Answer) -> list[str]:
-    """What weights were made, a line a device, and how near that is to what loses least."""
+    """The weight formats chosen, one line per device, and the distance from the optimum."""
     lines = [line for plan in answer.plans for line in given_up(plan)]
     choices = (workload.model.choice for workload in answer.scenario.workloads)
     gap = max((choice.gap for choice in choices if choice), default=0.0)
-    return [*lines, f"other bits could lose {100 * gap:.2g} % less at most"] if gap else lines
+    return [*lines, f"other bits could lose at most {100 * gap:.2g} % less"] if gap else lines
 
 
 def expectations(answer: Answer) -> list[Expected]:
-    """What each plan is expected to do, where the host's memory takes what cards have no room
-    for."""
+    """Expected speed of each plan, where host memory takes what the cards have no room for."""
     pairs = zip(answer.plans, answer.costs, answer.scenario.workloads, strict=False)
     budgets = answer.scenario.budgets
     return [expected(plan, costs, budgets, workload.rows) for plan, costs, workload in pairs]
 
 
 def disk_sentences(answer: Answer) -> list[str]:
-    """What is read from disk, a sentence for each plan that does."""
+    """What is read from disk: one sentence for each plan that reads any."""
     return [each.from_disk for each in expectations(answer) if each.from_disk]
 
 
 def experts_placed(answer: Answer) -> list[str]:
-    """Where experts are, a line for each device with their layers; none unless some are in host
+    """Where experts are, one line per device with their layers; empty unless some are in host
     memory while their layers are elsewhere."""
     pairs = zip(answer.plans, answer.costs, strict=False)
     apart = (each for each in pairs if each[0].host_experts)
@@ -163,7 +162,8 @@ def experts_placed(answer: Answer) -> list[str]:
 
 
 def prompts_sent(answer: Answer) -> list[str]:
-    """From how many rows on experts in host memory are sent to a card, a line for each plan."""
+    """The number of rows from which an expert in host memory is sent to a card, one line per
+    plan."""
     pairs = zip(answer.plans, answer.scenario.workloads, strict=False)
     rows = [
         _rows_to_stream(next(unit for unit in workload.model.units if unit.host_experts))
@@ -178,7 +178,7 @@ def prompts_sent(answer: Answer) -> list[str]:
 
 
 def _rows_to_stream(unit: Unit) -> int:
-    """By the rates that a model has which is not told others."""
+    """The row count by the rates that a model uses by default."""
     with torch.device("meta"):
         mixture = next(mixtures(unit.spec.build()))
     expert = mixture.expert(0)
@@ -189,7 +189,7 @@ def _rows_to_stream(unit: Unit) -> int:
 
 
 def gains(answer: Answer) -> Iterator[str]:
-    """What else would make a model faster that has experts in host memory, each of them planned:
+    """Further changes that would speed up a model with experts in host memory, each one planned:
     one more card, or fewer bits."""
     if not answer.fits or not any(plan.host_experts for plan in answer.plans):
         return
@@ -201,12 +201,12 @@ def gains(answer: Answer) -> Iterator[str]:
 
 
 def host_cache_bytes(scenario: Scenario) -> int:
-    """What caches of such a kind take from the host, wherever their layers are placed."""
+    """Bytes that caches in host memory take, wherever their layers are placed."""
     return sum(workload.host_cache_bytes() for workload in scenario.workloads)
 
 
 def as_values(answer: Answer, names: Sequence[str], seconds: float) -> dict[str, Any]:
-    """For JSON: the answer, the plans by these names, and what would fit where it doesn't."""
+    """The answer as JSON values: the plans by these names, and what would fit if it doesn't."""
     plans = [json.loads(plan.to_json()) for plan in answer.plans]
     return {
         "fits": answer.fits,

@@ -1,13 +1,14 @@
-"""``weights="best"``: of all ways of keeping each unit's weights, those that lose least and fit.
+"""``weights="best"``: the way of keeping each unit's weights that loses least and fits.
 
 Options and their ledger lines come from here, the search among them is ``search.choose``'s.
-``best_cache`` chooses the bits of a cache too, layer by layer.
+``best_cache`` also chooses the bits of a cache, layer by layer.
 
-Where losses are known of a layer's matrices, its options are the Pareto front of bytes and loss
-over all mixes of these (``search.knapsack.front``), thinned: a unit that has more gets one of fewer
-bytes by at most a 1/48 of the difference between its largest and its smallest. What calls of a mix
-take is only known once its ledger is made; until then it is the most that any of its options take.
-Where the mixes that were chosen don't fit by their own ledger, units are chosen whole.
+Where the losses of a layer's matrices are known, its options are the Pareto front of bytes and loss
+over all mixes of them (``search.knapsack.front``), thinned: a dropped option is
+covered by one that is smaller by at most 1/48 of the range from the unit's smallest option to its
+largest. The workspace of a mix is only known once its ledger is made; until then the maximum over
+its options stands for it. If the chosen mixes don't fit by their own ledger, each unit is kept in a
+single option.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from .search.choose import least_lossy_units, loss_of
 from .search.knapsack import Item, front
 from .solve import plans_for
 
-#: Mixes of a unit's matrices that are looked at.
+#: Most mixes of a unit's matrices that are considered.
 _MOST_POINTS = 49
-#: How often choices with experts in host memory are tried by their own ledgers.
+#: How many choices with experts in host memory are checked against their own ledgers.
 _TRIES = 6
-#: Of losses that are added up in another order.
+#: Tolerance for losses that are summed in another order.
 _ROUNDING = 1e-9
 
 
 def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]]:
-    """The scenario with all chosen that it leaves open, a plan for each workload, and the costs;
-    PlacementError, as of ``exkv.planning.solve.plans_for``, where nothing fits."""
+    """The scenario with everything open chosen, a plan for each workload, and the costs;
+    PlacementError, as from ``exkv.planning.solve.plans_for``, where nothing fits."""
     usual = with_host_experts(_with_weights(scenario))
     costs = usual.costs(usual.peaks())
     with contextlib.suppress(PlacementError):
@@ -62,8 +63,8 @@ def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[U
 def beyond_memory(
     scenario: Scenario,
 ) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]] | None:
-    """The same where nothing fits, with experts of which some stay on disk; None where that doesn't
-    fit either. As few bytes as can be are left there: cards and memory are full before."""
+    """Like :func:`planned`, where nothing fits, with some experts left on disk; None if that
+    doesn't fit either. As few bytes as possible stay there: cards and memory are filled first."""
     if (most := may_be_left(scenario)) is None:
         return None
     most = with_rate(most)
@@ -80,40 +81,40 @@ def beyond_memory(
 
 
 def settled(scenario: Scenario) -> Scenario:
-    """The scenario with all chosen that it leaves open: how calls run, by ``fitting``, then the
-    weights of each model, and which experts lie in host memory. Where nothing fits, the weights
-    have the fewest bits, so that a refusal says what lacks even then."""
+    """The scenario with everything open chosen: how calls run, by ``fitting``, then each model's
+    weights, and which experts lie in host memory. Where nothing fits, the weights have the fewest
+    bits, so that a refusal says what is missing even then."""
     sized = fitted(scenario, lambda way: in_fewest_bits(way).fits())
     return with_host_experts(_with_weights(sized))
 
 
 def _with_weights(scenario: Scenario) -> Scenario:
-    """With the weights chosen of each model that leaves them open, one model after the other, as
-    they are placed."""
+    """The scenario with the weights chosen for each model that leaves them open, one model after
+    the other in placement order."""
     for position in scenario.placing:
         if scenario.workloads[position].model.losses() is not None:
-            scenario = _settle(scenario, position)
+            scenario = _with_model_chosen(scenario, position)
     return scenario
 
 
 def in_fewest_bits(scenario: Scenario) -> Scenario:
-    """With the weights that are open as small as can be."""
+    """The scenario with open weights as small as possible."""
     return scenario.each(_smallest)
 
 
 def _smallest(workload: Workload) -> Workload:
     if (losses := workload.model.losses()) is None or workload.model.choice is not None:
         return workload
-    return replace(workload, model=workload.model.chosen(_alike(losses, OPTIONS[-1])))
+    return replace(workload, model=workload.model.chosen(_uniform_choice(losses, OPTIONS[-1])))
 
 
-def _alike(losses: Losses, option: str) -> Choice:
-    """All units that there are losses of in one option, and the others as they are stored."""
+def _uniform_choice(losses: Losses, option: str) -> Choice:
+    """One option for all units whose losses are known; the others stay as they are stored."""
     kept = {u: option if option in lost else AS_STORED for u, lost in losses.units.items()}
     return Choice.of(losses, kept)
 
 
-def _settle(scenario: Scenario, position: int) -> Scenario:
+def _with_model_chosen(scenario: Scenario, position: int) -> Scenario:
     whole, mixes = weight_options(scenario.workloads[position], scenario)
     budgets = scenario.budgets_of(position)
     for options in (mixes, whole):
@@ -134,8 +135,8 @@ def _settle(scenario: Scenario, position: int) -> Scenario:
 def weight_options(
     workload: Workload, scenario: Scenario
 ) -> tuple[list[list[UnitCost]], list[list[UnitCost]] | None]:
-    """Each unit's options with its weights kept alike, and over all mixes of its matrices, where
-    it is known what these lose."""
+    """Each unit's options: all its matrices in one format, and, where their losses are known, all
+    mixes of its matrices."""
     losses = workload.model.losses()
     assert losses is not None
     whole, sizes = unit_options(workload, scenario)
@@ -153,10 +154,10 @@ def _with_experts_apart(
     options: Sequence[Sequence[UnitCost]],
     costs: Sequence[UnitCost] | None,
 ) -> Scenario | None:
-    """The choice that loses least once experts may lie in host memory, or None where none fits.
+    """The choice that loses least when experts may lie in host memory, or None where none fits.
 
-    By costs that are merely near, as those of calls are, it is searched among all; by the
-    choice's own ledger it is tried whether it fits.
+    The search uses costs that are approximate where calls are concerned; whether the result fits is
+    then checked against its own ledger.
 
     Args:
         costs: the choice that loses least with whole units on each device; None where none fits.
@@ -199,13 +200,13 @@ _Sizes = dict[str, dict[str, int]]
 def unit_options(
     workload: Workload, scenario: Scenario
 ) -> tuple[list[list[UnitCost]], list[_Sizes]]:
-    """Of each unit, its ledger lines in all ways in which its weights can be kept alike, and the
-    bytes of its matrices by classes, of units that may be mixed."""
+    """Each unit's ledger lines in every format that it can be kept in as a whole, and, for units
+    that may be mixed, the bytes of its matrices by class."""
     losses = workload.model.losses()
     assert losses is not None
     ways = []
     for option in OPTIONS:
-        there = replace(workload, model=workload.model.chosen(_alike(losses, option)))
+        there = replace(workload, model=workload.model.chosen(_uniform_choice(losses, option)))
         ways.append((there, there.peaks(scenario.budgets)))
     all_sizes = frozenset().union(*(there.allocated_sizes(peaks) for there, peaks in ways))
     costs = [there.costs(peaks, scenario.home, all_sizes) for there, peaks in ways]
@@ -228,7 +229,7 @@ def _mixes(
     """A unit's options over all mixes of its matrices.
 
     Args:
-        whole: its ledger lines with all matrices alike, the first as they are stored.
+        whole: its ledger lines with all matrices in one format; in the first, as they are stored.
         losses: class of matrices -> option -> loss.
     """
     alike = {cost.kept: cost for cost in whole}
@@ -259,7 +260,7 @@ def _mixes(
 
 
 def _expert_bytes(stored: Sequence[int], sizes: _Sizes, kept: Mapping[str, str]) -> tuple[int, ...]:
-    """Of each expert in a mix, where the matrices of all are alike."""
+    """Bytes of each expert in a mix; the matrices of all experts are alike."""
     found, named = list(stored), {name: parsed(name) for name in kept if is_routed(name)}
     for name, (plain, experts) in named.items():
         if experts is None:
@@ -272,12 +273,12 @@ def _expert_bytes(stored: Sequence[int], sizes: _Sizes, kept: Mapping[str, str])
 
 
 def _unread(experts: Sequence[int], chosen: Sequence[float]) -> float:
-    """Bytes of experts that a decode step isn't expected to read."""
+    """Bytes of experts that a decode step is not expected to read."""
     return sum(size * (1 - share) for size, share in zip(experts, chosen, strict=True))
 
 
 def item_of(sizes: Mapping[str, int], losses: Mapping[str, float]) -> Item:
-    """A class of matrices in all options."""
+    """A class of matrices with all its options, as a knapsack item."""
     return Item(
         np.array([sizes[option] for option in OPTIONS]),
         np.array([losses[option] for option in OPTIONS]),
@@ -285,7 +286,7 @@ def item_of(sizes: Mapping[str, int], losses: Mapping[str, float]) -> Item:
 
 
 def weights_loss(scenario: Scenario) -> float:
-    """The sum over all units of all models."""
+    """Summed loss over all units of all models."""
     chosen = (workload.model.choice for workload in scenario.workloads)
     return sum(sum(choice.loss.values()) for choice in chosen if choice)
 
@@ -294,7 +295,7 @@ def weights_loss(scenario: Scenario) -> float:
 
 
 def given_up(plan: Plan) -> list[str]:
-    """What the weights are kept as, a line a device; none for a plan that has not chosen."""
+    """How the weights are kept, one line per device; empty for a plan that has chosen none."""
     lines = []
     for ledger in plan.ledgers:
         units = [u for u in plan.units if u.place == ledger.place and u.kept is not None]
@@ -305,8 +306,8 @@ def given_up(plan: Plan) -> list[str]:
 
 
 def _ranges(units: Sequence[PlacedUnit]) -> Iterator[str]:
-    """Neighbours that are kept alike."""
-    for kept, group in groupby(units, key=lambda unit: _said(unit.kept or AS_STORED)):
+    """Runs of neighbouring units with the same option, in words."""
+    for kept, group in groupby(units, key=lambda unit: _option_range(unit.kept or AS_STORED)):
         names = [unit.name.rpartition(".")[2] for unit in group]
         layers = [name for name in names if name.isdigit()]
         first, last = (layers or [""])[0], (layers or [""])[-1]
@@ -319,8 +320,8 @@ def _ranges(units: Sequence[PlacedUnit]) -> Iterator[str]:
         yield f"{' and '.join(words for words, so in said.items() if so)} {kept}"
 
 
-def _said(kept: str) -> str:
-    """An option, and of a mix the ones between which its matrices are."""
+def _option_range(kept: str) -> str:
+    """The option, or for a mix the range of options that its matrices have."""
     options = options_of(kept)
     if isinstance(options, str):
         return kept

@@ -1,12 +1,12 @@
-"""``--cache best``: of all ways of keeping keys and values in 16 to 2 bits, layer by layer, the one
-that loses least and fits; together with ``weights="best"`` the least of both.
+"""``--cache best``: keys and values in 16 to 2 bits, chosen layer by layer so that the loss is
+least and everything fits; together with ``weights="best"``, the least loss of both.
 
-What fewer bits lose is known by layer and side (``exkv.loading.cache_losses``), and adds up. A
-unit's options are then those of its weights times the pairs of bits of its layer, of which the
-Pareto front of bytes and loss counts (``search.knapsack.front``), and ``search.choose`` finds the
-best of all units on the devices. As with weights, the choice is held against its own ledger; where
-it doesn't fit, or where layers can't be chosen apart, all have the same pair: with a draft beside
-the model, and where layers attend to others' keys and values.
+The loss of fewer bits is known by layer and side (``exkv.loading.cache_losses``), and adds up. A
+unit's options are those of its weights times its layer's pairs of bits, thinned to the Pareto front
+of bytes and loss (``search.knapsack.front``); ``search.choose`` then finds the best choice for all
+units. As with weights, the choice is checked against its own ledger. All layers get the same pair
+if it doesn't fit, or if layers can't be chosen apart: with a draft beside the model, and where
+layers attend to others' keys and values.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .search.knapsack import Item, front
 from .solve import least_lossy
 from .workspace import CacheShape
 
-#: Ways of a unit that are looked at.
+#: Most options of a unit that are considered.
 _MOST_POINTS = 65
-#: Kinds of cache whose bits are chosen; in the second, layers that slide keep their window only.
+#: Kinds of cache whose bits are chosen; in the second, sliding layers keep only their window.
 KINDS = ("fp16", "hybrid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestCache:
-    """What was chosen.
+    """The chosen cache.
 
     Attributes:
-        scenario: with caches, and weights where they were open, as chosen.
+        scenario: with the chosen caches, and the chosen weights where they were open.
         kind: of cache, or None for the scenario's own.
-        pairs: of bits, of each layer of the first model's cache; "" for one without keys and
-            values. None at all where the kind says it.
+        pairs: of bits, one per layer of the first model's cache; "" for a layer without keys and
+            values. Empty where the kind decides.
         loss: of caches and weights together, where it is known.
     """
 
@@ -55,12 +55,12 @@ class BestCache:
 
     @property
     def cache(self) -> CacheShape:
-        """The first model's."""
+        """The first model's cache."""
         return self.scenario.workloads[0].promise.caches[0]
 
     @property
     def name(self) -> str:
-        """The kind of cache that it is; "by layer" if it is none that has a name."""
+        """Name of the kind of cache; "by layer" if it has none."""
         alike = set(filter(None, self.pairs))
         if self.kind is not None and alike <= {EXACT}:
             return self.kind
@@ -74,20 +74,20 @@ class BestCache:
         return f"by layer, keys/values of {described(self.pairs)} bits{windows}"
 
     def values(self) -> dict[str, Any]:
-        """For JSON: its name, and bits by layer as :class:`exkv.QuantizedCache` takes them."""
+        """For JSON: the name, and bits by layer as :class:`exkv.QuantizedCache` takes them."""
         bits = [bits_of(pair or EXACT) for pair in self.pairs]
         sides = zip(("key_bits", "value_bits"), zip(*bits, strict=True), strict=False)
         return {"cache": self.name, **{side: list(each) for side, each in sides}}
 
 
 def known(scenario: Scenario) -> bool:
-    """Whether it is known of every model what fewer bits lose."""
+    """Whether the loss of fewer cache bits is known for every model."""
     return all(workload.model.cache_losses() for workload in scenario.workloads)
 
 
 def best_kind(scenario: Scenario) -> BestCache | None:
-    """The best of caches that keep every token that a layer sees, on its device; None where
-    nothing fits. Where it isn't known what fewer bits lose, the first of ``BY_LOSS`` that fits."""
+    """The best among caches that keep every token that a layer sees, on its device; None where
+    nothing fits. If losses aren't known, the first of ``BY_LOSS`` that fits."""
     if not known(scenario):
         name = least_lossy(scenario)
         if name is None:
@@ -110,8 +110,8 @@ def _slides(workload: Workload) -> bool:
 
 
 def best_bits(scenario: Scenario) -> BestCache | None:
-    """The best with caches that are as the scenario's in all but their bits; None where nothing
-    fits. Where it isn't known what fewer bits lose, the most for all that fit."""
+    """The best choice of bits for the scenario's own kind of cache; None where nothing fits. If
+    losses aren't known, the most bits that fit, the same for all layers."""
     if any(workload.model.losses() for workload in scenario.workloads):
         least = fitted(scenario, lambda way: in_fewest_bits(in_fewest_bits_of_caches(way)).fits())
         return _best_in(least)
@@ -119,38 +119,38 @@ def best_bits(scenario: Scenario) -> BestCache | None:
     if not found:
         return None
     best = min(found, key=lambda best: best.loss)
-    return replace(best, scenario=settled(_stored_so(scenario, best)))  # in calls that fit
+    return replace(best, scenario=settled(_with_bits_of(scenario, best)))  # in calls that fit
 
 
 def _best_in(scenario: Scenario) -> BestCache | None:
-    """With calls as the scenario has them."""
+    """The best choice of bits with the scenario's calls as they are."""
     if not known(scenario):
-        return _alike(scenario, [pair for pair in PAIRS if len({*bits_of(pair)}) == 1])
-    return _by_layer(scenario) or _alike(scenario, _by_loss(scenario))
+        return _best_uniform(scenario, [pair for pair in PAIRS if len({*bits_of(pair)}) == 1])
+    return _by_layer(scenario) or _best_uniform(scenario, _by_loss(scenario))
 
 
 def _by_loss(scenario: Scenario) -> list[str]:
-    """The least lossy first."""
-    return sorted(_pairs(scenario.workloads[0]), key=lambda pair: _lost(scenario, pair))
+    """Pairs of bits, the least lossy first."""
+    return sorted(_pairs(scenario.workloads[0]), key=lambda pair: _uniform_loss(scenario, pair))
 
 
-def _lost(scenario: Scenario, pair: str) -> float:
-    """With all layers of all models so; 0 where it isn't known."""
+def _uniform_loss(scenario: Scenario, pair: str) -> float:
+    """Summed loss with this pair in all layers of all models; 0 where it isn't known."""
     losses = (workload.model.cache_losses() for workload in scenario.workloads)
     return sum(each.alike(pair) for each in losses if each is not None)
 
 
-def _stored_so(scenario: Scenario, best: BestCache) -> Scenario:
-    """The scenario with its caches as they were chosen for another."""
+def _with_bits_of(scenario: Scenario, best: BestCache) -> Scenario:
+    """The scenario with the cache bits that were chosen for another."""
     first, *others = scenario.workloads
     stored = {layer: pair for layer, pair in enumerate(best.pairs) if pair}
     if not (others and stored):
         return replace(scenario, workloads=(first.stored(stored), *others))
-    return _stored_alike(scenario, next(iter(stored.values())))
+    return _with_uniform_pair(scenario, next(iter(stored.values())))
 
 
 def _layers(workload: Workload) -> dict[str, int]:
-    """Units whose layers have keys and values -> the layer."""
+    """Unit name -> layer index, for units whose layers have keys and values."""
     stored = workload.promise.caches[0].layers
     units = workload.model.units
     named = {unit.name: unit.spec.layer for unit in units if unit.spec.layer is not None}
@@ -158,36 +158,36 @@ def _layers(workload: Workload) -> dict[str, int]:
 
 
 def _pairs(workload: Workload) -> tuple[str, ...]:
-    """Those that a layer may have, most bits first."""
+    """Pairs of bits that a layer may have, most bits first."""
     layers = _layers(workload).values()
     specs = [workload.promise.caches[0].layers[layer].spec for layer in layers]
     return pairs_of(specs[0]) if specs else (EXACT,)
 
 
-def _same(workload: Workload, pair: str) -> dict[int, str]:
-    """All layers with this pair."""
+def _uniform_pairs(workload: Workload, pair: str) -> dict[int, str]:
+    """This pair for every layer."""
     return dict.fromkeys(_layers(workload).values(), pair)
 
 
-def _stored_alike(scenario: Scenario, pair: str) -> Scenario:
-    return scenario.each(lambda workload: workload.stored(_same(workload, pair)))
+def _with_uniform_pair(scenario: Scenario, pair: str) -> Scenario:
+    return scenario.each(lambda workload: workload.stored(_uniform_pairs(workload, pair)))
 
 
 def in_fewest_bits_of_caches(scenario: Scenario) -> Scenario:
-    return _stored_alike(scenario, PAIRS[-1])
+    return _with_uniform_pair(scenario, PAIRS[-1])
 
 
-def _alike(scenario: Scenario, pairs: Sequence[str]) -> BestCache | None:
-    """With one of these pairs for all layers of all models: the first loses least, and with
-    weights that are open another may lose less together."""
+def _best_uniform(scenario: Scenario, pairs: Sequence[str]) -> BestCache | None:
+    """The best with one of these pairs for all layers of all models. The first pair loses least,
+    but if weights are open, a later one may lose less together with them."""
     found: list[BestCache] = []
     for pair in pairs:
-        lost = _lost(scenario, pair)
+        lost = _uniform_loss(scenario, pair)
         if found and lost >= min(best.loss for best in found):
             break
-        tried = settled(_stored_alike(scenario, pair))
+        tried = settled(_with_uniform_pair(scenario, pair))
         if tried.fits():
-            stored = _same(tried.workloads[0], pair)
+            stored = _uniform_pairs(tried.workloads[0], pair)
             found.append(_best(tried, stored, lost + weights_loss(tried)))
     return min(found, key=lambda best: best.loss, default=None)
 
@@ -202,7 +202,8 @@ def _best(scenario: Scenario, stored: Mapping[int, str], loss: float) -> BestCac
 
 
 def _by_layer(scenario: Scenario) -> BestCache | None:
-    """None where layers can't be chosen apart, or their choice doesn't fit."""
+    """The best choice layer by layer; None where layers can't be chosen apart, or it doesn't
+    fit."""
     (first, *others), layers = scenario.workloads, _layers(scenario.workloads[0])
     if others or any(first.model.config.reads(layer) is not None for layer in layers.values()):
         return None
@@ -213,7 +214,7 @@ def _by_layer(scenario: Scenario) -> BestCache | None:
         whole, mixes = weight_options(first, scenario)
         of_weights = mixes or whole
     of_caches = _cache_options(first, scenario)
-    options = list(map(_together, of_weights, of_caches))
+    options = list(map(_options_of_both, of_weights, of_caches))
     chosen = least_lossy_units(options, scenario.budgets, scenario.order)
     if chosen is None:
         return None
@@ -228,7 +229,7 @@ def _by_layer(scenario: Scenario) -> BestCache | None:
 
 
 def _without_cache(cost: UnitCost, model: ModelShape) -> UnitCost:
-    """With the loss of its weights alone."""
+    """The cost with the loss of its weights alone."""
     losses = model.cache_losses()
     assert losses is not None, "known"
     lost = 0.0 if cost.stored is None else losses.of(cost.name, cost.stored)
@@ -236,13 +237,13 @@ def _without_cache(cost: UnitCost, model: ModelShape) -> UnitCost:
 
 
 def _cache_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]:
-    """Of each unit, its ledger lines with its layer's keys and values in each pair of bits; the
-    lines as they are of one without."""
+    """Each unit's ledger lines for every pair of bits of its layer's keys and values; unchanged for
+    a unit without a cache."""
     losses, layers, pairs = workload.model.cache_losses(), _layers(workload), _pairs(workload)
     assert losses is not None, "known"
     ways = []
     for pair in pairs:
-        there = workload.stored(_same(workload, pair))
+        there = workload.stored(_uniform_pairs(workload, pair))
         ways.append((there, there.peaks(scenario.budgets)))
     sizes = frozenset[int]().union(*(there.allocated_sizes(peaks) for there, peaks in ways))
     costs = [there.costs(peaks, scenario.home, sizes) for there, peaks in ways]
@@ -257,8 +258,10 @@ def _cache_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost
     ]
 
 
-def _together(of_weights: Sequence[UnitCost], of_cache: Sequence[UnitCost]) -> list[UnitCost]:
-    """A unit's options over both; what calls take is the most that either of the two says."""
+def _options_of_both(
+    of_weights: Sequence[UnitCost], of_cache: Sequence[UnitCost]
+) -> list[UnitCost]:
+    """A unit's options over both; the workspace is the larger of the two."""
     if len(of_cache) == 1:
         return list(of_weights)
     exact = of_cache[0]

@@ -1,7 +1,7 @@
-"""What devices offer: budgets for the cards of this machine, or for cards that one doesn't own.
+"""What devices offer: budgets for this machine's cards, or for cards that the user doesn't own.
 
-What this process holds already counts: its allocations, and what is promised to models that it
-has loaded, so that a second model never takes the memory that the first one's calls will need.
+Memory that this process holds already counts: its allocations, and what is promised to models that
+it has loaded, so that a second model never takes memory that the first one's calls will need.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from exkv.sizes import parse_cards, parse_sizes
 from .named_hosts import Hosts, checked_name
 from .plan import CPU, Budget, Plan, one_of
 
-#: What users give: sizes as text ("24G,24G,8G"), or names of devices, or nothing for all.
+#: What users give: sizes as text ("24G,24G,8G"), or device names, or None for all devices.
 Devices = str | torch.device | Sequence[str | torch.device]
-#: One number for all devices or one a device, in bytes or as text ("1G").
+#: One number for all devices or one per device, in bytes or as text ("1G").
 Sizes = int | str | Sequence[int | str]
 
 
@@ -37,10 +37,10 @@ class Loaded(Protocol):
     plan: Plan | None
 
     def unread_bytes(self, device: torch.device) -> int:
-        """Weights that are placed there and not read yet."""
+        """Bytes of weights that are placed there but not read yet."""
 
 
-#: Capacity of a device of this machine that wasn't asked yet: to ask takes memory on it.
+#: Capacity of a local device that wasn't queried yet, since a query takes memory on it.
 _UNKNOWN = -1
 
 #: Every loaded model of this process.
@@ -59,37 +59,37 @@ def make_budgets(
     hosts: Hosts | None = None,
     allocator: str = "cuda",
 ) -> list[Budget]:
-    """Budgets for the devices named.
+    """Budgets for the given devices.
 
     Args:
-        devices: None for every accelerator of this machine that can be used now (or its CPU, where
-            it has none); names of devices that are here; or sizes of cards, which needn't be:
-            ``"24G,24G,8G"`` are ``cuda:0`` to ``cuda:2``, empty.
-        reserve: bytes to leave free, one number for all or a list with one for each device; the
-            host as overflow may be left out.
-        cap: the most to use on each device; 0 leaves it out, and it is asked for nothing.
+        devices: None for every usable accelerator of this machine (or its CPU, where it has none);
+            names of local devices; or sizes of cards, which need not exist: ``"24G,24G,8G"`` are
+            ``cuda:0`` to ``cuda:2``, empty.
+        reserve: bytes to leave free, one number for all or a list with one per device; the host as
+            overflow may be left out.
+        cap: the most to use on each device; a device with 0 is left out and not queried.
         margin: for what no arithmetic sees; None for a default by device type: nothing on the
             host and the simulated accelerator, 160 MiB on a GPU.
-        cpu: the host as overflow: True for what is free, or bytes, or text.
-        bandwidth: bytes a second at which each device reads, for ``objective="speed"``.
-        disk_bandwidth: bytes a second at which experts that host memory has no room for are read;
+        cpu: the host as overflow: True for its free memory, or bytes, or text.
+        bandwidth: bytes per second that each device reads, for ``objective="speed"``.
+        disk_bandwidth: bytes per second at which experts that don't fit in host memory are read;
             None to measure it where they are.
-        hosts: instead of devices, each host's: sizes of its cards, and of its memory as overflow
-            ("24G,24G,cpu:32G"), or budgets that a process there has made. Then ``cpu`` is a size,
-            and every host has it.
-        allocator: how cards that are given by their sizes give memory: "cuda", in segments and with
-            a driver's context, or "exact", to the rounded byte, as ``exkv.sim`` does by default.
+        hosts: in place of devices, each host's: sizes of its cards, and of its memory as overflow
+            ("24G,24G,cpu:32G"), or budgets made by a process there. ``cpu`` is then a size that
+            applies to every host.
+        allocator: how cards given by size allocate memory: "cuda", in segments and with a driver's
+            context, or "exact", to the rounded byte, as ``exkv.sim`` does by default.
 
     Raises:
-        ValueError: an unknown device, or one that can't be used now, a size that is none, a
+        ValueError: an unknown device, or one that can't be used now, text that is not a size, a
             negative or overlong list.
     """
     if hosts is not None:
         if devices is not None:
-            raise ValueError("devices and hosts: give one of them, hosts name their devices")
-        budgets = _of_hosts(hosts, cpu)
+            raise ValueError("devices and hosts exclude each other: a host lists its own devices")
+        budgets = _host_budgets(hosts, cpu)
     else:
-        budgets = _offered(devices)
+        budgets = _requested_budgets(devices)
         if cpu is not False:
             budgets.append(_host(cpu))
     exact = one_of("allocator", allocator, sim.ALLOCATORS) == "exact"
@@ -100,45 +100,45 @@ def make_budgets(
         budgets = _with_bandwidths(budgets, bandwidth)
     if disk_bandwidth is not None:
         if not disk_bandwidth > 0:
-            raise ValueError(f"disk_bandwidth is {disk_bandwidth}: give bytes a second, above 0")
+            raise ValueError(f"disk_bandwidth is {disk_bandwidth}: give bytes per second, above 0")
         budgets = [
             replace(b, disk_bandwidth=disk_bandwidth) if b.device == CPU else b for b in budgets
         ]
     used = [budget for budget in budgets if budget.cap != 0]
     if not used:
         raise ValueError("cap leaves every device out: give one of them a size above 0")
-    budgets = _filled_in(used, named=devices is not None)
+    budgets = _usable_budgets(used, named=devices is not None)
     return [_exact(budget) for budget in budgets] if exact else budgets
 
 
 def _exact(budget: Budget) -> Budget:
-    """The same of a device that gives memory to the byte, and has no driver."""
+    """The budget for a device that allocates to the byte and has no driver context."""
     return replace(budget, context=0, libraries=0, graphs=0, segmented=False)
 
 
-def _filled_in(budgets: Sequence[Budget], *, named: bool) -> list[Budget]:
-    """The budgets, with what devices of this machine say of their memory now; without those that
-    can't be used, unless the user named them."""
+def _usable_budgets(budgets: Sequence[Budget], *, named: bool) -> list[Budget]:
+    """The budgets with what local devices report of their memory now; without those that can't be
+    used, unless the user named them."""
     unknown = [budget.device for budget in budgets if budget.capacity == _UNKNOWN]
     for device in unknown if named else ():
         accelerators.check_usable(device)
     usable = unknown if named or not unknown else accelerators.usable_devices(unknown)
     return [
-        _as_asked(budget) if budget.capacity == _UNKNOWN else budget
+        _queried(budget) if budget.capacity == _UNKNOWN else budget
         for budget in budgets
         if budget.capacity != _UNKNOWN or budget.device in usable
     ]
 
 
-def _as_asked(budget: Budget) -> Budget:
-    """What a device has now, with the numbers that the user gave."""
+def _queried(budget: Budget) -> Budget:
+    """A device's current memory, with the numbers that the user gave."""
     lines = ("reserve", "margin", "cap", "bandwidth", "disk_bandwidth")
     given = {name: getattr(budget, name) for name in lines}
     return replace(present_budget(budget.device), **given)
 
 
 def devices_to_load(devices: Devices | None) -> list[torch.device] | None:
-    """Devices of this machine, None for all; sizes of cards are for plans.
+    """Local devices to load to, None for all; sizes of cards are for plans only.
 
     Raises:
         ValueError: a size, or a device that isn't here.
@@ -155,7 +155,7 @@ def devices_to_load(devices: Devices | None) -> list[torch.device] | None:
 
 
 def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
-    """The same budgets of devices that are here, with what each reads a second, tried out.
+    """The same budgets of local devices, with each one's measured bandwidth.
 
     Raises:
         ValueError: a device isn't here.
@@ -171,12 +171,12 @@ def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
 
 
 def present_budget(device: torch.device, own: object = None) -> Budget:
-    """A device of this machine, as it is now.
+    """A local device's budget at this moment.
 
     Args:
-        own: a loaded model for which this is asked, which is no other model.
+        own: the loaded model that asks, which doesn't count as another one.
     """
-    beside = overhead.of_present(device)  # first: what it measures is in use from then on
+    beside = overhead.of_present(device)  # first: what it measures is in use from here on
     now = accelerators.memory(device)
     plans = [(model, model.plan) for model in LOADED if model.plan is not None]
     here = [(m, ledger) for m, p in plans for ledger in p.ledgers if ledger.device == device]
@@ -197,7 +197,7 @@ def present_budget(device: torch.device, own: object = None) -> Budget:
 
 
 def _models_on(device: torch.device, but: Collection[object]) -> dict[str, int]:
-    """What loaded models are promised on a device, by their checkpoints' names."""
+    """Bytes promised to loaded models on a device, by their checkpoints' names."""
     totals: Counter[str] = Counter()
     for model in LOADED:
         ledgers = () if model in but or model.plan is None else model.plan.ledgers
@@ -207,7 +207,7 @@ def _models_on(device: torch.device, but: Collection[object]) -> dict[str, int]:
 
 
 def without(models: Collection[Loaded], budget: Budget) -> Budget:
-    """What a device offers when these models have left it; one of another host as it said."""
+    """What a device offers once these models are unloaded; another host's device is unchanged."""
     if budget.host:
         return budget
     plans = [model.plan for model in models if model.plan is not None]
@@ -225,26 +225,26 @@ def without(models: Collection[Loaded], budget: Budget) -> Budget:
 
 
 def _promised_workspace(device: torch.device, plans: Iterable[Plan | None]) -> int:
-    """What calls of these models need there, which run one after the other."""
+    """The workspace that these models' calls need there; they run one after the other."""
     ledgers = (ledger for plan in plans if plan is not None for ledger in plan.ledgers)
     return max((ledger.promised_call for ledger in ledgers if ledger.device == device), default=0)
 
 
-def _offered(devices: Devices | None) -> list[Budget]:
-    """Budgets of devices by their names, not asked yet, or of cards by their sizes."""
+def _requested_budgets(devices: Devices | None) -> list[Budget]:
+    """Budgets of devices by name, not queried yet, or of cards by size."""
     if devices is None:
-        return list(map(_not_asked, accelerators.present_devices()))
+        return list(map(_unqueried_budget, accelerators.present_devices()))
     names = _names(devices)
     sized = list(map(_is_size, names))
     if any(sized):
         return _cards(names, sized)
     try:
-        return list(map(_not_asked, accelerators.resolve_devices(names)))
+        return list(map(_unqueried_budget, accelerators.resolve_devices(names)))
     except ValueError as error:
         raise ValueError(f"{error}; sizes of cards look like 24G, 512M or 2x1.5G") from None
 
 
-def _not_asked(device: torch.device) -> Budget:
+def _unqueried_budget(device: torch.device) -> Budget:
     margin = accelerators.default_margin(device)
     return Budget(device=device, capacity=_UNKNOWN, margin=margin)
 
@@ -258,19 +258,19 @@ def _names(devices: Devices) -> list[str | torch.device]:
 
 
 def _is_size(name: str | torch.device) -> bool:
-    """Whether it is meant as one: names of devices begin with a letter."""
+    """Whether it is meant as a size: device names begin with a letter."""
     return isinstance(name, str) and re.match(r"[\d.+-]", name) is not None
 
 
 def _cards(names: Sequence[str | torch.device], sized: Sequence[bool]) -> list[Budget]:
-    """Budgets for cards by their sizes; ValueError names the first that is no size."""
+    """Budgets for cards by size; ValueError names the first that is not a size."""
     for number, (name, is_size) in enumerate(zip(names, sized, strict=True), start=1):
         if name == "":
             raise ValueError(f"devices: item {number} of {','.join(map(str, names))!r} is empty")
         if not is_size:
             raise ValueError(
-                f"devices: {str(name)!r} is no size: sizes of cards and names of devices can't be "
-                "mixed, give 24G,12G or cuda:0,cuda:1"
+                f"devices: {str(name)!r} is not a size: sizes of cards and names of devices can't "
+                "be mixed, give 24G,12G or cuda:0,cuda:1"
             )
     sizes = itertools.chain.from_iterable(parse_cards(str(name)) for name in names)
     return [_card(index, size) for index, size in enumerate(sizes)]
@@ -296,25 +296,25 @@ def _host(size: bool | int | str) -> Budget:
     return Budget(device=CPU, capacity=_number("cpu", size))
 
 
-def _of_hosts(hosts: Hosts, cpu: bool | int | str) -> list[Budget]:
+def _host_budgets(hosts: Hosts, cpu: bool | int | str) -> list[Budget]:
     """Every host's budgets, in order."""
     if not hosts:
         raise ValueError("hosts: give at least one, such as a=24G,24G")
     if cpu is True:
-        raise ValueError("cpu: what hosts have free isn't known here, give a size such as 32G")
+        raise ValueError("cpu: free memory of hosts isn't known here, give a size such as 32G")
     budgets = []
     for name, offered in hosts.items():
-        here = _sized(name, offered) if isinstance(offered, str) else list(offered)
+        here = _parse_host_budgets(name, offered) if isinstance(offered, str) else list(offered)
         if cpu is not False:
             here.append(_host(cpu))
         if not here or len({budget.device for budget in here}) < len(here):
-            raise ValueError(f"host {name}: give it devices, and each of them once")
+            raise ValueError(f"host {name}: give it at least one device, and each only once")
         budgets += [replace(budget, host=checked_name(name)) for budget in here]
     return budgets
 
 
-def _sized(host: str, text: str) -> list[Budget]:
-    """Budgets for a host's cards by their sizes, and for its memory, ``cpu:32G``, behind them."""
+def _parse_host_budgets(host: str, text: str) -> list[Budget]:
+    """Budgets for a host's cards by size, and for its memory, ``cpu:32G``, after them."""
     names = [name.strip() for name in text.split(",")]
     memory = [_host(name.removeprefix("cpu:")) for name in names if name.startswith("cpu:")]
     cards = [name for name in names if not name.startswith("cpu:")]
@@ -371,7 +371,7 @@ def _number(what: str, size: int | str) -> int:
 def _with_bandwidths(budgets: list[Budget], bandwidth: Sequence[float]) -> list[Budget]:
     if len(bandwidth) != len(budgets) or not all(value > 0 for value in bandwidth):
         raise ValueError(
-            f"bandwidth is {list(bandwidth)}: give {len(budgets)} positive numbers, one a device, "
-            "in bytes a second"
+            f"bandwidth is {list(bandwidth)}: give {len(budgets)} positive numbers, one per "
+            "device, in bytes per second"
         )
     return [replace(b, bandwidth=float(n)) for b, n in zip(budgets, bandwidth, strict=True)]

@@ -1,10 +1,10 @@
 """Run code on tensors that have a device and a shape but no memory, and count what it would take.
 
-While a ``DryRun`` is on, every tensor that is made is a ``ShapeTensor``, every op computes shapes
-only, and the storages that come and go on one type of device are counted as its allocator would.
-(``FakeTensorMode`` is torch's own such mode. It imports torch's compiler, which takes a second; and
-plain ``meta`` tensors don't say where they are, so that attention takes another way than on a
-device.)
+While a ``DryRun`` is active, every new tensor is a ``ShapeTensor``, every op computes shapes only,
+and the storages that come and go on one device type are counted as its allocator would.
+(``FakeTensorMode`` is torch's own such mode, but it imports torch's compiler, which takes a second;
+and plain ``meta`` tensors don't say which device they are on, so that attention would take another
+path than on the device.)
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class ShapeTensor(torch.Tensor):
-    """A tensor that says where it is and has no memory.
+    """A tensor that has a device but no memory.
 
     Attributes:
-        meta: has its shape and storage.
-        stands_for: the type of device that is planned for, where this one is in its place.
+        meta: a ``meta`` tensor with its shape and storage.
+        stands_for: the device type being planned for, where this tensor's own type replaces it.
         _is_param: how nn.Parameter marks tensors of subclasses.
     """
 
@@ -59,27 +59,27 @@ class ShapeTensor(torch.Tensor):
     def __init__(self, meta: torch.Tensor, device: torch.device) -> None:
         super().__init__()
 
-    # torch.Tensor's own stubs have untyped functions of C++ in the place of these two.
+    # In torch.Tensor's own stubs, these two are untyped C++ functions.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        raise RuntimeError(f"{func} was called on a tensor of a dry run that is over")
+        raise RuntimeError(f"{func} was called on a tensor of a dry run that has ended")
 
 
 class DryRun(LiveStorages, TorchDispatchMode):
-    """Counts the bytes of storages on one type of device, and their peak.
+    """Count the bytes of storages on one device type, and their peak.
 
     Args:
-        device_type: of the storages that count.
-        kernels: the device type whose native kernels count as there; None for the same.
+        device_type: of the storages to count.
+        kernels: the device type whose native kernels are assumed; None for the same.
 
     Attributes:
-        device: one of that type.
+        device: a device of that type.
         current, peak: bytes, each storage rounded as allocators do.
-        inputs: how many requests there are before the unit's input is made.
+        inputs: the number of requests before the unit's input is made.
     """
 
     def __init__(self, device_type: str, kernels: str | None = None) -> None:
@@ -91,16 +91,16 @@ class DryRun(LiveStorages, TorchDispatchMode):
 
     @classmethod
     def planned_on(cls, device_type: str) -> DryRun:
-        """For a type of devices, of which this torch may know nothing."""
+        """A run for a device type that this build of torch may not support."""
         return cls(predicted_on(device_type), kernels=device_type)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler, to keep this from being compiled."""
+        """Without this, torch imports its compiler to keep this mode from being compiled."""
         return False
 
     def standing_for(self, meta: torch.Tensor, device: torch.device | None = None) -> ShapeTensor:
-        """A tensor on a device, None for the one of this run, that isn't counted yet.
+        """A tensor on ``device`` (default: the run's) that isn't counted yet.
 
         Args:
             meta: has its shape and storage.
@@ -111,14 +111,14 @@ class DryRun(LiveStorages, TorchDispatchMode):
         return made
 
     def parameters(self, shapes: Mapping[str, torch.Tensor]) -> dict[str, ShapeTensor]:
-        """Parameters like these, on this run's device."""
+        """Parameters of these shapes, on this run's device."""
         made = {name: self.standing_for(meta) for name, meta in shapes.items()}
         for parameter in made.values():
             parameter._is_param = True
         return made
 
     def restart(self, held: object) -> None:
-        """Count anew: these tensors, and those that are made from now on."""
+        """Start counting anew with these tensors, and those that are made from now on."""
         self.forget_all()
         for tensor in _tensors(held):
             if isinstance(tensor, ShapeTensor):
@@ -126,8 +126,8 @@ class DryRun(LiveStorages, TorchDispatchMode):
         self.inputs = len(self.trace)
 
     def measured(self, call: Callable[[], T]) -> tuple[T, int, Trace]:
-        """Make a call -> its result, the bytes at its peak beyond those before it, and its
-        requests."""
+        """Make a call -> its result, its peak bytes beyond those live before it, and its
+        allocation requests."""
         before, begun, events = self.peak, self.current, len(self.trace)
         self.peak = begun
         out = call()
@@ -140,9 +140,9 @@ class DryRun(LiveStorages, TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "exkv":
-            with self:  # so that what it is made of counts
+            with self:  # so that the ops it decomposes into are counted
                 return self._own_op(func.name().removeprefix("exkv::"), args)
-        # SDPA, for one, is made of others, and converts its mask.
+        # SDPA, for one, decomposes into other ops, and converts its mask.
         if func.namespace == "aten" and (key := _composite_key(func)) is not None:
             with self:
                 return func._op_dk(key, *args, **kwargs)
@@ -151,7 +151,7 @@ class DryRun(LiveStorages, TorchDispatchMode):
     # One of exkv's ops --------------------------------------------------------------------
 
     def _own_op(self, name: str, args: tuple) -> Any:
-        """As a kernel or the reference serves it."""
+        """Count an exkv op as the kernel, or else the reference, serves it."""
         call = named_arguments(name, args)
         if not has_kernel(name, self.kernels):
             return self._reference(name, call)
@@ -161,8 +161,8 @@ class DryRun(LiveStorages, TorchDispatchMode):
         return out
 
     def _reference(self, name: str, call: Call) -> Any:
-        """What the reference makes of the call, which shows its peak with as little work as may
-        be."""
+        """The reference's results, from a reduced call that shows its peak with as little work as
+        possible."""
         if name in READING:
             return FAKES[name](*call.values())
         changes = SHORTER[name](call) if name in SHORTER else {}
@@ -176,14 +176,14 @@ class DryRun(LiveStorages, TorchDispatchMode):
         del self.trace[events:]
         self.peak = before
         out = FAKES[name](*call.values())
-        # The reference has all of its results, beside which it peaks.
+        # The reference holds all its results at its peak.
         self.pass_through(peak - shorter)
         return out
 
     # One op -------------------------------------------------------------------------------
 
     def _shapes(self, func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """The op's results, by shapes alone."""
+        """The op's results, computed from shapes alone."""
         given = {id(meta): (tensor, meta) for tensor, meta in _with_metas((args, kwargs))}
         metas = {id(tensor): meta for tensor, meta in given.values()}
         device = kwargs.get("device")
@@ -191,7 +191,7 @@ class DryRun(LiveStorages, TorchDispatchMode):
         known = {meta.untyped_storage()._cdata for _, meta in given.values()}
 
         def result(meta: torch.Tensor) -> torch.Tensor:
-            if id(meta) in given:  # it was written to
+            if id(meta) in given:  # an argument, written in place
                 return given[id(meta)][0]
             made = self.standing_for(meta, torch.device(where))
             if meta.untyped_storage()._cdata not in known:
@@ -205,21 +205,21 @@ class DryRun(LiveStorages, TorchDispatchMode):
         return _mapped(result, result_of(func, swap(args), keywords))
 
     def _follow(self, tensor: ShapeTensor) -> None:
-        """Count the tensor's storage until it dies."""
+        """Count the tensor's storage until it is freed."""
         if tensor.device.type == self.device_type:
             self.follow(tensor.meta.untyped_storage())
 
 
 @functools.cache
 def _composite_key(op: OpOverload) -> torch._C.DispatchKey | None:
-    """By which the op is made of others; None where it is one kernel."""
+    """The dispatch key under which the op decomposes into others; None if it is one kernel."""
     if op is torch.ops.aten._safe_softmax.default:  # SDPA's, which marks the scores that are -inf
         return torch._C.DispatchKey.CompositeExplicitAutograd
     return _COMPOSITE if op.has_kernel_for_dispatch_key(_COMPOSITE) else None
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:
-    """In (lists, tuples and dictionaries of) what an op is given or answers with."""
+    """Tensors in an op's arguments or results, through lists, tuples and dictionaries."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple | dict):
@@ -228,7 +228,7 @@ def _tensors(values: object) -> Iterator[torch.Tensor]:
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """The same with every tensor changed."""
+    """The same structure with ``change`` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -237,7 +237,7 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def _with_metas(values: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each tensor and its shape on ``meta``; real tensors, too, are read for their shape only."""
+    """Each tensor and its shape on ``meta``; of a real tensor, too, only the shape is read."""
     for tensor in _tensors(values):
         if isinstance(tensor, ShapeTensor):
             yield tensor, tensor.meta
@@ -247,7 +247,7 @@ def _with_metas(values: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _device_of(tensors: Iterator[torch.Tensor]) -> torch.device:
-    """Where an op on these computes: host scalars and indices go to the device."""
+    """Where an op on these computes: host scalars and indices follow the device."""
     found = torch.device("cpu")
     for tensor in tensors:
         if tensor.device.type != "cpu":
@@ -256,8 +256,8 @@ def _device_of(tensors: Iterator[torch.Tensor]) -> torch.device:
 
 
 def predicted_on(device_type: str) -> str:
-    """The type to predict on. A torch that was built without CUDA can't index tensors of it, not
-    even their shapes; the host's are taken then. They take the same way through exkv's own
+    """The device type to predict on. A torch built without CUDA can't index tensors on it, not even
+    shapes; the prediction then uses host tensors, which take the same path through exkv's own
     ops."""
     built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
     return device_type if built.get(device_type, True) else "cpu"

@@ -1,14 +1,13 @@
-"""How long a decode step is to take, by what it reads: weights, caches, and of routed experts those
+"""Predict the time of a decode step from what it reads: weights, caches, and the routed experts
 that tokens are expected to choose.
 
-Units run one after the other, so that their times add up. Where experts of a unit lie in host
-memory, the host computes with them while the card computes with the others, and with what all
-tokens take; hidden states go there and come back. Which experts a token chooses is chance, and one
-device waits for the other: what counts is the mean over these chances of the longer time. What is
-computed costs nothing beside what is read, as long as there are few rows. What is read from disk
-comes on top: of the experts that are chosen least often as many as memory has no room for, since
-the system keeps what is used most. Bandwidths are the budgets' own; where they have none, common
-ones are assumed.
+Units run one after the other, so their times add up. Where a unit has experts in host memory, the
+host computes those while the card computes the others and the part that all tokens take; hidden
+states travel there and back. Which experts a token chooses is random, and one device waits for the
+other, so what counts is the mean of the longer time. With few rows, computing costs nothing beside
+reading. Disk reads come on top: the experts that are chosen least often, as many as memory has no
+room for, since the system keeps what is used most. Bandwidths are the budgets' own; where those
+have none, common ones are assumed.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from exkv.sizes import human
 
 from .plan import Budget, Place, Plan, UnitCost
 
-#: Bytes a second where nobody gave or measured any: of a card with GDDR6X, and of a host.
+#: Bytes per second assumed if none is given or measured: a card with GDDR6X, and a host.
 CARD, HOST, LINK = 1000e9, HostRates().bandwidth, HostRates().link
-#: Likewise of a disk, where none could be measured either.
+#: Likewise for a disk that couldn't be measured.
 DISK = 1e9
 
-#: Seconds until a hidden state has reached another device, beside its bytes over the link.
+#: Seconds for a hidden state to reach another device, beside its bytes over the link.
 HOP_SECONDS = 20e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second of a card, of its host's memory, and of the link between them."""
+    """Bytes per second of a card, of its host's memory, and of the link between them."""
 
     card: float
     host: float
@@ -43,19 +42,19 @@ class Rates:
 
 
 def bandwidth(budget: Budget) -> float:
-    """The device's, in bytes a second; assumed where it isn't known."""
+    """The device's bandwidth in bytes per second; assumed where it isn't known."""
     return budget.bandwidth or (HOST if budget.device.type == "cpu" else CARD)
 
 
 def rates_of(budget: Budget, budgets: Sequence[Budget]) -> Rates:
-    """Of a card among these devices."""
+    """Rates of a card among these devices."""
     memory = (each for each in budgets if each.place == budget.place.memory)
     host = next(map(bandwidth, memory), HOST)
     return Rates(bandwidth(budget), host)
 
 
 def unit_seconds(cost: UnitCost, rates: Rates) -> float:
-    """Of a unit on a card, with its experts where the cost says they are."""
+    """Seconds of a unit on a card, with its experts where the cost says they are."""
     seconds, apart = cost.traffic / rates.card, cost.host_experts
     if apart:
         there = (each for each in range(len(cost.experts)) if each not in apart)
@@ -64,12 +63,12 @@ def unit_seconds(cost: UnitCost, rates: Rates) -> float:
 
 
 def seconds_beyond(cost: UnitCost, rates: Rates, order: Sequence[int]) -> np.ndarray:
-    """Seconds that a unit takes longer, at the mean, with the first m experts of an order of all
-    in host memory than with all on the card; float64 (m from 0 to all).
+    """Mean extra seconds of a unit with the first m experts of an order in host memory, compared to
+    all on the card; float64 (m from 0 to all).
 
-    How many of them a step reads is chance, by :func:`chances`; each of them counts as many bytes
-    as they have at the mean. Both devices know what was chosen after a hop; the card then waits for
-    another one, with the numbers of its rows, and at the end for the host's outputs.
+    How many of them a step reads is random, by :func:`chances`; each counts as many bytes as they
+    have on average. Both devices know the choice after a hop; the card then waits for a second hop,
+    with the numbers of its rows, and in the end for the host's outputs.
     """
     shares = tuple(cost.chosen[each] for each in order)
     read = np.array([cost.experts[each] for each in order]) * shares
@@ -87,8 +86,9 @@ def seconds_beyond(cost: UnitCost, rates: Rates, order: Sequence[int]) -> np.nda
 
 
 def least_seconds_beyond(cost: UnitCost, rates: Rates, on_host: np.ndarray) -> np.ndarray:
-    """The same at least, of any experts of which a step reads so many bytes at the mean, those of
-    none first: if every step did, since chance only takes longer."""
+    """A lower bound of :func:`seconds_beyond` for any experts of which a step reads ``on_host``
+    bytes on average, starting from none: every step is assumed to read the mean, since randomness
+    only adds time."""
     read = _beside_host(cost)
     longer = np.maximum(HOP_SECONDS + (read - on_host) / rates.card, on_host / rates.host)
     seconds = longer + 2 * (HOP_SECONDS + cost.hidden_step / rates.link) - read / rates.card
@@ -97,24 +97,24 @@ def least_seconds_beyond(cost: UnitCost, rates: Rates, on_host: np.ndarray) -> n
 
 
 def even_bytes(cost: UnitCost, rates: Rates) -> float:
-    """Bytes read of experts in host memory with which host and card take equally long."""
+    """Bytes read of experts in host memory at which host and card take equally long."""
     return (HOP_SECONDS + _beside_host(cost) / rates.card) / (1 / rates.card + 1 / rates.host)
 
 
 def _beside_host(cost: UnitCost) -> float:
-    """Bytes that a step reads at the mean of all experts, shared ones too."""
+    """Mean bytes that a step reads of all experts, shared ones included."""
     routed = sum(size * share for size, share in zip(cost.experts, cost.chosen, strict=True))
     return routed + cost.shared_experts
 
 
 @functools.lru_cache(1024)
 def chances(shares: tuple[float, ...]) -> np.ndarray:
-    """Of the first m experts, how many a decode step reads: the probability of k; float64 (m from
-    0 to all, k).
+    """The probability that a decode step reads k of the first m experts; float64 (m from 0 to all,
+    k).
 
-    As many are read of all as is expected, rounded; sets of so many by the product of their odds
-    (conditional Bernoulli sampling). For equal shares that is the hypergeometric distribution.
-
+    In total as many are read as expected, rounded; sets of that size are weighted by the product of
+    their odds (conditional Bernoulli sampling). For equal shares this is the hypergeometric
+    distribution.
     Args:
         shares: the probability of each expert.
     """
@@ -125,12 +125,12 @@ def chances(shares: tuple[float, ...]) -> np.ndarray:
     return both / both.sum(1, keepdims=True)
 
 
-#: Nothing is impossible, or certain.
+#: Probabilities are clamped away from 0 and 1.
 _LIKELY = 1e-4, 1 - 1e-4
 
 
 def _products(odds: np.ndarray, most: int) -> np.ndarray:
-    """The sum of products over all sets of k of the first m odds, each row divided by its largest;
+    """The sum of products over all sets of k of the first m odds, each row divided by its maximum;
     float64 (m from 0 to all, k from 0 to ``most``)."""
     table = np.zeros((len(odds) + 1, most + 1))
     table[0, 0] = 1.0
@@ -144,7 +144,7 @@ def _products(odds: np.ndarray, most: int) -> np.ndarray:
 def step_seconds(
     costs: Sequence[UnitCost], where: Sequence[Place], budgets: Sequence[Budget]
 ) -> float:
-    """Of a decode step through units that are placed so; those of other processes take none."""
+    """Seconds of a decode step through units placed so; units of other processes take none."""
     offered = {budget.place: budget for budget in budgets}
     total, before = 0.0, None
     for cost, place in zip(costs, where, strict=True):
@@ -167,9 +167,9 @@ class OnDisk:
 
     Attributes:
         nbytes: of experts that memory has no room for.
-        read: of these in a decode step, to be expected.
-        rate: bytes a second at which they are read.
-        assumed: whether nobody gave or measured it.
+        read: bytes of these that a decode step is expected to read.
+        rate: bytes per second at which they are read.
+        assumed: whether the rate was neither given nor measured.
     """
 
     nbytes: int
@@ -179,7 +179,7 @@ class OnDisk:
 
     @property
     def seconds(self) -> float:
-        """Of a decode step."""
+        """Of a decode step's disk reads."""
         return self.read / self.rate
 
     @property
@@ -188,7 +188,7 @@ class OnDisk:
         return f"{'assumed ' if self.assumed else ''}{self.rate / 1e9:,.3g} GB/s"
 
     def sentence(self, tokens_per_second: float) -> str:
-        """What users are told."""
+        """The sentence shown to users."""
         digits = ",.0f" if tokens_per_second >= 100 else ".2g"
         return (
             f"{human(self.nbytes)} of experts are read from disk as they are chosen: about "
@@ -202,15 +202,15 @@ def on_disk(plan: Plan, costs: Sequence[UnitCost]) -> OnDisk | None:
     if ledger is None:
         return None
     left, read = ledger.from_disk, 0.0
-    for share, nbytes in sorted(_there(plan, costs)):
+    for share, nbytes in sorted(_mapped_experts(plan, costs)):
         read += share * min(nbytes, left)
         left -= min(nbytes, left)
     rate = ledger.budget.disk_bandwidth
     return OnDisk(nbytes=ledger.from_disk, read=read, rate=rate or DISK, assumed=not rate)
 
 
-def _there(plan: Plan, costs: Sequence[UnitCost]) -> Iterator[tuple[float, int]]:
-    """Of each expert in host memory that may be on disk, the probability that a decode step reads
+def _mapped_experts(plan: Plan, costs: Sequence[UnitCost]) -> Iterator[tuple[float, int]]:
+    """For each expert in host memory that may be on disk: the probability that a decode step reads
     it, and its bytes."""
     for unit, cost in zip(plan.units, costs, strict=True):
         on_host = unit.place == unit.place.memory
@@ -224,12 +224,12 @@ def _there(plan: Plan, costs: Sequence[UnitCost]) -> Iterator[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a plan is expected to do.
+    """The predicted speed of a plan.
 
     Attributes:
         seconds: of a decode step of all rows, with full caches.
         rows: that get a token in it.
-        bandwidths: in words, by which that was said.
+        bandwidths: that the prediction used, in words.
         from_disk: a sentence on experts that are read from disk, if any are.
     """
 
@@ -250,8 +250,8 @@ class Expected:
 def expected(
     plan: Plan, costs: Sequence[UnitCost], budgets: Sequence[Budget], rows: int
 ) -> Expected:
-    """Expectations of a plan; over hosts, with the hops of a token over their link if its speed is
-    known."""
+    """The predicted speed of a plan; over hosts, with a token's hops over their link if its speed
+    is known."""
     hops = len({unit.host for unit in plan.units}) - 1
     hop = plan.link.seconds(max(cost.hidden_step for cost in costs)) if plan.link else 0.0
     disk = on_disk(plan, costs)
@@ -266,7 +266,7 @@ def expected(
 
 
 def in_words(plan: Plan, budgets: Sequence[Budget]) -> str:
-    """The bandwidths of devices that hold weights, and whether they are assumed."""
+    """The bandwidths of devices that hold weights, marked where they are assumed."""
     said, holding = [], {each.place for each in plan.ledgers if each.has_weights}
     for budget in budgets:
         if budget.place in holding:
@@ -278,7 +278,7 @@ def in_words(plan: Plan, budgets: Sequence[Budget]) -> str:
 
 
 def where_experts_are(plan: Plan, costs: Sequence[UnitCost]) -> list[str]:
-    """Of each device with layers that have routed experts, a line that counts these."""
+    """For each device with layers that have routed experts, one line that counts them."""
     lines = []
     for ledger in plan.ledgers:
         here = [

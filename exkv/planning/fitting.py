@@ -1,7 +1,7 @@
-"""Defaults that depend on the room: the largest chunk that fits, the largest slice of a chunk whose
-logits fit, and the embedding in host memory if the model fits only then.
+"""Defaults that depend on available memory: the largest chunk that fits, the largest slice of a
+chunk whose logits fit, and the embedding in host memory if the model only fits that way.
 
-None of these changes an answer. ``exkv.planning.best`` calls this before it chooses weights.
+None of these changes an answer. ``exkv.planning.best`` applies this before it chooses weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Fits = Callable[[Scenario], bool]
 
 def fitted(scenario: Scenario, fits: Fits) -> Scenario:
     """The scenario with the largest calls that fit; with the smallest if none do, so that a refusal
-    says what is missing even then.
+    still says what is missing.
 
     Args:
         fits: whether a scenario fits; its weights may be undecided.
@@ -39,7 +39,7 @@ def smallest(scenario: Scenario) -> list[Scenario]:
 
 
 def anew(scenario: Scenario) -> Scenario:
-    """Fit a scenario again after it was changed."""
+    """Fit a scenario again after a change."""
 
     def usual(workload: Workload) -> Workload:
         promise = replace(workload.promise, max_input_len=workload.model.chunks[0], logits_len=None)
@@ -49,7 +49,7 @@ def anew(scenario: Scenario) -> Scenario:
 
 
 def even_with(scenario: Scenario) -> str:
-    """The part of a refusal that names what was made smaller in vain."""
+    """The part of a refusal that names what was made smaller to no avail."""
     words = dict.fromkeys(each for workload in scenario.workloads for each in workload.fitted)
     return f", even with {', '.join(words)}" if words else ""
 
@@ -64,12 +64,12 @@ def ways(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _chunk_sizes(scenario: Scenario) -> list[int]:
-    """The sizes of chunks to choose from, largest first."""
+    """Candidate chunk sizes, largest first."""
     return sorted({size for w in scenario.workloads for size in w.model.chunks}, reverse=True)
 
 
 def _in_chunks_of(scenario: Scenario, tokens: int) -> Scenario:
-    """With the largest chunks of at most ``tokens``."""
+    """The scenario with the largest chunks of at most ``tokens``."""
     return scenario.each(lambda workload: workload.in_chunks_of(_size(workload, tokens)))
 
 
@@ -79,7 +79,7 @@ def _size(workload: Workload, most: int) -> int:
 
 
 def _places(scenario: Scenario) -> list[Scenario]:
-    """The scenario, and if it differs, the one with embeddings in host memory."""
+    """The scenario, and, if different, the one with embeddings in host memory."""
     hosted = _embedded(scenario)
     return [scenario] if hosted == scenario else [scenario, hosted]
 
@@ -95,7 +95,7 @@ def _with_slices(workload: Workload, tokens: int) -> Workload:
 
 
 def _embedded(scenario: Scenario) -> Scenario:
-    """With undecided embeddings in host memory, if there is room for them."""
+    """The scenario with undecided embeddings in host memory, if there is room for them."""
     if scenario.over_hosts or all(budget.device.type == "cpu" for budget in scenario.budgets):
         return scenario  # the hosts' memory is unknown
     hosted = scenario.each(_with_embedding_on_host)

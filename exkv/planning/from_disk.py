@@ -1,11 +1,11 @@
 """Experts that host memory has no room for: left on disk, and read as tokens choose them.
 
-Experts whose layout in the file is the kernels' are used where they lie in the mapped file. So the
-system may drop their pages and read them again, and a model can be larger than the memory of its
-machine: everything else of it is planned as ever, and of these experts the most often chosen ones
-are counted as in memory, as the system keeps what is used most. How many bytes that leaves on disk
-is the ledger's line ``from_disk``. It is the last resort: smaller calls, and experts in host memory
-instead of a card's, come first.
+Experts that the file stores in the kernels' layout are used in place in the mapped file, so the
+system may drop their pages and read them again, and a model can be larger than its machine's
+memory. Everything else is planned as usual; of these experts, the ones chosen most often count as
+in memory, as the system keeps what is used most. The bytes that remain on disk are the ledger's
+line ``from_disk``. It is the last resort: smaller calls, and experts in host memory in place of a
+card's, come first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .model import ModelShape
 from .plan import CPU, Plan
 from .scenario import Scenario, Workload
 
-#: To which the bytes on disk are found out.
+#: Precision, in bytes, of the search for the least on disk.
 _STEP = 16 << 20
 
 
@@ -38,9 +38,9 @@ _STEP = 16 << 20
 
 
 def mapped_bytes(model: ModelShape) -> dict[str, int]:
-    """Unit -> bytes of one of its routed experts, which are alike, that are used where they lie in
-    the checkpoint's files; of units that have any. Files are opened, and none of it is read but
-    tensors of the same layout that must be converted, one layer's of each."""
+    """Unit -> bytes of one of its routed experts, which are alike, that is used in place in the
+    checkpoint's files; for units that have any. Files are opened, but nothing is read except one
+    layer's tensors of each layout that must be converted."""
     if model.choice is not None or model.losses() is not None or not _has_files(model):
         return {}
     assert model.config.path is not None
@@ -48,13 +48,13 @@ def mapped_bytes(model: ModelShape) -> dict[str, int]:
     try:
         with open_checkpoint(model.config.path) as checkpoint:
             found = dict(_mapped_in(checkpoint, units))
-    except CheckpointError:  # of which a load will complain
+    except CheckpointError:  # loading will report it
         return {}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def _has_files(model: ModelShape) -> bool:
-    """Whether it is known how the model is stored; of a config alone it isn't."""
+    """Whether the model's storage is known; with a config alone it isn't."""
     return has_tensors(model.config, "")
 
 
@@ -69,13 +69,13 @@ def _mapped_in(checkpoint: Checkpoint, units: Sequence[Unit]) -> Iterator[tuple[
 
 
 def _sources(unit: Unit, experts: range | None) -> list[Source]:
-    """Of these experts' parameters; None for all experts'."""
+    """Sources of these experts' parameters; None for all experts'."""
     of = range(len(unit.expert_bytes)) if experts is None else experts
     return [s for s in unit.spec.sources if any(expert_of(each) in of for each in s.parameters)]
 
 
 def _kinds(checkpoint: Checkpoint, sources: Sequence[Source]) -> frozenset[object]:
-    """How tensors are stored: their types, and whether they can be used where they lie."""
+    """How tensors are stored: their types, and whether they can be used in place."""
     names = {name for source in sources for name in source.stored}
     return frozenset((checkpoint.info(n).dtype, checkpoint.mapping(n) is None) for n in names)
 
@@ -86,8 +86,8 @@ def _mapped_of_one(checkpoint: Checkpoint, unit: Unit) -> int:
 
 
 def may_be_left(scenario: Scenario) -> Scenario | None:
-    """The scenario with everything on disk that may be there, or None where nothing may: because
-    somebody said so, no file has such experts, or host memory isn't on offer."""
+    """The scenario with everything on disk that may be there, or None if nothing may: because the
+    user said so, no file has such experts, or host memory isn't on offer."""
     memory = [budget for budget in scenario.budgets if budget.place == budget.place.memory]
     models = [workload.model for workload in scenario.workloads]
     elsewhere = scenario.over_hosts or any(model.elsewhere for model in models)
@@ -106,7 +106,7 @@ def _mapped_total(workload: Workload) -> int:
 
 
 def with_rate(scenario: Scenario) -> Scenario:
-    """With the rate of the disk that has a model's experts, measured unless it is known."""
+    """The scenario with the bandwidth of the disk that holds the experts, measured unless known."""
     if any(budget.disk_bandwidth for budget in scenario.budgets):
         return scenario
     model = next(workload.model for workload in scenario.workloads if workload.mapped)
@@ -119,12 +119,12 @@ def with_rate(scenario: Scenario) -> Scenario:
 
 
 def with_disk(scenario: Scenario, nbytes: int) -> Scenario:
-    """With so many bytes on disk at most."""
+    """The scenario with at most ``nbytes`` on disk."""
     return _with_host(scenario, disk=nbytes)
 
 
 def _with_host(scenario: Scenario, **lines: int | float | None) -> Scenario:
-    """With these lines of the host's budget."""
+    """The scenario with these fields of the host's budget changed."""
     budgets = (
         replace(budget, **lines) if budget.device == CPU else budget  # type: ignore[arg-type]
         for budget in scenario.budgets
@@ -133,18 +133,18 @@ def _with_host(scenario: Scenario, **lines: int | float | None) -> Scenario:
 
 
 def in_memory(scenario: Scenario) -> Scenario:
-    """With nothing on disk again."""
+    """The scenario with nothing on disk."""
     return with_disk(scenario.each(lambda workload: replace(workload, mapped={})), 0)
 
 
 def most_on_disk(scenario: Scenario) -> int:
-    """Bytes that may be there."""
+    """Bytes that may be on disk."""
     return max(budget.disk for budget in scenario.budgets)
 
 
 def least_on_disk(scenario: Scenario) -> int:
-    """Bytes with which there is room, of a scenario that has room with all that may be there: so
-    cards are filled before anything is left on disk."""
+    """The fewest bytes on disk with which a scenario fits, if it fits with all that may be there:
+    so cards are filled before anything is left on disk."""
     most = most_on_disk(scenario)
     if all(budget.device == CPU for budget in scenario.budgets):
         return most  # the ledger says how many
@@ -162,7 +162,7 @@ def least_on_disk(scenario: Scenario) -> int:
 
 
 def allowed(plan: Plan, most: int) -> Plan:
-    """The plan by which as much may be on disk in the end, should memory be less by then."""
+    """The plan, allowing up to ``most`` bytes on disk in case memory shrinks before the load."""
     ledgers = (
         replace(ledger, budget=replace(ledger.budget, disk=most)) if ledger.budget.disk else ledger
         for ledger in plan.ledgers
@@ -175,7 +175,7 @@ def allowed(plan: Plan, most: int) -> Plan:
 
 def why_not(scenario: Scenario) -> str:
     """The part of a refusal that says why experts on disk don't make it fit; empty where nobody
-    would expect that."""
+    would expect them to."""
     models = [workload.model for workload in scenario.workloads if _has_files(workload.model)]
     total = sum(sum(unit.expert_bytes) for model in models for unit in model.units)
     memory = any(budget.place == budget.place.memory for budget in scenario.budgets)
@@ -188,7 +188,7 @@ def why_not(scenario: Scenario) -> str:
     if nbytes == total:
         return f"; even with all {human(total)} of experts read from disk"
     return (
-        f"; {human(nbytes)} of {human(total)} of experts can be read from disk, those that lie in "
-        "the file as kernels take them: a GGUF file of K types, or floats in the model's dtype, "
-        "has all of them so"
+        f"; {human(nbytes)} of {human(total)} of experts can be read from disk, those that the "
+        "file stores as kernels take them: a GGUF file of K types, or floats in the model's "
+        "dtype, stores all of them so"
     )

@@ -1,8 +1,8 @@
-"""A model whose layers are on cards while some of its experts lie in host memory: instead of whole
-layers there, where it has routed experts and is larger than the cards.
+"""Models whose layers are on cards while some of their experts lie in host memory: in place of
+whole layers there, for models with routed experts that are larger than the cards.
 
-``search.experts`` finds the placement by what units cost with all their experts; here it is held
-against what they cost without, segments and workspaces included.
+``search.experts`` finds the placement from the units' costs with all their experts; here it is
+checked against their costs without, segments and workspaces included.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from .scenario import Scenario, Workload
 from .search.experts import place_experts
 from .search.placement import fits_units
 
-#: Searches with ever less room on cards that turned out to be too full.
+#: Searches, each with less room on the cards that turned out to be too full.
 _TRIES = 8
 
 
 def with_host_experts(scenario: Scenario) -> Scenario:
-    """The scenario with experts in host memory of each model that needs it, one model after the
-    other as they are placed; as it is where it may not have any, or nothing fits so either."""
+    """The scenario with experts in host memory for each model that needs it, one model after the
+    other in placement order; unchanged where it may not have any, or nothing fits that way
+    either."""
     for position in scenario.placing:
         if scenario.may_have_host_experts(position) and not scenario.workloads[position].where:
-            scenario = _settle(scenario, position)
+            scenario = _with_experts_settled(scenario, position)
     return scenario
 
 
-def _settle(scenario: Scenario, position: int) -> Scenario:
+def _with_experts_settled(scenario: Scenario, position: int) -> Scenario:
     workload, budgets = scenario.workloads[position], scenario.budgets_of(position)
     costs = workload.costs(workload.peaks(budgets), scenario.home)
     cards = without_memory(budgets)
@@ -51,7 +52,7 @@ def _placed(
     """The workload with experts in host memory and all units placed; None where nothing fits."""
     lacking: dict[Place, int] = {}
     for _ in range(_TRIES):
-        smaller = [_with_less(budget, lacking.get(budget.place, 0)) for budget in budgets]
+        smaller = [_reduced_budget(budget, lacking.get(budget.place, 0)) for budget in budgets]
         found = place_experts(costs, smaller, scenario.order, scenario.link)
         if found is None:
             return None
@@ -69,7 +70,7 @@ def _placed(
     return None
 
 
-def _with_less(budget: Budget, nbytes: int) -> Budget:
-    """The budget without so many bytes."""
+def _reduced_budget(budget: Budget, nbytes: int) -> Budget:
+    """The budget reduced by ``nbytes``."""
     cap = None if budget.cap is None else max(budget.cap - nbytes, 0)
     return replace(budget, reserve=budget.reserve + nbytes, cap=cap)

@@ -1,8 +1,8 @@
 """Which calls native kernels take, and the memory that they allocate.
 
-Kernels decide for themselves (on CUDA ``exkv_ext/cuda/attention.cuh`` for decode-sized calls,
-``prefill.cuh`` for larger ones); plans ask here, for devices that may not be at hand. A test holds
-the two together.
+Kernels decide for themselves (on CUDA, ``exkv_ext/cuda/attention.cuh`` for decode-sized calls,
+``prefill.cuh`` for larger ones); plans ask here, for devices that may be absent. A test keeps the
+two in agreement.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from exkv.ops.attention import is_flash, is_fresh
 from exkv.ops.registry import NAMED
 from exkv.weights.gguf import has_cuda_kernels
 
-#: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
+#: Maxima: query rows per key head, values per head, rows of a batch, query rows in total.
 _DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
-#: Queries of a row and values of a head at most, where heads are wider than that.
+#: Maxima for wider heads: queries of a row, and values per head.
 _WIDE_QUERIES, _WIDE_DIM = 16, 576
-#: Query rows of a head of keys in all rows of a batch, where many are taken, are fewer than this.
+#: Query rows per key head, over all rows of a large batch, must be fewer than this.
 _PREFILL_TOTAL = 1 << 30
-#: Keys that no split falls short of, and splits of a row at most.
+#: Fewest keys of a split, and most splits of a row.
 _SPLIT_KEYS, _MOST_SPLITS = 128, 64
-#: Rows of a head's state that the CUDA kernels of recurrent layers have in registers, at most.
+#: Most rows of a head's state that the CUDA kernels of recurrent layers keep in registers.
 _STATE_ROWS = 256
-#: Numbers of a channel's state, likewise, of the selective scan's.
+#: Likewise for the selective scan: most numbers of a channel's state.
 _SCAN_STATES = 64
-#: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
-#: the up to four rows of a tile; and what rounding up to whole blocks adds.
+#: Most rows of partial results: 16 warps for each of 256 multiprocessors, four of which share up to
+#: four rows of a tile; and what rounding up to whole blocks adds.
 _MOST_STATES = 256 * 16 // 4 * 4 + 12
-#: The same of wide heads, by bytes of a query's value: three blocks for each multiprocessor, of 16
-#: rows or of 8.
+#: Likewise for wide heads, by bytes of a query's value: three blocks per multiprocessor, of 16 or 8
+#: rows.
 _MOST_WIDE_STATES = {2: 256 * 3 * 16, 4: 256 * 3 * 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelUse:
-    """What a native kernel makes of a call.
+    """How a native kernel handles a call.
 
     Attributes:
         takes: whether it takes the call; if not, the reference serves it.
-        scratch: bytes that it allocates at most beside results, in this call or in any with fewer
+        scratch: most bytes that it allocates beside results, in this call or any with fewer
             queries.
     """
 
@@ -52,7 +52,7 @@ class KernelUse:
 
 
 def kernel_use(name: str, device_type: str, call: Mapping[str, Any]) -> KernelUse:
-    """What the native kernel of ``exkv::<name>`` on this device type makes of a call.
+    """How the native kernel of ``exkv::<name>`` on this device type handles a call.
 
     Args:
         call: the op's arguments, all of them, by name.
@@ -100,11 +100,11 @@ def _attention_part(
 
 
 def _decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
-    """Of the CUDA kernels for decode-sized calls, whatever the format: q (B, T, H, D), k (B, S,
-    H_kv, _).
+    """The CUDA kernels for decode-sized calls, whatever the format: q (B, T, H, D), k (B, S, H_kv,
+    _).
 
-    What a split of the keys has found is D + 2 floats for each query row. A device with more
-    multiprocessors cuts a row into more splits; the bound holds for all devices.
+    A split of the keys leaves D + 2 floats for each query row. A device with more multiprocessors
+    cuts a row into more splits; the bound holds for all devices.
     """
     rows, length, heads, head_dim = q.shape
     group = heads // k.shape[2]
@@ -122,8 +122,8 @@ def _decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
 
 
 def _prefill_use(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int) -> KernelUse:
-    """The same where there is a prefill kernel too, which allocates nothing. It does not read
-    float32 whose heads are no multiple of 8 values."""
+    """Like :func:`_decode_use` where there is a prefill kernel too, which allocates nothing. It
+    doesn't take float32 heads whose size is no multiple of 8."""
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     fits = head_dim <= _DECODE_DIM and max(rows, kv_heads) <= _DECODE_BATCH
@@ -153,8 +153,8 @@ def _packed(*, layout: Sequence[int], **rest: Any) -> KernelUse:
     return KernelUse(takes=has_cuda_kernels(layout))
 
 
-#: Device type -> op name -> a function from the op's arguments. A kernel that is not here takes
-#: every call and allocates results only.
+#: Device type -> op name -> a function from the op's arguments. A kernel that is not listed takes
+#: every call and allocates nothing but results.
 KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
     "cuda": {
         "attention": _attention,

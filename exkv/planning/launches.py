@@ -1,8 +1,8 @@
-"""Say which devices have no kernels, and what that costs a token: the same dry run as a plan's, in
-which ops are counted.
+"""Report which devices have no kernels, and what that costs per token: a plan's dry run that counts
+ops.
 
-On a GPU each op of torch's is a launch, which takes microseconds whatever it does; a kernel of
-exkv's is one launch in the place of all that its reference consists of.
+On a GPU each of torch's ops is a launch, which takes microseconds whatever it does; a kernel of
+exkv's is one launch in place of all the ops of its reference.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .op_calls import READING, Call, named_arguments
 from .unit_call import Wanted
 from .workspace import Promise, case_of, dry_call
 
-#: Ops that compute nothing, though their schemas name no view.
+#: Ops that compute nothing, though their schemas don't mark a view.
 _FREE = ("aten::_unsafe_view", "aten::empty", "aten::new_empty")
 
 
 def missing_kernels(
     model: ModelShape, promise: Promise, devices: Iterable[torch.device]
 ) -> dict[Missing, str]:
-    """What is missing for devices of this machine -> what that means for a model, in sentences."""
+    """Why local devices lack kernels -> what that means for a model, in sentences."""
     found: dict[Missing, list[torch.device]] = {}
     for device in devices:
         if (lack := missing(device)) is not None:
@@ -51,17 +51,17 @@ def _sentences(
     return (
         f"exkv has no kernels for {', '.join(map(str, devices))}: {lack.why}. PyTorch references "
         f"serve all ops, many times slower: with a full cache a token takes {theirs:,} {calls}, "
-        f"where kernels take some {ours:,}.{remedy}"
+        f"compared to about {ours:,} with kernels.{remedy}"
     )
 
 
 def launches_of_a_token(
     model: ModelShape, promise: Promise, device_type: str, *, by_kernels: bool
 ) -> int:
-    """Launches of a call that brings each row of a full cache its last token, unit by unit.
+    """Launches of a call that adds the last token to each row of a full cache, summed over units.
 
     Args:
-        promise: whose first cache it is.
+        promise: its first cache is used.
         device_type, by_kernels: as :class:`LaunchCount` takes them.
     """
     cache, lengths = replace(promise, max_input_len=1).worst_calls()[0]
@@ -79,10 +79,10 @@ def launches_of_a_token(
 
 
 class LaunchCount(DryRun):
-    """Counts ops that compute something.
+    """Count ops that compute something.
 
     Args:
-        device_type: of the devices that it is counted for.
+        device_type: of the devices to count for.
         by_kernels: whether one launch serves each of exkv's ops; if not, its reference does.
     """
 
@@ -102,7 +102,7 @@ class LaunchCount(DryRun):
         return FAKES[name](*args)
 
     def _reference(self, name: str, call: Call) -> Any:
-        return (FAKES if name in READING else REFERENCES)[name](**call)  # nothing is left out
+        return (FAKES if name in READING else REFERENCES)[name](**call)  # the whole call
 
     def _shapes(self, func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         self.launches += not (_is_view(func) or func.name().startswith(_FREE))
@@ -110,6 +110,6 @@ class LaunchCount(DryRun):
 
 
 def _is_view(op: OpOverload) -> bool:
-    """Whether the result is the argument's memory, and nothing is written there."""
+    """Whether the result shares the argument's memory, and nothing is written."""
     aliases = (returned.alias_info for returned in op._schema.returns)
     return any(alias is not None and not alias.is_write for alias in aliases)

@@ -1,4 +1,4 @@
-"""The ledgers of a plan whose placement is given."""
+"""The ledgers of a plan for a given placement."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def plan_where(
     order: str,
     role: Role = ALONE,
 ) -> Plan:
-    """The plan with units in these places, whether it fits or not.
+    """The plan with units in these places, whether or not it fits.
 
     Args:
-        role: the part of these units in a plan over several hosts.
+        role: of these units within a plan over several hosts.
     """
     ledgers = empty_ledgers(costs, budgets, where, role)
     units = []
@@ -51,8 +51,8 @@ def plan_where(
 def empty_ledgers(
     costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[Place], role: Role
 ) -> dict[Place, Ledger]:
-    """Ledgers before a unit is placed: of all offered devices, and of host memory for the transport
-    of hidden states."""
+    """Ledgers before any unit is placed: of all offered devices, and of host memory that the
+    transport of hidden states needs."""
     ledgers = {budget.place: Ledger.empty(budget) for budget in budgets}
     hidden = max((cost.hidden for cost in costs), default=0)
     for place in dict.fromkeys(place.memory for place in where):
@@ -70,8 +70,8 @@ def _unbounded(place: Place) -> Budget:
 def placing(
     costs: Sequence[UnitCost], ledgers: Mapping[Place, Ledger], where: Sequence[Place]
 ) -> Iterator[tuple[PlacedUnit, Mapping[Place, Ledger]]]:
-    """Place the units one by one: each with the ledgers that it changes, as they are afterwards:
-    its device's, and where it has experts in host memory while it is elsewhere, the host's."""
+    """Place the units one by one, yielding for each the updated ledgers: its device's, and the
+    host's if it is elsewhere and has experts in host memory."""
     ledgers = dict(ledgers)
     for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
         apart = cost.host_weights if place != place.memory else 0

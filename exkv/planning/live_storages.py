@@ -1,4 +1,4 @@
-"""Counting the storages of tensors while they live."""
+"""Count the storages of tensors while they are alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from exkv.devices import rounded
 
-#: What came and went, in order: the number of a storage and its bytes, or 0 where it is freed.
+#: Allocations and frees in order: the number of a storage and its bytes, or 0 for a free.
 Trace: TypeAlias = list[tuple[int, int]]
 
 
@@ -28,13 +28,13 @@ class LiveStorages:
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Count anew."""
+        """Reset all counts."""
         self.current = self.peak = 0
         self.trace: Trace = []
         self._alive: dict[int, tuple[int, int]] = {}
 
     def follow(self, storage: torch.UntypedStorage) -> None:
-        """Count this one until it dies."""
+        """Count this storage until it is freed."""
         if storage._cdata in self._alive:
             return
         number, nbytes = next(self._numbers), storage.nbytes()
@@ -46,11 +46,11 @@ class LiveStorages:
             self.trace.append((number, nbytes))
 
     def number_of(self, storage: torch.UntypedStorage) -> int:
-        """The number of a storage that is alive."""
+        """The number of a live storage."""
         return self._alive[storage._cdata][0]
 
     def pass_through(self, nbytes: int) -> None:
-        """Count bytes that are taken now, and given back at once."""
+        """Count bytes that are allocated and freed at once."""
         self.peak = max(self.peak, self.current + nbytes)
         if nbytes:
             number = next(self._numbers)

@@ -1,8 +1,8 @@
 """Measure the modules of another library's model while that model calls them, on shapes.
 
-This is the measurer's second front door. The first one, ``workspace.py``, knows the inputs of
-exkv's units, and calls each alone; here a model is called, which makes the inputs of its modules.
-Both run in a ``DryRun``, run modules that compute the same only once, and replay a call's requests
+There are two ways into the measurement. The first, ``workspace.py``, knows the inputs of exkv's
+units, and calls each alone; here a model is called, and makes the inputs of its modules. Both
+use a ``DryRun``, measure modules that compute the same only once, and replay a call's requests
 (``reserved.py``) for devices that give memory in segments.
 """
 
@@ -24,7 +24,7 @@ from .dry_run import DryRun
 from .live_storages import Trace
 from .reserved import reserved_beside
 
-#: What a module computes, and the shapes of its arguments: equal for calls that take the same.
+#: What a module computes, and the shapes of its arguments: equal for calls that need the same.
 _Case: TypeAlias = tuple[Any, Any]
 
 
@@ -33,7 +33,7 @@ class MeasuredModule:
     """A module, and what its calls take, in bytes.
 
     Attributes:
-        workspace: at the peak of a call, beyond weights and caches.
+        workspace: peak of a call, beyond weights and caches.
         reserved: what the call reserves on a device that gives memory in segments; 0 for others.
     """
 
@@ -64,8 +64,8 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _MeasuredCall:
-    """A module's call: bytes at its peak beyond those before it, the shapes that it returned, and
-    its requests."""
+    """A module's call: peak bytes beyond those before it, the shapes that it returned, and its
+    requests."""
 
     taken: int
     returned: Any
@@ -136,7 +136,7 @@ class ModuleCalls:
             for each in modules:
                 del each.module.forward
         *_, last = modules
-        self._note(last, self._run.peak)  # of what the model does after it
+        self._note(last, self._run.peak)  # of the model's own work after it
 
     def _call(
         self,
@@ -147,7 +147,7 @@ class ModuleCalls:
         **kwargs: Any,
     ) -> Any:
         run, begun = self._run, self._run.current
-        self._note(called, run.peak)  # of what the model did before it
+        self._note(called, run.peak)  # of the model's own work before it
         leaves, structure = tree_flatten((args, kwargs), is_leaf=self._is_opaque)
         case = kind, (tuple(map(self._key, leaves)), str(structure))
         if case not in self._known:
@@ -167,7 +167,7 @@ class ModuleCalls:
         """Count a peak for a module.
 
         Args:
-            held: bytes that are there before and after the requests; None for ``peak``.
+            held: bytes that are live before and after the requests; None for ``peak``.
             case: the call that makes the requests; None for none.
         """
         called.workspace = max(called.workspace, peak - self._base)

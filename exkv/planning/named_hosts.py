@@ -1,4 +1,4 @@
-"""Hosts and the link between them as people write them: ``a=24G,24G b=12G,8G,cpu:32G``, ``10Gbit,
+"""Hosts and the link between them as users write them: ``a=24G,24G b=12G,8G,cpu:32G``, ``10Gbit,
 0.2ms``."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from .plan import Budget, Link
 
-#: What users give: for each host, in the order of filling, sizes of its cards as text
-#: ("24G,24G,cpu:32G"), or budgets that a process there has made.
+#: What users give: for each host, in filling order, sizes of its cards as text ("24G,24G,cpu:32G"),
+#: or budgets made by a process there.
 Hosts: TypeAlias = Mapping[str, str | Sequence[Budget]]
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -22,16 +22,16 @@ _FORMS = "a link looks like 10Gbit,0.2ms or 1.2GB/s,50us"
 
 
 def parse_hosts(pieces: Iterable[str]) -> dict[str, str]:
-    """``["a=24G,24G", "b=12G"]`` to the sizes by host.
+    """Parse ``["a=24G,24G", "b=12G"]`` into sizes by host.
 
     Raises:
-        ValueError: a piece that is no host with its sizes, or a host twice.
+        ValueError: a piece that is not a host with its sizes, or a host listed twice.
     """
     hosts: dict[str, str] = {}
     for piece in pieces:
         name, equals, sizes = piece.partition("=")
         if not equals or not sizes:
-            raise ValueError(f"hosts: {piece!r} says no sizes: write a=24G,24G for host a")
+            raise ValueError(f"hosts: {piece!r} has no sizes: write a=24G,24G for host a")
         if name in hosts:
             raise ValueError(f"hosts: {name} is listed twice: list all its cards together")
         hosts[name] = sizes
@@ -39,28 +39,28 @@ def parse_hosts(pieces: Iterable[str]) -> dict[str, str]:
 
 
 def checked_name(name: str) -> str:
-    """The name, if a host can have it; ValueError else."""
+    """The name, if it is a valid host name; ValueError otherwise."""
     if _NAME.fullmatch(name) is None:
-        raise ValueError(f"hosts: {name!r} is no name: use letters, digits, and . _ -")
+        raise ValueError(f"hosts: {name!r} is not a name: use letters, digits, and . _ -")
     return name
 
 
 def parse_link(text: str) -> Link:
-    """``"10Gbit,0.2ms"``: what the link carries a second (in decimal units), and the time of a
-    message of no bytes, 0 where it is left out.
+    """Parse ``"10Gbit,0.2ms"``: bandwidth per second in decimal units, and the time of an empty
+    message, 0 if left out.
 
     Raises:
-        ValueError: the text is no link.
+        ValueError: the text is not a link.
     """
     rate, _, latency = text.partition(",")
     bandwidth = _number(rate, _RATES, text)
     if not bandwidth > 0:
-        raise ValueError(f"link {text!r} carries nothing: {_FORMS}")
+        raise ValueError(f"link {text!r} has no bandwidth: {_FORMS}")
     return Link(bandwidth=bandwidth, latency=_number(latency, _TIMES, text) if latency else 0.0)
 
 
 def _number(piece: str, units: Mapping[str, float], text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z/]+)", piece.strip().lower())
     if match is None or match[2] not in units:
-        raise ValueError(f"{piece!r} in link {text!r} is not understood: {_FORMS}")
+        raise ValueError(f"can't read {piece!r} in link {text!r}: {_FORMS}")
     return float(match[1]) * units[match[2]]

@@ -1,7 +1,7 @@
-"""The way in to planning: ``place`` for a model and its caches, and what a cache that comes to a
-loaded model is checked by.
+"""The entry point of planning: ``place`` for a model and its caches, and the check of a cache that
+is added to a loaded model.
 
-``exkv.planning.scenario`` says what is to be placed where, ``exkv.planning.solve`` searches,
+``exkv.planning.scenario`` states what to place where, ``exkv.planning.solve`` searches,
 ``exkv.planning.search.placement`` decides.
 """
 
@@ -49,32 +49,33 @@ def place(
     disk_experts: bool = True,
     disk_bandwidth: float | None = None,
 ) -> Plan:
-    """Say what would be placed where, before a byte is loaded.
+    """Plan what goes where, before a byte is loaded.
 
     Args:
         model: built from a config; loaded or not makes no difference.
-        caches: that are to be placed beside it. (Those of :attr:`Model.caches` are not added here.)
+        caches: to place beside it. (Those of :attr:`Model.caches` are not added here.)
         devices, hosts, reserve, cap, margin, cpu, bandwidth, disk_bandwidth, allocator: see
             :func:`exkv.planning.budgets.make_budgets`.
         objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
-        order: "listed", or "any" where the devices may be filled in any order.
-        last_id_only: plan for logits of each row's last token only; False for those of a whole
-            chunk at once; None for either all at once or in slices, as fits.
-        beside: another model's plan, for the same devices, that is carried out first.
-        link: what joins the hosts, as text such as "10Gbit,0.2ms"; "speed" weighs it.
+        order: "listed", or "any" if the devices may be filled in any order.
+        last_id_only: True to plan for logits of each row's last token only; False for those of a
+            whole chunk at once; None for all of them, at once or in slices, as fits.
+        beside: another model's plan for the same devices, which is carried out first.
+        link: what joins the hosts, as text such as "10Gbit,0.2ms"; "speed" takes it into account.
         host_experts: where a model with routed experts is larger than the cards and ``cpu`` takes
-            the rest, leave it single experts, those that are chosen least often, instead of whole
-            layers, so that a token is expected to take the least time.
-        disk_experts: where experts that the checkpoint's file has as kernels take them have no room
-            in host memory, read them from it as tokens choose them (docs/larger-than-my-cards.md).
+            the rest, put single experts there, those chosen least often, in place of whole layers,
+            so that the expected time of a token is shortest.
+        disk_experts: where experts don't fit in host memory, and the checkpoint's file stores them
+            as kernels take them, read them from it as tokens choose them
+            (docs/larger-than-my-cards.md).
 
     Returns:
-        The plan; ``model.load(plan=plan)`` carries it out, one over several hosts each host's
-        ``plan.on(host)``. Of a model with ``weights="best"`` it
-        says also what each unit's weights become.
+        The plan; ``model.load(plan=plan)`` carries it out; with several hosts, each host loads its
+        ``plan.on(host)``. For a model with ``weights="best"`` it also has each unit's weight
+        format.
 
     Raises:
-        ValueError: a device, size or word that is none.
+        ValueError: an invalid device, size or option.
         PlacementError: it does not fit; ``suggestions`` would, and ``plan`` is the attempt.
     """
     if beside is not None:
@@ -110,27 +111,27 @@ def place(
 
 
 def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
-    """Whether a cache fits beside a loaded model, with the calls that it promises.
+    """Check that a cache fits beside a loaded model, with the calls that it promises.
 
     Raises:
         PlacementError: it does not; the message says where, by how much, and what would fit.
     """
-    budgets = _as_they_are(model, plan)
+    budgets = _current_budgets(model, plan)
     addition = _Addition(model, plan, budgets, CacheShape.of(cache))
     ledger = min(addition.plan(addition.peaks()).ledgers, key=lambda ledger: ledger.headroom)
     if ledger.headroom >= 0:
         return
-    # A fork's length is that of what it shares and a few tokens more: shorter is no remedy.
+    # A fork is as long as what it shares and a few tokens more: a shorter one is no remedy.
     length = 0 if addition.cache.shared_len else largest(addition.resized, cache.max_seq_len)
     remedy = f"max_seq_len={length} would fit" if length else "no length would fit"
     if addition.cache.shared_len:
-        remedy = "fork into fewer rows, or convert the cache to fewer bits or to the host before"
+        remedy = "fork into fewer rows, or first convert the cache to fewer bits or to the host"
     raise PlacementError(
         f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes, "
         f"a call with it up to {ledger.workspace:,} and its logits {ledger.logits:,} more"
-        f"{_beyond(ledger)}; "
+        f"{_segment_overhead(ledger)}; "
         f"{ledger.limit:,} are left, {ledger.lack}. {remedy}; a "
-        "cache that is built before load_autosplit is planned with the model",
+        "cache built before load_autosplit is planned with the model",
         unit=f"cache on {ledger.device}",
         device=str(ledger.device),
         needed=ledger.total,
@@ -140,12 +141,12 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
 
 
 def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
-    """Whether an adapter fits beside a loaded model, with the calls that go through it.
+    """Check that an adapter fits beside a loaded model, with the calls that go through it.
 
     Raises:
         PlacementError: it does not; the message says where, and by how much.
     """
-    budgets = _as_they_are(model, plan)
+    budgets = _current_budgets(model, plan)
     adapters = {**model.adapters, adapter.name: adapter}
     with_it = replace(ModelShape.of(model), adapters=adapters)
     workload = Workload.under(plan, with_it, model.caches)
@@ -159,7 +160,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
             cache=0,
             host_cache=0,
             logits=0,
-            hidden=0,  # the calls are no longer
+            hidden=0,  # the calls get no longer
             shared={},
             shared_cache={},
         )
@@ -172,7 +173,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     raise PlacementError(
         f"no room for adapter {adapter.name!r} on {ledger.device}: its matrices there take "
         f"{ledger.weights:,} bytes, and a call through it up to {ledger.workspace:,}"
-        f"{_beyond(ledger)}; "
+        f"{_segment_overhead(ledger)}; "
         f"{ledger.limit:,} are left, {ledger.lack}. Unload another "
         "adapter, shorten a cache, or load the adapter before the model, so that it is planned "
         "with it",
@@ -183,13 +184,13 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     )
 
 
-def _beyond(ledger: Ledger) -> str:
-    """What a refusal says of segments."""
+def _segment_overhead(ledger: Ledger) -> str:
+    """The part of a refusal about memory that segments reserve."""
     beyond = ledger.allocator
     return f", and segments reserve {beyond:,} beyond that" if beyond else ""
 
 
-def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
+def _current_budgets(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
     """What the devices of a loaded model's plan offer now."""
     resident = {ledger.device: ledger.resident for ledger in plan.ledgers}
     now = ((present_budget(b.device, model), b) for b in plan.remaining())
@@ -206,7 +207,7 @@ def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
 
 
 def with_caches(model: Transformer, plan: Plan) -> Plan:
-    """A loaded model's plan, with the caches and adapters that there are now."""
+    """A loaded model's plan with its current caches and adapters."""
     workload = Workload.under(plan, model, model.caches)
     budgets = [ledger.budget for ledger in plan.ledgers]
     costs = workload.costs(workload.peaks(budgets))
@@ -217,8 +218,8 @@ def with_caches(model: Transformer, plan: Plan) -> Plan:
 def call_bytes(
     model: Transformer, plan: Plan, caches: Sequence[KVCache], *, most_rows: int
 ) -> dict[torch.device, int]:
-    """What the largest call takes, with what it reserves beyond that, on each of this machine's
-    accelerators, where calls with these caches have ``most_rows`` rows at most."""
+    """Bytes of the largest call, reserved memory included, on each accelerator of this machine, if
+    calls with these caches have at most ``most_rows`` rows."""
     shapes = [CacheShape.of(cache) for cache in caches]
     fewer = [s if s.batch_size <= most_rows else s.resized(batch_size=most_rows) for s in shapes]
     workload = Workload.under(plan, model, fewer)
@@ -234,7 +235,7 @@ def call_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    """A cache that comes to a model that is placed; asked like a scenario."""
+    """A cache added to a placed model; it answers the same questions as a scenario."""
 
     model: Transformer
     loaded: Plan
@@ -251,8 +252,8 @@ class _Addition:
         return [self._workload().no_peaks(self.budgets)]
 
     def plan(self, peaks: Sequence[Peaks]) -> Plan:
-        """What the cache adds: its own bytes, and workspace, logits and transport where its calls
-        need more."""
+        """What the cache adds: its own bytes, and workspace, logits and transport as far as its
+        calls need more."""
         promised = sum(ledger.logits for ledger in self.loaded.ledgers)
         held = sum(ledger.transport for ledger in self.loaded.ledgers)
         hidden = held // (self.loaded.role.transport(1) or 1)

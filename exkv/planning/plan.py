@@ -1,11 +1,11 @@
 """The values of a plan: what units cost, what devices offer, and what is placed where, in bytes.
 
 What a device must hold is a sum of lines, its ledger: weights and cache of its units, the largest
-workspace that any of them needs (units run one after the other), the logits that the caller keeps,
-and on a host that exchanges hidden states with another the buffers of the transport. All of them
-are frozen. ``exkv.planning.search.placement`` finds the best plan.
+workspace among them (units run one after the other), the logits that the caller keeps, and, on a
+host that exchanges hidden states with another, the transport's buffers. All values are frozen.
+``exkv.planning.search.placement`` finds the best plan.
 
-A device is known by its host and its name there, a :class:`Place`; the host of this process has no
+A device is identified by its host and its name there, a :class:`Place`; this process's host has no
 name. A plan over several hosts is carried out in pieces: ``plan.on("b")`` is b's, for the process
 there.
 """
@@ -24,7 +24,7 @@ import torch
 from exkv.sizes import human
 from exkv.weights.choice import Choice
 
-#: What a plan makes best, once it fits.
+#: What a plan optimizes, once it fits.
 OBJECTIVES = {
     "pack": "fill one device after the other, in order",
     "balance": "make the smallest headroom as large as possible",
@@ -34,7 +34,7 @@ OBJECTIVES = {
 }
 ORDERS = ("listed", "any")
 
-#: The capacity of a device that no budget was given for: a pinned unit is placed there regardless.
+#: Capacity of a device without a budget: a pinned unit is placed there regardless.
 UNBOUNDED = 1 << 62
 
 
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device of a host; the empty name is this machine's."""
+    """A device of a host; an empty host name means this machine."""
 
     device: torch.device
     host: str = ""
@@ -59,39 +59,39 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whether a host gets hidden states from another host, and whether it hands some on."""
+    """Whether a host receives hidden states from another host, and whether it sends some on."""
 
     receives: bool = False
     sends: bool = False
 
     def transport(self, hidden: int) -> int:
-        """Bytes of host memory that its transport holds: in each direction as many as the largest
-        hidden state has."""
+        """Bytes of host memory that its transport holds: those of the largest hidden state in each
+        direction."""
         return hidden * (self.receives + self.sends)
 
 
 #: All units are on one host.
 ALONE = Role()
 
-#: Embeddings of calls that are under way to an MTP head on another host, at most: it takes them
-#: behind the last layer, when hosts before it are at the next calls.
+#: Most embeddings in flight to an MTP head on another host, which takes them after the last layer,
+#: when hosts before it have moved on to later calls.
 EMBEDDED_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins the hosts, each to each.
+    """The connection between any two hosts.
 
     Attributes:
-        bandwidth: bytes a second.
-        latency: seconds that a message of no bytes takes.
+        bandwidth: bytes per second.
+        latency: seconds for an empty message.
     """
 
     bandwidth: float
     latency: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """That a message of so many bytes takes."""
+        """Seconds for a message of ``nbytes``."""
         return self.latency + nbytes / self.bandwidth
 
 
@@ -104,28 +104,28 @@ class UnitCost:
         weights: of its own tensors, each rounded up as allocators do.
         cache: of its layer in all caches, beside the weights.
         host_cache: of its layer in caches that lie in host memory wherever the unit is placed.
-        segments: what all of these reserve beyond that, where memory comes in segments.
+        segments: reserved beyond all of these, where memory comes in segments.
         workspace: device type -> peak of one forward call through it.
-        reserved: likewise, what the call reserves where memory comes in segments.
+        reserved: device type -> what the call reserves where memory comes in segments.
         logits: of its output, which the caller may keep while the next call runs.
-        traffic: what a decode step reads at full length, of routed experts what is to be expected.
-        experts: of each routed expert, of ``weights`` or ``host_weights``.
-        chosen: the probability that a decode step reads it.
+        traffic: read by a decode step at full length; of routed experts, the expected value.
+        experts: of each routed expert, part of ``weights`` or ``host_weights``.
+        chosen: for each routed expert, the probability that a decode step reads it.
         shared_experts: of what all tokens take, read while a host reads its routed experts.
         host_experts: routed experts whose weights lie in host memory while the rest is elsewhere.
-        host_weights: of these, which ``weights`` doesn't count.
-        mapped: of one of its experts, which are alike, that may be read from disk, since they are
-            used where they lie in the file (``exkv.planning.from_disk``).
-        staging: of the buffers through which their weights come to a card for long prompts; one
-            unit after the other uses them.
+        host_weights: of these, not part of ``weights``.
+        mapped: of one of its experts, which are alike, that may be read from disk, since the file
+            stores them as kernels take them (``exkv.planning.from_disk``).
+        staging: of the buffers through which host experts come to a card for long prompts; units
+            use them in turn.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
-        shared_cache: index of an earlier unit, if its layer has the same keys and values ->
+        shared_cache: index of an earlier unit whose layer has the same keys and values ->
             ``cache`` and ``host_cache``, which cost nothing beside it.
         pinned: where it must be placed, whatever the budgets.
-        kept: what its weights are kept as, where a plan chooses that.
+        kept: its weight format, where a plan chooses that.
         stored: pair of bits (``exkv.cache.stored_bits``) of its layer in caches, likewise.
-        loss: by both, as ``exkv.planning.best`` counts it.
-        hidden: of the hidden states of the largest call, which units hand on from one to the next.
+        loss: of both, as ``exkv.planning.best`` counts it.
+        hidden: of the hidden states of the largest call, which units pass on.
         hidden_step: of those of a decode step.
     """
 
@@ -155,7 +155,7 @@ class UnitCost:
     mapped: int = 0
 
     def held_on(self, budget: Budget) -> int:
-        """Bytes that it keeps of a device, with what is reserved beyond them."""
+        """Bytes that it keeps on a device, with what is reserved beyond them."""
         held = self.weights + self.cache_on(budget.device) + self.logits
         return held + self.segments if budget.segmented else held
 
@@ -172,13 +172,13 @@ class UnitCost:
         }
 
     def call_on(self, budget: Budget) -> int:
-        """Bytes that a call through it takes of a device, with what is reserved beyond them."""
+        """Bytes that a call through it takes on a device, with what is reserved beyond them."""
         kind = budget.device.type
         reserved = self.reserved.get(kind, 0) if budget.segmented else 0
         return max(self.workspace[kind], reserved)
 
     def cache_on(self, device: torch.device) -> int:
-        """Bytes that its caches take from the device on which it is placed."""
+        """Bytes that its caches take on the device on which it is placed."""
         return self.cache + (self.host_cache if device.type == "cpu" else 0)
 
 
@@ -187,25 +187,25 @@ class Budget:
     """What one device offers, in bytes.
 
     Attributes:
-        capacity: what the device has in all.
+        capacity: total memory of the device.
         in_use: taken by this process already, or promised to models that it has loaded.
         in_use_by_others: taken by everything else.
         reserve: to be left free, as the user asked.
-        context: taken by the driver, as far as that is known and not in ``in_use_by_others``.
-        libraries: workspaces of cuBLAS, as far as they are not in ``in_use``.
+        context: taken by the driver, as far as it is known and not part of ``in_use_by_others``.
+        libraries: workspaces of cuBLAS, as far as they are not part of ``in_use``.
         graphs: the memory pool of captured decode steps, and their results.
         margin: to be left free for what no arithmetic sees.
         segmented: whether memory comes in segments, as torch's caching allocator gives it.
         cap: the most that may be used for this model, or None for no other limit.
-        promised_workspace: workspace of models loaded there; one that comes may use it too,
-            since calls run one after the other.
-        bandwidth: bytes a second at which it reads its memory, where that is known.
-        disk: the most, of experts in host memory, that is read from their file as tokens choose
-            them instead.
-        disk_bandwidth: bytes a second at which that is read, where it is known.
+        promised_workspace: workspace of models loaded there; a new model may use it too, since
+            calls run one after the other.
+        bandwidth: bytes per second at which it reads its memory, where that is known.
+        disk: the most bytes of experts in host memory that may be read from their file as tokens
+            choose them.
+        disk_bandwidth: bytes per second of these reads, where it is known.
         host: whose device it is; empty for this machine.
-        models: what other loaded models are promised there, by name, in ``in_use`` and
-            ``promised_workspace`` already; for messages.
+        models: what other loaded models are promised there, by name, already part of ``in_use``
+            and ``promised_workspace``; for messages.
     """
 
     device: torch.device
@@ -250,28 +250,27 @@ class Budget:
 
     @property
     def room(self) -> int:
-        """The same with what is on disk instead: what a search may put there."""
+        """The limit plus what may stay on disk: what a search may put there."""
         return self.limit + self.disk
 
 
 def without_memory(budgets: Sequence[Budget]) -> list[Budget]:
-    """Those that aren't the memory of a host of which cards are on offer, too."""
+    """The budgets, without the memory of hosts that also offer cards."""
     with_cards = {budget.host for budget in budgets if budget.device != CPU}
     return [each for each in budgets if each.device != CPU or each.host not in with_cards]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What a plan puts on one device, beside what the device's budget says; in bytes.
+    """What a plan puts on one device, beside the contents of the device's budget; in bytes.
 
-    ``workspace`` is shared with models loaded there already, so that it is at least theirs.
-    ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
-    A host's ``weights`` count those of experts there whose units are elsewhere, and ``staging`` is
-    where these come to on a card, for long prompts; ``mapped`` is what of experts is used
-    where it lies in a file, if some of it may stay there alone, and ``from_disk`` what does, which
-    ``weights`` doesn't count. Where memory comes in segments, ``segments`` is
-    what the other lines but workspace reserve beyond their bytes, and ``call`` the most that a call
-    reserves, its workspace included.
+    ``workspace`` is shared with models loaded there already, so it is at least theirs.
+    ``transport`` is host memory: the buffers of hidden states on their way to or from another host.
+    A host's ``weights`` include those of experts there whose units are elsewhere; ``staging`` is
+    their buffer on a card, for long prompts. ``mapped`` counts experts that are used in place in a
+    file, if some of them may stay on disk alone; ``from_disk`` those that do, which ``weights``
+    doesn't count. Where memory comes in segments, ``segments`` is what all lines but workspace
+    reserve beyond their bytes, and ``call`` the most that a call reserves, its workspace included.
     """
 
     budget: Budget
@@ -336,8 +335,8 @@ class Ledger:
 
     @property
     def resident(self) -> int:
-        """Bytes, where experts are read from disk, of the others that are mapped: the system drops
-        them for whatever else needs memory, and reads them again."""
+        """Mapped bytes that stay in memory where experts are read from disk: the system drops them
+        when anything else needs memory, and reads them again."""
         return self.mapped - self.from_disk if self.from_disk else 0
 
     @property
@@ -347,11 +346,11 @@ class Ledger:
 
     @property
     def lack(self) -> str:
-        """In a refusal: by how much it does not fit, and which other models are there."""
+        """For a refusal: how many bytes are missing, and which other models are there."""
         return "; ".join([f"{-self.headroom:,} too few", *self.budget.others])
 
     def with_unit(self, cost: UnitCost, weights: int, cache: int) -> Ledger:
-        """The ledger once this unit is placed here too, with these bytes of its own."""
+        """The ledger after this unit is placed here too, with these bytes of its own."""
         peak = cost.workspace[self.device.type]
         on_host = self.device.type == "cpu"
         return replace(
@@ -368,12 +367,12 @@ class Ledger:
         ).with_disk()
 
     def with_experts(self, cost: UnitCost) -> Ledger:
-        """The ledger once the experts of a unit that is elsewhere are here too."""
+        """The ledger after the experts of a unit that is elsewhere are placed here too."""
         mapped = self.mapped + cost.mapped * len(cost.host_experts)
         return replace(self, weights=self.weights + cost.host_weights, mapped=mapped).with_disk()
 
     def with_disk(self) -> Ledger:
-        """With as much read from disk as memory has no room for, and as may be."""
+        """The ledger with what memory has no room for read from disk, as far as allowed."""
         if not self.budget.disk:
             return self
         whole = replace(self, weights=self.weights + self.from_disk, from_disk=0)
@@ -388,7 +387,7 @@ class PlacedUnit:
     Attributes:
         kept, loss: as in :class:`UnitCost`.
         host_experts: routed experts whose weights lie in host memory, in ascending order.
-        host_weights: bytes of these, which ``weights`` doesn't count.
+        host_weights: bytes of these, not part of ``weights``.
         mapped: as in :class:`UnitCost`.
     """
 
@@ -414,18 +413,18 @@ class PlacedUnit:
 class Plan:
     """A device for every unit, in order, and the ledger of every device that was offered.
 
-    Carried out by ``model.load(plan=plan)``; kept as JSON with :meth:`to_json`.
+    ``model.load(plan=plan)`` carries it out; :meth:`to_json` saves it.
 
     Attributes:
         last_id_only: whether only the logits of each row's last token are promised.
         max_input_len: tokens of a chunk; None if unknown.
-        logits_len: tokens a row whose logits are computed at once; None for all of a chunk.
+        logits_len: tokens per row whose logits are computed at once; None for a whole chunk.
         fitted: what differs from the defaults so that it fits, in words.
-        link: what joins the hosts, where there are several and it was said.
-        role: of the host of this process, where it carries out its piece of a larger plan.
-        gap: the most by which another plan could be better, as a share of what is compared: what
-            the objective makes small or large, or before that bytes of an overflow device. 0 for
-            the best plan there is, as every plan is but those in any order of very many unlike
+        link: what joins the hosts, where there are several and it was given.
+        role: of this process's host, where it carries out its piece of a larger plan.
+        gap: the most by which another plan could be better, as a share of the value compared: the
+            one that the objective makes small or large, or, before it, bytes on an overflow
+            device. 0 for an optimal plan, as all are except those in any order of very many unlike
             devices, and those with unlike experts in host memory.
     """
 
@@ -443,7 +442,7 @@ class Plan:
 
     @property
     def near_best(self) -> str:
-        """How far it may be from the best, in words; none for the best."""
+        """How far it may be from the best, in words; empty for the best."""
         percent = math.ceil(1000 * self.gap) / 10
         best = "the best" if self.host_experts else "the best in any order"
         return f"within {percent:g} % of {best}" if self.gap else ""
@@ -458,22 +457,24 @@ class Plan:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Those that hold units, in the order in which a token passes through them."""
+        """Hosts that hold units, in the order in which a token passes through them."""
         return tuple(dict.fromkeys(unit.host for unit in self.units))
 
     def units_on(self, host: str) -> range:
-        """The indices of a host's units, which follow each other."""
+        """The indices of a host's units, which are contiguous."""
         here = [index for index, unit in enumerate(self.units) if unit.host == host]
         return range(here[0], here[-1] + 1) if here else range(0)
 
     def on(self, host: str) -> Plan:
-        """One host's piece, in its own names of devices, for a process there to carry out.
+        """One host's piece, with its own device names, for a process there to carry out.
 
         Raises:
             ValueError: the plan has nothing for such a host.
         """
         if not (indices := self.units_on(host)):
-            raise ValueError(f"the plan has nothing for host {host!r}: it is for {_listed(self)}")
+            raise ValueError(
+                f"the plan has nothing for host {host!r}: it is for {_host_names(self)}"
+            )
         ledgers = (ledger for ledger in self.ledgers if ledger.place.host == host)
         return replace(
             self,
@@ -503,15 +504,15 @@ class Plan:
 
     @property
     def choice(self) -> Choice | None:
-        """What the plan has chosen for the weights, if it has; ValueError where it has for some
-        units only."""
+        """The weight formats that the plan has chosen, if any; ValueError where it has chosen them
+        for some units only."""
         kept = {unit.name: unit.kept for unit in self.units if unit.kept is not None}
         if kept and len(kept) < len(self.units):
-            raise ValueError(f"the plan says of {len(kept)} units how their weights are kept only")
+            raise ValueError(f"the plan has weight formats for {len(kept)} units only")
         return Choice(kept=kept, loss={u.name: u.loss for u in self.units}) if kept else None
 
     def promising(self, plan: Plan) -> Plan:
-        """This one with calls as another has them, of which it is the same placement."""
+        """This placement with the promised calls of another plan."""
         return replace(
             self,
             last_id_only=plan.last_id_only,
@@ -522,17 +523,17 @@ class Plan:
         )
 
     def remaining(self) -> list[Budget]:
-        """The budgets for a second model, once this one is placed; of devices that were offered,
-        and not of one on which only pinned units are placed, or a transport's buffers."""
+        """The budgets for a second model once this one is placed: of offered devices, not of those
+        that hold only pinned units or a transport's buffers."""
         offered = (ledger for ledger in self.ledgers if ledger.budget.capacity < UNBOUNDED)
-        return [_beside(ledger) for ledger in offered]
+        return [_remaining_budget(ledger) for ledger in offered]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=str, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of :meth:`to_json`; ValueError where the text is no plan."""
+        """The inverse of :meth:`to_json`; ValueError where the text is not a plan."""
         try:
             values = json.loads(text)
             return cls(
@@ -553,10 +554,10 @@ class Plan:
                 **values,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"this is no plan that exkv wrote: {error}") from None
+            raise ValueError(f"not a plan that exkv wrote: {error}") from None
 
 
-def _beside(ledger: Ledger) -> Budget:
+def _remaining_budget(ledger: Ledger) -> Budget:
     taken, cap = ledger.held - ledger.resident, ledger.budget.cap
     return replace(
         ledger.budget,
@@ -572,7 +573,7 @@ def role_of(host: str, where: Sequence[Place], outer: Role = ALONE) -> Role:
 
     Args:
         where: the place of each unit, in order.
-        outer: that of all of them together, where they are a piece of more.
+        outer: the role of all these units, where they are a piece of a larger plan.
     """
     here = [index for index, place in enumerate(where) if place.host == host]
     if not here:
@@ -582,12 +583,12 @@ def role_of(host: str, where: Sequence[Place], outer: Role = ALONE) -> Role:
     )
 
 
-def _listed(plan: Plan) -> str:
+def _host_names(plan: Plan) -> str:
     return ", ".join(host or "this machine" for host in plan.hosts)
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> str:
-    """The value, or a ValueError that says what is known by that name."""
+    """The value, or a ValueError that lists the known ones."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
     return value
@@ -620,7 +621,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _read(kind: type, values: dict[str, Any]) -> Any:
-    """A dataclass from JSON: devices are text there, everything else but names is a number."""
+    """A dataclass from JSON, where devices are text and everything except names is a number."""
     for key, value in values.items():
         if key == "host" and not isinstance(value, str):
             raise ValueError(f"host is {value!r}: expected a name")

@@ -1,9 +1,9 @@
-"""What calls reserve on a device that gives memory in segments: traces of dry runs, replayed.
+"""What calls reserve on a device that gives memory in segments: replayed traces of dry runs.
 
-A device's allocator keeps what calls freed, so that what one reserves depends on those before it.
-But torch gives back idle segments before it runs out of memory, and exkv does so between the units
-that it loads, and before it retries a call. What counts is therefore the least memory in which a
-call runs that begins with no idle segment.
+A device's allocator keeps what calls have freed, so what one call reserves depends on those before
+it. But torch gives idle segments back before it runs out of memory, and exkv does so between the
+units that it loads, and before it retries a call. What counts is therefore the least memory in
+which a call runs that starts without idle segments.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .live_storages import Trace
 
 @dataclass(frozen=True, slots=True)
 class CallTrace:
-    """What one unit's part of a call asks of its device.
+    """One unit's part of a call, as requests to its device's allocator.
 
     Attributes:
         requests: the storages that came and went.
-        inputs: the position of the request for the unit's input, behind those for the batch.
-        out: the number of the storage that its result is in.
+        inputs: the position of the request for the unit's input, after those for the batch.
+        out: the number of the storage that holds its result.
     """
 
     requests: Trace
@@ -34,8 +34,8 @@ class CallTrace:
 
 
 def reserved_bytes(calls: Sequence[CallTrace], rules: Rules) -> int:
-    """The least device memory in which these parts of a call run, one after another, each with the
-    output of the one before as its input: idle segments are given back before memory runs out."""
+    """The least device memory in which these parts of a call run one after another, each with its
+    predecessor's output as input; idle segments are given back before memory runs out."""
     most = _peak(calls, rules, None)
     assert most is not None
     step = SMALL_SEGMENT  # segments are multiples of it
@@ -47,7 +47,7 @@ def reserved_bytes(calls: Sequence[CallTrace], rules: Rules) -> int:
 
 
 def reserved_beside(held: int, requests: Trace, rules: Rules) -> int:
-    """Likewise of requests beside ``held`` bytes that are there before and after them."""
+    """Likewise for requests beside ``held`` bytes that are live before and after them."""
     made = {number for number, nbytes in requests if nbytes}
     own = [(number, nbytes) for number, nbytes in requests if number in made]
     return reserved_bytes([CallTrace([(-1, max(held, 1)), *own], inputs=-1, out=-1)], rules)
@@ -55,12 +55,12 @@ def reserved_beside(held: int, requests: Trace, rules: Rules) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What is allocated for a unit and stays, in bytes.
+    """Bytes that are allocated for a unit and stay.
 
     Attributes:
         fixed: its weights, its part of each adapter, and the logits that it makes.
         caches: its layer in each cache, 0 where that is on the host.
-        before: likewise, what the layer took before it grew or was converted, and 0 if it did not.
+        before: likewise, before the layer grew or was converted; 0 if it did neither.
     """
 
     fixed: Sequence[int]
@@ -89,9 +89,9 @@ def reserved_for(units: Sequence[Allocated], sizes: frozenset[int], rules: Rules
 def _held_back(
     units: Sequence[Allocated], rules: Rules, share: Callable[[int], int]
 ) -> Sequence[int]:
-    """What else each unit reserves of segments in which caches lay before they grew or were
-    converted: they can't be released where something lies in them that stays. Counted by what the
-    caches took and leave empty, or by what so many allocations can hold back."""
+    """What each unit reserves in addition, of segments that held caches before they grew or were
+    converted: they can't be released while they hold something that stays. The count is the bytes
+    that the caches leave empty, or what that many allocations can hold back, if that is less."""
     fixed = {nbytes for unit in units for nbytes in unit.fixed if nbytes}
     before = {nbytes for unit in units for nbytes in unit.before if nbytes}
     left = {b for b in before if any(rules.shares_segments(b, f) for f in fixed)}
@@ -108,13 +108,13 @@ def _held_back(
     return min(by_caches, by_fixed, key=sum)
 
 
-#: Units over which what segments are not filled by the one and are filled by the next is spread.
+#: Units over which the space in segments that one leaves and the next fills is averaged.
 _ALIKE = 8
 
 
 @functools.cache
 def shared_bytes(sizes: tuple[int, ...], rules: Rules) -> int:
-    """Bytes reserved for each of many units with allocations of these sizes, which share
+    """Bytes reserved per unit for many units with allocations of these sizes, which share
     segments."""
     allocator = CachingAllocator(rules)
     for nbytes in sizes * _ALIKE:
@@ -123,7 +123,7 @@ def shared_bytes(sizes: tuple[int, ...], rules: Rules) -> int:
 
 
 def _peak(calls: Sequence[CallTrace], rules: Rules, capacity: int | None) -> int | None:
-    """The most that is reserved of a device of this capacity; None where it is too small."""
+    """The most that is reserved on a device of this capacity; None where it is too small."""
     allocator, given = CachingAllocator(rules, capacity), None
     try:
         for call in calls:
@@ -146,7 +146,7 @@ def _replayed(
             held[number], given = given, None
         else:
             held[number] = nbytes, allocator.allocate(nbytes)
-    if given is not None:  # it was taken apart, as the last tokens are before the head
+    if given is not None:  # not the next input: the head takes only the last tokens of it
         allocator.free(given[1])
     result = held.pop(call.out, None)
     for _, block in held.values():

@@ -1,7 +1,7 @@
-"""What is to be placed where: models with what they are promised, and devices; a frozen value.
+"""What to place where: models with their promised caches and calls, and devices; a frozen value.
 
 Everything here is a pure function of shapes and budgets: no device is touched, and no weight is
-read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` is the way in.
+read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` is the entry point.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Peaks = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and what it is promised.
+    """A model, and the caches and calls that it is promised.
 
     Attributes:
         embed_cpu: whether its embedding is pinned to host memory; None to let the plan decide.
         slices: whether a plan may run the head on slices of a chunk.
         fitted: what differs from the defaults so that it fits, in words.
-        where: the place of each unit, where it was chosen together with the experts that lie in
-            host memory (``exkv.planning.host_experts``).
-        gap: of that choice, as of :class:`Plan`.
-        mapped: by unit, as of :class:`UnitCost`; empty where nothing may be read from disk.
+        where: the place of each unit, where it was chosen together with the experts in host memory
+            (``exkv.planning.host_experts``).
+        gap: of that choice, as in :class:`Plan`.
+        mapped: by unit, as in :class:`UnitCost`; empty where nothing may be read from disk.
     """
 
     model: ModelShape
@@ -88,8 +88,8 @@ class Workload:
         model: Transformer | ModelShape,
         caches: Sequence[KVCache | CacheShape],
     ) -> Workload:
-        """What a model is promised by a plan of it, with caches that it may not have had; its
-        experts are in host memory as the plan says, or where it is loaded, as they are now."""
+        """The workload of a model that a plan covers, with these caches in place of the plan's;
+        its experts are in host memory as the plan says, or, once loaded, as they are now."""
         shape = ModelShape.of(model)
         if all(unit.device is None for unit in model.units):
             shape = shape.with_host_experts(plan.host_experts)
@@ -107,7 +107,7 @@ class Workload:
         )
 
     def peaks(self, budgets: Sequence[Budget]) -> Peaks:
-        """Predicted for the types of devices on offer."""
+        """Workspaces predicted for the device types on offer."""
         return {kind: self._peaks_on(kind) for kind in self._types(budgets)}
 
     def no_peaks(self, budgets: Sequence[Budget]) -> Peaks:
@@ -126,8 +126,8 @@ class Workload:
         """The ledger lines of every unit.
 
         Args:
-            home: the host on which an embedding in host memory lies.
-            among: bytes of other allocations that may share segments with these.
+            home: the host of an embedding in host memory.
+            among: sizes in bytes of other allocations that may share segments with these.
         """
         hidden, hidden_step = self.hidden_bytes()
         card = next((kind for kind in peaks if kind != "cpu"), "cpu")
@@ -151,8 +151,8 @@ class Workload:
         rules: Mapping[str, Rules],
         among: Iterable[int],
     ) -> list[UnitCost]:
-        """The costs with what they reserve of devices that give memory in segments; all of them by
-        the same rules. Beside what units share of segments, some are open on each device."""
+        """The costs with what they reserve on devices that give memory in segments, all by the same
+        rules. In addition to the segments that units share, some are open on each device."""
         one = next(iter(rules.values()))
         pairs = zip(self.model.units, costs, strict=True)
         units = [self._allocated(unit, cost.logits) for unit, cost in pairs]
@@ -172,7 +172,7 @@ class Workload:
         ]
 
     def allocated_sizes(self, peaks: Peaks) -> frozenset[int]:
-        """Bytes of all allocations that stay; of any unit."""
+        """Sizes in bytes of all allocations that stay, over all units."""
         logits = max((int(table[-1, 1]) for table in peaks.values()), default=0)
         units = (self._allocated(unit, logits) for unit in self.model.units)
         return frozenset().union(*(unit.sizes for unit in units))
@@ -188,8 +188,8 @@ class Workload:
         )
 
     def hidden_bytes(self) -> tuple[int, int]:
-        """Of the hidden states of the largest call, and of a decode step; with the embeddings that
-        an MTP head on another host takes."""
+        """Bytes of hidden states in the largest call, and in a decode step, including the
+        embeddings that an MTP head on another host takes."""
         each = self.model.config.handed_on * self.model.dtype.itemsize
         calls = (lengths for _, lengths in self.promise.worst_calls())
         tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
@@ -221,7 +221,7 @@ class Workload:
             host_cache=host_cache,
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
             logits=max(int(table[unit.index, 1]) for table in peaks.values()) if kept else 0,
-            traffic=read if unit.index else 0,  # of the table a few rows
+            traffic=read if unit.index else 0,  # an embedding reads only a few rows
             experts=experts,
             chosen=chosen,
             shared_experts=unit.shared_expert_bytes if experts else 0,
@@ -236,12 +236,12 @@ class Workload:
         )
 
     def _own_bytes(self, unit: Unit) -> int:
-        """Of its weights, without the experts that lie in host memory."""
+        """Bytes of its weights, without the experts in host memory."""
         return sum(unit.nbytes.values()) - unit.host_weights
 
     def _chosen(self, unit: Unit, experts: int) -> tuple[float, ...]:
-        """The probability that a decode step of all rows reads each expert, whose choices don't
-        depend on each other; all alike where nothing is known of the unit."""
+        """The probability that a decode step of all rows reads each expert, with rows' choices
+        independent; equal for all experts where nothing is known of the unit."""
         known = (self.model.usage() or {}).get(unit.name) if experts else None
         taken = getattr(self.model.config.specific, "num_experts_per_tok", None) or 1
         shares = known or (min(taken / experts, 1.0),) * experts if experts else ()
@@ -249,23 +249,23 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """That a decode step may have."""
+        """The most rows of a decode step."""
         return max((cache.batch_size for cache in self.promise.caches), default=1)
 
     def _adapter_bytes(self, unit: Unit) -> int:
-        """Of the adapters' part of the unit, which lies beside its weights."""
+        """Bytes of the adapters' part of the unit, which lies beside its weights."""
         adapters = (self.model.adapters[name] for name in self.promise.adapters)
         return sum(adapter.nbytes.get(unit.index, 0) for adapter in adapters)
 
     def _cache_bytes(self, unit: Unit) -> tuple[int, int]:
-        """Beside the weights, and in host memory wherever these are."""
+        """Bytes beside the weights, and in host memory wherever the weights are."""
         layers = self._cache_layers(unit)
         offloaded = sum(layer.host_bytes_needed() for layer in layers)
         tiers = sum(layer.tier_bytes() for layer in layers)
         return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded + tiers
 
     def _shared_cache(self, unit: Unit, cache: int, host_cache: int) -> dict[int, tuple[int, int]]:
-        """Index of the unit whose layer has the same keys and values -> these bytes of both."""
+        """Index of the unit whose layer has the same keys and values -> their bytes in both."""
         reads = None if unit.spec.layer is None else self.model.config.reads(unit.spec.layer)
         if reads is None:
             return {}
@@ -273,29 +273,30 @@ class Workload:
         return {} if other in self.model.elsewhere else {other: (cache, host_cache)}
 
     def _read(self, unit: Unit) -> int:
-        """Of caches by a decode step, wherever they lie; a tier is read when a page comes back."""
+        """Bytes of caches that a decode step reads, wherever they lie; a tier is read when a page
+        returns."""
         return sum(layer.full_bytes() for layer in self._cache_layers(unit))
 
     def _cache_layers(self, unit: Unit) -> list[CacheLayer]:
-        """The unit's part of every cache."""
+        """The unit's layer in every cache."""
         if (index := unit.spec.layer) is None:
             return []
         return [part for cache in self.promise.caches for part in cache.layers[index].parts]
 
     def host_cache_bytes(self) -> int:
-        """What caches take from the host wherever the units are placed; those of layers that have
-        others' keys and values only where these are on another device, which isn't counted."""
+        """Bytes that caches take on the host wherever the units are placed; copies of shared keys
+        on another device than their layer's aren't counted."""
         costs = ((unit, *self._cache_bytes(unit)) for unit in self.model.units)
         return sum(host for unit, own, host in costs if not self._shared_cache(unit, own, host))
 
     def unplaced(self) -> Workload:
-        """With its experts beside the rest of their layers, and all open that was chosen of it."""
+        """With its experts beside the rest of their layers, and all choices about it open."""
         if not self.where:
             return self
         return replace(self, model=self.model.with_host_experts({}), where=(), gap=0.0)
 
     def without_choice(self) -> Workload:
-        """With nothing chosen of the weights."""
+        """With no weight formats chosen."""
         return replace(self, model=replace(self.model, choice=None))
 
     def in_chunks_of(self, tokens: int) -> Workload:
@@ -327,17 +328,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is to be placed where.
+    """What to place where.
 
     Attributes:
         workloads: placed one after the other, each around those before it: a draft model that
-            comes second never displaces the first. Over hosts it lies on the first one, beside
-            whoever asks it, and is placed there before the others.
+            comes second never displaces the first. Over hosts, the draft lies on the first one,
+            beside the process that calls it, and is placed there before the others.
         budgets: the devices.
         objective, order, link: as :func:`exkv.planning.search.placement.place_units` takes them.
-        host_experts: whether experts may lie in host memory while their layer is on a card; else
-            whole layers do.
-        disk_experts: whether experts that host memory has no room for may be read from their file.
+        host_experts: whether experts may lie in host memory while their layer is on a card; if
+            not, whole layers do.
+        disk_experts: whether experts that don't fit in host memory may be read from their file.
     """
 
     workloads: tuple[Workload, ...]
@@ -350,23 +351,23 @@ class Scenario:
 
     @property
     def home(self) -> str:
-        """The host that has what lies in host memory wherever the rest is."""
+        """The host with everything that lies in host memory wherever the rest is."""
         return self.budgets[0].host if self.budgets else ""
 
     @property
     def over_hosts(self) -> bool:
-        """Whether devices are of named hosts, whose own memory isn't known here."""
+        """Whether devices belong to named hosts, whose own memory isn't known here."""
         return any(budget.host for budget in self.budgets)
 
     @property
     def placing(self) -> list[int]:
-        """The positions of the workloads, in the order in which they are placed."""
+        """The positions of the workloads, in placement order."""
         first, *others = range(len(self.workloads))
         return [*others, first] if self.over_hosts else [first, *others]
 
     @property
     def beside_host(self) -> bool:
-        """Whether a host's memory takes what its cards have no room for."""
+        """Whether host memory takes what the host's cards have no room for."""
         return len(without_memory(self.budgets)) < len(self.budgets)
 
     def may_have_host_experts(self, position: int) -> bool:
@@ -380,12 +381,12 @@ class Scenario:
         return [workload.peaks(self.budgets) for workload in self.workloads]
 
     def costs(self, peaks: Sequence[Peaks]) -> list[list[UnitCost]]:
-        """The ledger lines of every workload; they are the same whatever the budgets."""
+        """The ledger lines of every workload; the budgets don't change them."""
         pairs = zip(self.workloads, peaks, strict=True)
         return [workload.costs(known, self.home) for workload, known in pairs]
 
     def attempt(self, costs: Sequence[Sequence[UnitCost]] | None = None) -> tuple[Plan, ...]:
-        """A plan for each workload; PlacementError, without remedies, where one does not fit."""
+        """A plan for each workload; PlacementError, without remedies, if one does not fit."""
         plans = self._placed(self.placing, costs or self.costs(self.peaks()))
         return tuple(plans[position] for position in range(len(plans)))
 
@@ -434,8 +435,8 @@ class Scenario:
         return {}
 
     def budgets_of(self, position: int) -> list[Budget]:
-        """What a workload may use: what those leave that are placed before it, or everything where
-        these don't fit."""
+        """What a workload may use: what the workloads placed before it leave, or everything if
+        those don't fit."""
         before = self.placing[: self.placing.index(position)]
         plans: dict[int, Plan] = {}
         if before:
@@ -454,14 +455,14 @@ class Scenario:
         return found if self.workloads[position].mapped else [replace(b, disk=0) for b in found]
 
     def fits(self, peaks: Sequence[Peaks] | None = None) -> bool:
-        """Whether there is a plan; with peaks that are known, or else predicted, which takes
-        longer, so it is first seen whether weights and caches alone would fit."""
+        """Whether there is a plan. Without known peaks they are predicted, which takes longer, so
+        weights and caches alone are tried first."""
         if peaks is None:
             return self.has_room_without_calls() and self.fits(self.peaks())
         return self.has_room(self.costs(peaks))
 
     def has_room_without_calls(self) -> bool:
-        """Whether weights and caches alone fit; that is quickly said."""
+        """Whether weights and caches alone fit; a quick check."""
         return self.fits(self.no_peaks())
 
     def has_room(self, costs: Sequence[Sequence[UnitCost]]) -> bool:
@@ -475,8 +476,8 @@ class Scenario:
         return True
 
     def _has_room_apart(self, costs: Sequence[UnitCost]) -> bool:
-        """Whether there is a plan with experts in host memory, of which the costs know nothing yet:
-        segments of units without them may be fuller by one."""
+        """Whether there is a plan with experts in host memory, which the costs don't reflect yet:
+        units without some of their experts may need one more open segment."""
         if self.workloads[0].where or not self.may_have_host_experts(0):
             return False
         budgets = [
@@ -486,7 +487,7 @@ class Scenario:
         return fits_experts(costs, budgets, self.order)
 
     def no_peaks(self) -> list[Peaks]:
-        """As if calls took no workspace: what does not fit then does not fit."""
+        """Peaks as if calls took no workspace: what doesn't fit with these doesn't fit at all."""
         return [workload.no_peaks(self.budgets) for workload in self.workloads]
 
     # The same with one thing changed -------------------------------------------------------
@@ -509,9 +510,9 @@ class Scenario:
         return self.each(lambda workload: workload.in_chunks_of(tokens))
 
     def with_weights(self, weights: str) -> Scenario | None:
-        """With the weights as integers, one of ``exkv.weights.on_load.BITS``, of every model whose
-        are floats in its checkpoint; None where there is no such model, or one whose bits are being
-        chosen."""
+        """With the weights of every model that has floats in its checkpoint quantized to integers,
+        one of ``exkv.weights.on_load.BITS``; None if there is no such model, or the bits of one are
+        being chosen."""
         models = [workload.model for workload in self.workloads]
         floats = [not model.config.quantization or model.on_load is not None for model in models]
         if not any(floats) or any(model.choice for model in models):
@@ -532,7 +533,8 @@ class Scenario:
         return replace(self, budgets=_changed(self.budgets, device, larger))
 
     def larger(self) -> Iterator[tuple[str, Scenario]]:
-        """With one more card like the last, and with the next fewer bits, in words too."""
+        """With one more card like the last, and with the next fewer bits, each described in
+        words."""
         cards = [budget for budget in self.budgets if budget.device != CPU]
         kind, number = cards[-1].device.type, max(card.device.index or 0 for card in cards) + 1
         more = replace(cards[-1], device=torch.device(kind, number), in_use=0, in_use_by_others=0)
@@ -557,19 +559,19 @@ class Scenario:
         return sum(sum(unit.nbytes.values()) for unit in units)
 
     def fewer_bits(self) -> list[str]:
-        """What weights may become on load that has fewer bits than they have now, most first; no
-        fewer than 4, which cost too much without a text to calibrate by."""
+        """Formats with fewer bits than the weights have now that they may get on load, most bits
+        first; at least 4, since fewer cost too much without a calibration text."""
         now = [workload.model.on_load for workload in self.workloads]
         known = [name for name, bits in BITS.items() if bits >= 4]
         return [name for name in known if not any(n and BITS[name] >= BITS[n] for n in now)]
 
     def with_reserve(self, most: int) -> Scenario:
-        """With no reserve above this."""
+        """With reserves lowered to at most this."""
         lower = (replace(b, reserve=min(b.reserve, most)) for b in self.budgets)
         return replace(self, budgets=tuple(lower))
 
     def with_host(self) -> Scenario:
-        """With what the host has free as overflow."""
+        """With the host's free memory as overflow."""
         now = accelerators.memory(accelerators.CPU)
         host = Budget(
             device=accelerators.CPU,

@@ -1,9 +1,8 @@
-"""Shapes of the results of torch's ops, on ``meta``, where these are quickly said.
+"""Result shapes of torch's ops, on ``meta``, where they are cheap to compute.
 
-torch has such rules for every op. Many of them are written in Python, take longer than the op
-itself would, and import a library for symbolic algebra (half a second). So the common ones are
-here, by classes of ops; :func:`result_of` asks torch for the others, and a test compares all of
-these with torch's own.
+torch has such rules for every op. Many are written in Python, take longer than the op itself, and
+import a library for symbolic algebra (half a second). So the common ones are here, by classes of
+ops; :func:`result_of` asks torch for the others, and a test compares all of these with torch's own.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch
 from torch._ops import OpOverload
 
 Shape = Sequence[int]
-#: What a rule answers with where only torch knows.
+#: Returned by a rule where only torch knows the result.
 _ASK_TORCH = object()
 
 
 def result_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the op answers with: tensors on ``meta``, as those in its arguments are."""
+    """The op's results: tensors on ``meta``, as those in its arguments are."""
     if not func._schema.returns:
         return None
     if _writes_in_place(func):
@@ -34,14 +33,14 @@ def result_of(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _writes_in_place(func: OpOverload) -> bool:
-    """Whether the result is the first argument, of the same shape as before."""
+    """Whether the result is the first argument, of unchanged shape."""
     alias = func._schema.returns[0].alias_info
     named = func._schema.name.rsplit("::")[-1].endswith("_")
     written = alias is not None and alias.is_write
     return named and written and torch.Tag.inplace_view not in func.tags
 
 
-def _made(shape: Shape, dtype: torch.dtype, stride: Shape | None = None) -> torch.Tensor:
+def _meta(shape: Shape, dtype: torch.dtype, stride: Shape | None = None) -> torch.Tensor:
     stride = _contiguous(shape) if stride is None else stride
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
 
@@ -58,7 +57,7 @@ def _contiguous(shape: Shape) -> list[int]:
 
 
 def _pointwise(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Of the broadcast shape; the dtype is found by a call on single numbers."""
+    """Results of the broadcast shape; a call on single numbers determines the dtype."""
     operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if (out := kwargs.get("out")) is not None:
         fits = out.shape == torch.Size(_broadcast([operand.shape for operand in operands]))
@@ -67,19 +66,19 @@ def _pointwise(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _ASK_TORCH
     dtype = _dtype(func, tuple(map(_kind, args)), tuple(kwargs.items()))
     shape = _broadcast([operand.shape for operand in operands])
-    return _made(shape, dtype, _strides(shape, operands))
+    return _meta(shape, dtype, _strides(shape, operands))
 
 
 def _kind(arg: Any) -> Any:
-    """What of an argument may decide the result's dtype: a tensor's dtype and whether it has
-    dimensions; of a number its value."""
+    """What may affect the result's dtype: of a tensor, its dtype and whether it has dimensions; of
+    a number, its value."""
     if isinstance(arg, torch.Tensor):
         return _Kind((arg.dtype, arg.dim() > 0))
     return (type(arg), arg)
 
 
 class _Kind(tuple):
-    """A tensor's, and no number's."""
+    """Marks a tensor's entry, as opposed to a number's."""
 
 
 @functools.cache
@@ -99,15 +98,15 @@ def _broadcast(shapes: Sequence[Shape]) -> list[int]:
 
 
 def _strides(shape: Shape, operands: Sequence[torch.Tensor]) -> list[int]:
-    """Dense, in the order in which the operands' dimensions lie in memory, as TensorIterator (ATen)
-    finds it: by the first operand that tells two dimensions apart."""
+    """Dense strides in the memory order of the operands' dimensions, as TensorIterator (ATen) finds
+    it: by the first operand that distinguishes two dimensions."""
     if all(o.is_contiguous() and len(o.shape) == len(shape) for o in operands):
         return _contiguous(shape)
     return _dense(shape, [_steps(shape, operand) for operand in operands])
 
 
 def _dense(shape: Shape, steps: Sequence[Shape]) -> list[int]:
-    """The same for operands that are given by their strides, 0 where they are broadcast."""
+    """Likewise for operands given by their strides, 0 where they are broadcast."""
     order = list(range(len(shape) - 1, -1, -1))  # innermost first
     for position in range(1, len(order)):
         moving = position
@@ -132,7 +131,7 @@ def _steps(shape: Shape, operand: torch.Tensor) -> list[int]:
 
 
 def _compare(inner: int, outer: int, steps: Sequence[Shape], shape: Shape) -> int:
-    """1 where the two dimensions are in the wrong order, -1 in the right one, 0 if none tells."""
+    """1 if the two dimensions are in the wrong order, -1 if in the right one, 0 if undecided."""
     for strides in steps:
         one, two = strides[inner], strides[outer]
         if one == 0 or two == 0:
@@ -151,11 +150,11 @@ def _factory(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """empty, zeros, ones: (sizes, ...); full: (sizes, value, ...)."""
     if kwargs.get("memory_format") is not None:
         return _ASK_TORCH
-    return _made(args[0], kwargs.get("dtype") or _default_dtype(args[1] if args[1:] else 0.0))
+    return _meta(args[0], kwargs.get("dtype") or _default_dtype(args[1] if args[1:] else 0.0))
 
 
 def _scalar(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return _made((), kwargs.get("dtype") or torch.get_default_dtype())
+    return _meta((), kwargs.get("dtype") or torch.get_default_dtype())
 
 
 def _default_dtype(value: float) -> torch.dtype:
@@ -164,63 +163,63 @@ def _default_dtype(value: float) -> torch.dtype:
 
 
 def _new(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    return _made(args[1], kwargs.get("dtype") or args[0].dtype)
+    return _meta(args[1], kwargs.get("dtype") or args[0].dtype)
 
 
 def _like(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """empty_like and its kin; copies, too, keep the order in memory unless they are told."""
+    """empty_like and similar; copies, too, keep the memory order unless told otherwise."""
     x, wanted = args[0], kwargs.get("memory_format")
     contiguous = wanted is torch.contiguous_format
     if not contiguous and wanted not in (None, torch.preserve_format):
         return _ASK_TORCH
     strides = None if contiguous else _strides(x.shape, [x])
-    return _made(x.shape, kwargs.get("dtype") or x.dtype, strides)
+    return _meta(x.shape, kwargs.get("dtype") or x.dtype, strides)
 
 
 def _arange(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     start, end, step = (0, *args, 1)[-3:] if len(args) == 1 else (*args, 1)[:3]
     if not all(isinstance(number, int) for number in (start, end, step)):
         return _ASK_TORCH
-    return _made([max(math.ceil((end - start) / step), 0)], kwargs.get("dtype") or torch.int64)
+    return _meta([max(math.ceil((end - start) / step), 0)], kwargs.get("dtype") or torch.int64)
 
 
 def _matmul(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """mm, bmm, and with a first argument that is added, addmm and baddbmm."""
+    """mm and bmm; with a first argument that is added, addmm and baddbmm."""
     left, right = args[-2:]
-    return _made([*left.shape[:-1], right.shape[-1]], left.dtype)
+    return _meta([*left.shape[:-1], right.shape[-1]], left.dtype)
 
 
 def _grouped_matmul(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Rows (N, K) by one of several matrices (E, K, M) each. (torch's own rule knows bfloat16
+    """Rows (N, K) times one of several matrices (E, K, M) each. (torch's own rule knows bfloat16
     only.)"""
     left, right = args[:2]
     if left.dim() != 2 or right.dim() != 3 or len(args) > 3 or kwargs.get("out_dtype") is not None:
         return _ASK_TORCH
-    return _made([left.shape[0], right.shape[-1]], left.dtype)
+    return _meta([left.shape[0], right.shape[-1]], left.dtype)
 
 
 def _embedding(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     table, ids = args[:2]
-    return _made([*ids.shape, table.shape[1]], table.dtype)
+    return _meta([*ids.shape, table.shape[1]], table.dtype)
 
 
 def _gather(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, _, index = args[:3]
-    return _made(index.shape, x.dtype)
+    return _meta(index.shape, x.dtype)
 
 
 def _sorted(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Values and their indices."""
     x = args[0]
     strides = _strides(x.shape, [x])
-    return _made(x.shape, x.dtype, strides), _made(x.shape, torch.int64, strides)
+    return _meta(x.shape, x.dtype, strides), _meta(x.shape, torch.int64, strides)
 
 
 def _softmax(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, _, to_float = args
     if not x.is_contiguous():
         return _ASK_TORCH
-    return _made(x.shape, torch.float32 if to_float else x.dtype)
+    return _meta(x.shape, torch.float32 if to_float else x.dtype)
 
 
 def _cat(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -230,12 +229,12 @@ def _cat(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _ASK_TORCH
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    return _made(shape, parts[0].dtype)
+    return _meta(shape, parts[0].dtype)
 
 
 def _masked(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, mask = args[:2]
-    return _made(_broadcast([x.shape, mask.shape]), x.dtype)
+    return _meta(_broadcast([x.shape, mask.shape]), x.dtype)
 
 
 def _stack(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -244,22 +243,22 @@ def _stack(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _ASK_TORCH
     shape = list(parts[0].shape)
     shape.insert(dim % (len(shape) + 1), len(parts))
-    return _made(shape, parts[0].dtype)
+    return _meta(shape, parts[0].dtype)
 
 
 def _repeat(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, times = args
     sizes = (1,) * (len(times) - x.dim()) + tuple(x.shape)
-    return _made([size * count for size, count in zip(sizes, times, strict=True)], x.dtype)
+    return _meta([size * count for size, count in zip(sizes, times, strict=True)], x.dtype)
 
 
 def _topk(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Values and indices, of the last dimension."""
+    """Values and indices along the last dimension."""
     x, count, *rest = args
     if rest or kwargs or not x.dim():
         return _ASK_TORCH
     shape = [*x.shape[:-1], count]
-    return _made(shape, x.dtype), _made(shape, torch.int64)
+    return _meta(shape, x.dtype), _meta(shape, torch.int64)
 
 
 def _reduced(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -270,11 +269,11 @@ def _reduced(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     gone = {dim % x.dim() for dim in dims}
     dtype = _dtype(func, (_kind(x), (list, (0,))), tuple(kwargs.items()))
     sizes = [(1 if dim in gone else size) for dim, size in enumerate(x.shape)]
-    return _made(sizes if keep else [n for dim, n in enumerate(sizes) if dim not in gone], dtype)
+    return _meta(sizes if keep else [n for dim, n in enumerate(sizes) if dim not in gone], dtype)
 
 
 def _index(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """x[i, j, ...] with integers for dimensions that follow each other."""
+    """x[i, j, ...] with integer tensors for adjacent dimensions."""
     x, indices = args
     taken = [dim for dim, index in enumerate(indices) if index is not None]
     there = [indices[dim] for dim in taken]
@@ -286,25 +285,25 @@ def _index(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     before, behind = [0] * first, [0] * (x.dim() - stop)
     steps = [[*x.stride()[:first], *[0] * len(found), *x.stride()[stop:]]]
     steps += [[*before, *_steps(found, index), *behind] for index in there]
-    return _made(shape, x.dtype, _dense(shape, steps))
+    return _meta(shape, x.dtype, _dense(shape, steps))
 
 
 def _flash_attention(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Results and the sums' logarithms, which lie as (B, T, H)."""
+    """Results and log-sum-exp, which lies in memory as (B, T, H)."""
     q = args[0]
     batch, heads, length, _ = q.shape
-    out = _made(q.shape, q.dtype, _strides(q.shape, [q]))
-    sums = _made((batch, length, heads), torch.float32 if q.dtype != torch.float64 else q.dtype)
+    out = _meta(q.shape, q.dtype, _strides(q.shape, [q]))
+    sums = _meta((batch, length, heads), torch.float32 if q.dtype != torch.float64 else q.dtype)
     return out, sums.transpose(1, 2)
 
 
 def _flash_forward(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The same on CUDA of q (B, T, H, D), beside what only training needs."""
+    """The same on CUDA for q (B, T, H, D), plus outputs that only training needs."""
     q = args[0]
     batch, length, heads, _ = q.shape
-    empty = _made((0,), torch.uint64), _made((0,), q.dtype)
-    sums = _made((batch, heads, length), torch.float32)
-    return _made(q.shape, q.dtype), sums, _made((2,), torch.uint64), *empty
+    empty = _meta((0,), torch.uint64), _meta((0,), q.dtype)
+    sums = _meta((batch, heads, length), torch.float32)
+    return _meta(q.shape, q.dtype), sums, _meta((2,), torch.uint64), *empty
 
 
 def _reshape_alias(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -333,7 +332,7 @@ _RULES: dict[OpOverload, Callable[[OpOverload, tuple, dict[str, Any]], Any]] = {
             aten.full_like.default,
             aten.clone.default,
             aten._to_copy.default,
-            aten.lift_fresh.default,  # torch.tensor's
+            aten.lift_fresh.default,  # called by torch.tensor
         ],
         _like,
     ),

@@ -1,7 +1,7 @@
-"""Searches among scenarios: the plans or what would fit instead, the longest context, the largest
-batch, the least lossy cache, the memory that is lacking.
+"""Searches among scenarios: the plans, or what would fit in their place; the longest context, the
+largest batch, the least lossy cache, the missing memory.
 
-What a search answers was predicted and placed exactly, and so was its neighbour that fails.
+Each answer was predicted and placed exactly, and so was the next value, which fails.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .from_disk import why_not
 from .plan import Plan, UnitCost
 from .scenario import Peaks, Scenario
 
-#: Rows that a search for the largest batch goes up to.
+#: Upper limit of the search for the largest batch, in rows.
 MAX_BATCH = 4096
 #: Chunk sizes that a refusal tries as its remedy.
 _SMALLER_CHUNKS = (1024, 512, 256, 128)
 
 
 class Question(Protocol):
-    """What :func:`largest` asks: whether things fit, with workspaces that are predicted,
+    """What :func:`largest` searches over: whether things fit, with workspaces that are predicted,
     interpolated between predictions, or left out."""
 
     def peaks(self) -> list[Peaks]: ...
@@ -48,7 +48,7 @@ def plans_for(
         costs: the scenario's; None to compute them.
 
     Raises:
-        PlacementError: one does not fit; the error says by how much, where, and, once it is asked,
+        PlacementError: one does not fit; the error says where and by how much, and, when asked,
             lists the nearest changes that would make it fit.
     """
     try:
@@ -74,7 +74,7 @@ def longest(scenario: Scenario, limit: int) -> int:
 
 
 def longest_in(scenario: Scenario, limit: int) -> int:
-    """The same with calls as the scenario has them."""
+    """Like :func:`longest`, with the scenario's calls as they are."""
     if scenario.resized(max_seq_len=limit).fits():
         return limit
     return largest(lambda n: scenario.resized(max_seq_len=n), limit)
@@ -96,7 +96,7 @@ def _largest_batch_in(scenario: Scenario, limit: int) -> int:
 
 
 def least_lossy(scenario: Scenario) -> str | None:
-    """Of the kinds that keep every token on its device, the least lossy one that fits."""
+    """The least lossy kind that fits, among those that keep every token on its device."""
 
     def fits(name: str) -> bool:
         return any(way.fits() for way in smallest(scenario.as_kind(CACHES[name])))
@@ -105,8 +105,8 @@ def least_lossy(scenario: Scenario) -> str | None:
 
 
 def extra_memory(scenario: Scenario) -> tuple[int, int]:
-    """The least memory by which one device would have to be larger: ``(position, bytes)``, the
-    device on which the fewest bytes more would do, and how many; ``(0, 0)`` where all fits."""
+    """The fewest additional bytes with which everything fits, if one device is larger: ``(position
+    of the device, bytes)``; ``(0, 0)`` where it fits already."""
     costs = scenario.costs(scenario.peaks())
     if scenario.has_room(costs):
         return 0, 0
@@ -124,11 +124,11 @@ def extra_memory(scenario: Scenario) -> tuple[int, int]:
 
 
 def largest(vary: Callable[[int], Question], below: int) -> int:
-    """The largest n under ``below``, which does not fit; 0 if none fits. What fits at n fits at
-    less.
+    """The largest n under ``below``, which does not fit; 0 if none fits. What fits at n fits at any
+    smaller value.
 
-    Predicting workspaces takes far longer than placing, and between two lengths they are all but
-    linear. So each step searches with workspaces interpolated between those of the bounds, and only
+    Predicting workspaces takes far longer than placing, and between two lengths they are almost
+    linear. So each step searches with workspaces interpolated between those at the bounds, and only
     its answer is predicted; in the end n was found to fit and n + 1 not to, both exactly.
     """
     predicted: dict[int, list[Peaks]] = {}
@@ -143,8 +143,8 @@ def largest(vary: Callable[[int], Question], below: int) -> int:
     one, high = vary(1), below
     if high <= 1 or not one.fits(one.no_peaks()):
         return 0
-    predicted[high] = vary(high).peaks()  # nothing new where it was refused
-    # What fits beside workspaces that are larger than its own fits, and is near the answer.
+    predicted[high] = vary(high).peaks()  # memoized where it was refused
+    # What fits with larger workspaces than its own fits, and is close to the answer.
     low = max(1, _last(0, high, lambda n: vary(n).fits(predicted[high])))
     if not fits(low):
         low, high = 1, low
@@ -157,7 +157,7 @@ def largest(vary: Callable[[int], Question], below: int) -> int:
 
 
 def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The last n that fits, of low, which does, to high, which does not."""
+    """The last n that fits, between ``low``, which does, and ``high``, which does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -167,7 +167,7 @@ def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:
 def _between(
     n: int, low: int, high: int, below: Sequence[Peaks], above: Sequence[Peaks]
 ) -> list[Peaks]:
-    """Peaks at n on the line between those at two bounds."""
+    """Peaks at n, interpolated between those at two bounds."""
     share = (n - low) / (high - low)
     return [
         {kind: (one[kind] + (two[kind] - one[kind]) * share).astype(np.int64) for kind in one}
@@ -179,8 +179,8 @@ def _between(
 
 
 def nearest_changes(scenario: Scenario) -> Iterator[str]:
-    """Single changes that would make it fit, each one planned; those that leave every answer as
-    it is come first, then those that shorten what can be said, then those that round it."""
+    """Single changes that would make it fit, each one planned: first those that change no answer,
+    then those that shorten the context, then those that lose precision."""
     yield from _smaller_chunks(scenario)
     yield from _lower_reserve(scenario)
     yield from _layers_on_the_host(scenario)
@@ -216,7 +216,7 @@ def _lower_reserve(scenario: Scenario) -> Iterator[str]:
 
 
 def _fewer_bits(scenario: Scenario) -> Iterator[str]:
-    """The most bits in which the weights of float models fit, all layers alike."""
+    """The most bits in which the weights of float models fit, the same for all layers."""
     for weights in scenario.fewer_bits():
         if (fewer := scenario.with_weights(weights)) is None:
             return
@@ -228,7 +228,7 @@ def _fewer_bits(scenario: Scenario) -> Iterator[str]:
 
 def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
     if scenario.over_hosts:
-        return  # nobody said what memory hosts have
+        return  # the hosts' memory is unknown
     offloaded = scenario.as_kind(OffloadedStaticCache)
     needed = sum(w.host_cache_bytes() for w in offloaded.workloads)
     if needed <= accelerators.memory(accelerators.CPU).available and offloaded.fits():
@@ -240,7 +240,7 @@ def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
     if scenario.over_hosts or any(budget.device.type == "cpu" for budget in scenario.budgets):
         return
     if scenario.objective == "speed":
-        return  # which could only be planned with the host's bandwidth
+        return  # planning it would take the host's bandwidth
     hosted = scenario.with_host()
     if hosted.fits():
         plans = anew(hosted).attempt()

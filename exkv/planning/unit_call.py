@@ -1,5 +1,5 @@
-"""One unit's part of a forward call, run alone: by a prediction on shapes, by a load's probe on the
-device itself."""
+"""One unit's part of a forward call, run alone: by a prediction on shapes, or by a load's probe on
+the device itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model import ModelShape
 
 
 class Wanted(NamedTuple):
-    """Which logits the head computes: of each row's last token only, and ``at_once`` tokens a row
+    """Which logits the head computes: of each row's last token only, and ``at_once`` tokens per row
     at a time; None for all."""
 
     last_id_only: bool = False
@@ -34,7 +34,7 @@ def run_unit(
     batch: Batch,
     logits: Wanted,
 ) -> torch.Tensor:
-    """The unit's output for an input of zeros; the prediction and the probe alike."""
+    """The unit's output for an input of zeros; used by the prediction and the probe alike."""
     rows, chunk = len(batch.lengths.past), batch.lengths.chunk
     device = batch.past_lens.device
     if unit.spec.is_mtp:
@@ -57,7 +57,7 @@ def run_unit(
 def _predicted(
     model: ModelShape, module: nn.Module, store: CacheLayer | None, batch: Batch
 ) -> torch.Tensor:
-    """What an MTP head keeps of a call, for an input of zeros."""
+    """What an MTP head keeps from a call, for an input of zeros."""
     rows, chunk, size = len(batch.lengths.past), batch.lengths.chunk, model.config.hidden_size
     zeros = partial(torch.zeros, dtype=model.dtype, device=batch.past_lens.device)
     first, embedded, x = zeros(rows, 1, size), zeros(rows, chunk, size), zeros(rows, chunk, size)
@@ -69,9 +69,9 @@ def _predicted(
 
 @contextlib.contextmanager
 def amid_others(layer: CacheLayer, batch: Batch) -> Iterator[None]:
-    """Put a cache's layer in its state amid a call: if it is offloaded, its tokens are being
-    prefetched, and the previous layer's buffer is free for the next one's. It stores what it is
-    given, as the last layer of those that have its keys and values does."""
+    """Put a cache's layer in its mid-call state: if it is offloaded, its tokens are being
+    prefetched, and the previous layer's buffer is free for the next one's. It stores its input, as
+    the last of the layers that share its keys and values does."""
     after, read_by, layer.read_by = layer.after, layer.read_by, None
     if layer.offloaded:
         own = batch if layer.shared is None else layer.shared.rest(batch)

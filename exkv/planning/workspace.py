@@ -1,4 +1,4 @@
-"""Predict the workspace of a forward call: the very same code, run on shapes.
+"""Predict the workspace of a forward call by running the same code on shapes.
 
 Each unit runs at the worst shape that its caches promise in a ``DryRun``, which follows the
 storages that come and go. Plan and program can't drift apart, since they are the same program;
@@ -44,13 +44,13 @@ from .unit_call import Wanted, run_unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a forward call may be asked: planned for, probed after loading.
+    """The largest forward calls that are planned for, and probed after loading.
 
     Attributes:
-        max_input_len: tokens a row that one call handles at once.
+        max_input_len: tokens per row that one call handles at once.
         caches: the caches in use; without any, a chunk attends to itself.
         last_id_only: whether logits are only wanted for each row's last token.
-        logits_len: tokens a row whose logits are made at once; None for all of a chunk.
+        logits_len: tokens per row whose logits are made at once; None for all of a chunk.
         adapters: that a call may go through.
     """
 
@@ -65,10 +65,11 @@ class Promise:
         return Wanted(self.last_id_only, self.logits_len)
 
     def worst_calls(self) -> list[tuple[CacheShape | None, Lengths]]:
-        """For every cache a full chunk after a full past in all rows, and one that completes as
-        many groups of tokens as any; where that leaves no past, also one token less after one; and
-        where there are several rows, also the same with rows of unlike length. Each once without
-        adapters, and once with each, for all rows: no part of a call with several is larger."""
+        """Calls that may be the worst, for every cache: a full chunk after a full past in all rows,
+        and one that completes as many groups of tokens as any; where that leaves no past, also a
+        chunk shorter by one token after one token; and with several rows, also the same with rows
+        of unlike length. Each once without adapters, and once with each adapter for all rows: no
+        part of a call with several is larger."""
         calls: list[tuple[CacheShape | None, Lengths]]
         calls = [(cache, call) for cache in self.caches for call in self._calls(cache)]
         calls = calls or [(None, Lengths.uniform(1, 0, self.max_input_len))]
@@ -81,7 +82,7 @@ class Promise:
         ends = sorted({cache.max_seq_len, cache.busiest_end(chunk)}, reverse=True)
         calls = [call for end in ends for call in self._calls_to(cache, end, chunk)]
         if chunk > 1 and chunk == cache.max_seq_len - cache.shared_len:
-            # A ring that holds a token is laid out before the chunk; one that is empty is not.
+            # A ring that holds a token is laid out before the chunk; an empty one is not.
             calls += self._calls_to(cache, cache.max_seq_len, chunk - 1)
         return calls
 
@@ -103,7 +104,7 @@ class CacheShape:
     """A cache as the arithmetic sees it: its layers' shapes, whether or not they have storage.
 
     Attributes:
-        call_len: tokens that a call brings a row at most; None for the model's limit.
+        call_len: most tokens that a call adds to a row; None for the model's limit.
     """
 
     kind: type[KVCache]
@@ -144,13 +145,13 @@ class CacheShape:
 
     @property
     def shared_len(self) -> int:
-        """Tokens that rows of a fork begin with at most; they are never run."""
+        """Most tokens that rows of a fork begin with; they are never run."""
         prefix = self.layers[0].spec.prefix
         return max(prefix.lens) if prefix else 0
 
     def busiest_end(self, chunk: int) -> int:
-        """The last length that rows can reach by a chunk in which as many groups of tokens become
-        complete as in any."""
+        """The last length that rows can reach by a chunk that completes as many groups of tokens as
+        any chunk does."""
         arranged = [layer.spec.arrangement for layer in self.layers]
         group, alone = (max(getattr(a, name) for a in arranged) for name in ("group", "alone"))
         over, others = chunk % group, self.max_seq_len - alone
@@ -197,7 +198,7 @@ class CacheShape:
         return replace(self, layers=self._lent(tuple(make_layers(specs))))
 
     def _lent(self, layers: tuple[CacheLayer, ...]) -> tuple[CacheLayer, ...]:
-        """Layers that use another cache's storage where these here do."""
+        """The layers, sharing another cache's storage where this cache's own do."""
         for layer, like in zip(layers, self.layers, strict=True):
             layer.lender = like.lender
         return layers
@@ -205,8 +206,8 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What one forward call through a unit takes, in bytes: at most, and for its output; and what
-    it reserves at most of a device that gives memory in segments, 0 for another."""
+    """The most bytes that one forward call through a unit takes, and those of its output; and the
+    most that it reserves on a device that gives memory in segments, 0 on others."""
 
     workspace: int
     output: int
@@ -216,7 +217,7 @@ class Peak:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Predicted:
     """One call through a unit; ``growth`` is what its cache takes beside the tensors while it
-    grows, ``reserved`` has what was replayed before."""
+    grows, ``reserved`` memoizes replays."""
 
     peak: Peak
     trace: CallTrace
@@ -224,8 +225,8 @@ class _Predicted:
     reserved: dict[tuple[_Predicted, Rules], int] = field(default_factory=dict)
 
     def reserved_after(self, before: _Predicted, rules: Rules) -> int:
-        """Bytes reserved by this call behind the same call through the unit before, and twice, for
-        the layer that follows may be alike."""
+        """Bytes reserved by this call after the same call through the unit before it, and after
+        itself, since the next layer may be alike."""
         key = before, rules
         if key not in self.reserved:
             calls = [before.trace, self.trace, self.trace]
@@ -233,14 +234,14 @@ class _Predicted:
         return self.reserved[key]
 
 
-#: What was predicted before, for units of a model and of its variants, which have its rotary tables
-#: in common: formats, shapes and lengths are the key.
+#: Memo of predictions, for units of a model and of its variants, which share its rotary tables;
+#: formats, shapes and lengths are the key.
 _predicted: weakref.WeakKeyDictionary[RotaryTables, dict[object, _Predicted]]
 _predicted = weakref.WeakKeyDictionary()
 
 
 def predict_workspaces(model: ModelShape, promise: Promise, device_type: str) -> list[Peak]:
-    """The worst promised forward call in each unit: its peak, input and output included, its output
+    """The worst promised forward call in each unit: its peak with input and output, its output
     alone, and what it reserves."""
     memo = _predicted.setdefault(model.rotary, {})
     calls = promise.worst_calls()
@@ -277,7 +278,7 @@ def predict_workspaces(model: ModelShape, promise: Promise, device_type: str) ->
 
 
 def _adapter_shapes(model: ModelShape, unit: Unit, lengths: Lengths) -> tuple:
-    """What makes the unit of a call with an adapter a case of its own: where its matrices are."""
+    """What distinguishes a unit in a call with an adapter: where the adapter's matrices are."""
     if not isinstance(lengths.adapters, str):
         return ()
     shapes = model.adapters[lengths.adapters].shapes(unit.index)
@@ -287,11 +288,11 @@ def _adapter_shapes(model: ModelShape, unit: Unit, lengths: Lengths) -> tuple:
 def _or_bound(
     peak: Peak, model: ModelShape, calls: Sequence[Lengths], most: int | None = None
 ) -> Peak:
-    """The peak where a bound run's may be higher: a call of few tokens holds what lies between all
-    parts of its units beside the logits, or beside what a part takes that it asks.
+    """The peak, or that of a bound run if it is higher: a call of few tokens holds the tensors
+    between all parts of its units beside the logits, or beside what the current part takes.
 
     Args:
-        most: tokens a row for which the peak is, where a call brings more.
+        most: tokens per row for which the peak is, where a call brings more.
     """
     rank = max((adapter.rank for adapter in model.adapters.values()), default=0)
     beside = max(most_bytes(model.config, model.dtype, lengths, rank) for lengths in calls)
@@ -301,9 +302,9 @@ def _or_bound(
 
 
 def case_of(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
-    """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
-    are their own, and don't see what a cache holds already, but have a call's block table beside
-    them."""
+    """A key under which decoder layers of one shape, with stores of one shape, are one case;
+    embedding and head have their own, and don't see what a cache holds already, but have a call's
+    block table beside them."""
     if unit.spec.layer is None:
         table = None if lengths.pages is None else lengths.pages.shape
         return unit.name, unit.spec.kind, lengths.new, lengths.ragged, table
@@ -313,8 +314,8 @@ def case_of(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
 
 
 def _in_host_memory(unit: Unit, lengths: Lengths) -> frozenset[int]:
-    """Experts that lie in host memory, or as many others, where that makes a difference: a call of
-    more tokens takes what it takes with all of them on the device."""
+    """Experts in host memory, or as many others, where that makes a difference: a call of more
+    tokens takes as much as with all of them on the device."""
     tokens = len(lengths.new) * lengths.chunk
     if not unit.host_experts or tokens > MOST_ROWS:
         return frozenset()
@@ -346,10 +347,10 @@ def dry_call(
     lengths: Lengths,
     logits: Wanted,
 ) -> ShapeTensor:
-    """What a unit makes of a forward call; the run counts from its input on.
+    """A unit's output for a forward call; the run counts from the unit's input on.
 
     Args:
-        store: the unit's part of a cache, of which a full one is made.
+        store: the unit's part of a cache, from which a full one is made.
     """
     device, device_type = run.device, run.kernels
     with run, torch.no_grad():
@@ -357,7 +358,7 @@ def dry_call(
             module = _on_shapes(model, unit, lengths, run)
         if store is not None:
             store = _full(store, device, device_type)
-        # Made on the host and sent, so that only what arrives is the device's.
+        # Made on the host and sent, so that only what arrives counts on the device.
         batch = Batch.on(device, lengths, model.rotary, model.dtype)
         run.restart([getattr(batch, each.name) for each in fields(batch)])
         out = run_unit(model, unit, module, store, batch, logits)
@@ -366,7 +367,7 @@ def dry_call(
 
 
 def _on_shapes(model: ModelShape, unit: Unit, lengths: Lengths, run: DryRun) -> nn.Module:
-    """The unit's module with the adapter of the call, which is on the default device."""
+    """The unit's module, with the call's adapter on the default device."""
     tensors, name = run.parameters(unit.spec.shapes), lengths.adapters
     module = with_tensors(unit.spec.like.module, tensors, watched=True)
     lay_on_host(module, _in_host_memory(unit, lengths))
@@ -384,7 +385,7 @@ def _like(half: torch.Tensor) -> torch.Tensor:
 
 
 def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLayer:
-    """A layer like this one before the same next one, grown to the end."""
+    """A layer like this one, before the same next one, grown to its full length."""
     pair = [like.spec for like in (layer, layer.after) if like is not None]
     full = make_layers([spec.alone for spec in pair])[0]
     full.allocate(device, full.spec.capacity)
@@ -395,14 +396,14 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
         full.spec.residence.storage_device(torch.device(device_type)).type != device_type
     )
     prefix = full.spec.prefix
-    if prefix is not None and full.spec.state is None:  # in host memory, it comes to the device
+    if prefix is not None and full.spec.state is None:  # fetched where it is in host memory
         storage_device = full.spec.residence.storage_device(device)
         full.shared = _zeros(full.spec, prefix, storage_device)
     return full
 
 
 def _zeros(spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
-    """What a layer of a fork begins with."""
+    """The shared prefix that a fork's layer begins with, all zeros."""
     shape = (max(prefix.rows) + 1, max(prefix.lens), spec.num_heads, spec.head_dim)
     layout = spec.storage.layout(shape, spec.dtype)
     tensors = {name: torch.zeros(s, dtype=t, device=device) for name, (s, t) in layout.items()}

@@ -357,7 +357,7 @@ def test_invalid_arguments_are_refused_with_numbers(model, kind):
         kind(model, 32, -1)
     cache = kind(model, 16)
     model.forward(ids(10), cache)
-    with pytest.raises(ValueError, match="10 tokens in the cache and brings 7.*max_seq_len of 16"):
+    with pytest.raises(ValueError, match="10 tokens .* adds 7: more than its max_seq_len of 16"):
         model.forward(ids(7), cache)
     with pytest.raises(ValueError, match="2 rows.*built for 1"):
         model.forward(ids(3, rows=2), cache)

@@ -32,7 +32,7 @@ def _no_secret(monkeypatch):
         (["--cluster", "127.0.0.1:1"], "give both"),
         (["--hosts", "b"], "give both"),
         (["--cluster", "local", "--hosts", "b", "b=3M"], "a host is listed twice"),
-        (["--cluster", "local", "--hosts", "b/c"], "'b/c' is no name"),
+        (["--cluster", "local", "--hosts", "b/c"], "'b/c' is not a name"),
         (["--cluster", "here", "--hosts", "b"], "give HOST:PORT"),
         (["--cluster", "0.0.0.0:29500", "--hosts", "b"], "listens on one interface"),
         (["--cluster", "192.0.2.1:29500", "--hosts", "b"], "set EXKV_CLUSTER_SECRET"),

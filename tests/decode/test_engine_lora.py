@@ -44,7 +44,7 @@ def test_jobs_with_unlike_adapters_give_the_merged_models_tokens(made):
     cache = PagedCache(model, max_seq_len=512, page=16)
     with Engine(model, cache, tokenizer) as engine:
         handles = [engine.submit(job(name)) for name in (*NAMES, *NAMES)]
-        with pytest.raises(ValueError, match="2 jobs go through adapter 'two'"):
+        with pytest.raises(ValueError, match="2 jobs use adapter 'two'"):
             model.unload_adapter("two")
         for handle in handles:
             handle.result()

@@ -165,7 +165,7 @@ def beside_card(folder: str, share_of_host: float) -> dict:
     )
     card, host = plan.ledgers
     model.load(plan=plan)
-    model.exchange.every, model.exchange._worthwhile = 1 << 30, pairs(model)
+    model.exchange.every, model.exchange._worthwhile_swaps = 1 << 30, pairs(model)
     once, before = tokens(model, cache), resident()
     model.exchange.every = 1
     found = {"disk": host.from_disk, "free": card.headroom, "room": [host.total, caps[1]]}

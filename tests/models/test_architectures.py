@@ -40,7 +40,7 @@ from exkv.weights.on_load import OPTIONS, with_weights
 LENGTH, CHUNK = 96, 16
 IDS = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(3))
 
-#: What else than the plain tiny config of each architecture takes a path of its own.
+#: Variants beside each architecture's plain tiny config that take another code path.
 VARIANTS = {
     "qwen2-window": qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
     "mixtral-window": mixtral(sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=3),
@@ -54,7 +54,7 @@ CONFIGS = {name: TINY[name]() for name in FAMILIES} | VARIANTS
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Equal for equal bits only, within one process."""
+    """Equal only for equal bits, within one process."""
     return hash(tensor.cpu().numpy().tobytes())
 
 
@@ -79,12 +79,12 @@ def ledgers(model: Model) -> list[list[int]]:
 
 
 def on_devices(model: Model) -> list[DeviceReport]:
-    """What is said of the simulated devices, beside a host that has an embedding."""
+    """Reports on the simulated devices, except a host that holds an embedding."""
     return [row for row in model.report.devices if row.device.type == "sim"]
 
 
 def split(folder: str, kind: str, batch_size: int):
-    """On one device, then on two of which the first is too small, then at the promise's edge."""
+    """On one device, then on two of which the first is too small, then at the promise's limit."""
     alone = on_cpu(folder, max_input_len=CHUNK)
     expected = digest(fill(alone, CACHES[kind](alone, LENGTH, batch_size)))
 
@@ -153,7 +153,7 @@ def test_every_architecture_has_a_model_type_of_its_own():
 
 
 def test_settings_of_architectures_have_names_of_their_own():
-    """By which they are sent to other hosts."""
+    """These names identify them when they are sent to other hosts."""
     kinds = {family.specific for family in FAMILIES.values()}
     assert len({kind.__name__ for kind in kinds if kind}) == len(kinds - {None})
 
@@ -165,8 +165,8 @@ def test_an_architecture_without_a_tiny_config_is_told_what_to_add(monkeypatch):
 
 
 def parts(module: torch.nn.Module) -> dict[str, tuple]:
-    """All that a module consists of but the values of its parameters: by path, types, what they
-    were made with, and shapes."""
+    """A module's structure without the values of its parameters: by path, types, constructor
+    settings, and shapes."""
     tensors = (torch.nn.Module, torch.Tensor)
     return {
         path: (
@@ -181,7 +181,7 @@ def parts(module: torch.nn.Module) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_of_one_kind_have_equal_modules(name):
-    """What says of which layers the modules are made once."""
+    """``kind_of_layer`` decides for which layers the modules are made once."""
     config = ModelConfig.from_dict(CONFIGS[name].to_dict())
     first: dict[object, dict[str, tuple]] = {}
     for spec in unit_specs(config, torch.float32)[1:-1]:

@@ -1,5 +1,5 @@
-"""Folders that transformers runs, though their files say things in unusual ways, or say less or
-more than they should: the same logits come out here."""
+"""Folders that transformers runs although their files state things in unusual ways, or too little,
+or too much: exkv gives the same logits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ IDS = torch.randint(3, 320, (1, 48), generator=torch.Generator().manual_seed(5))
 
 
 def edit(folder: Path, **changes: object) -> None:
-    """Change keys of config.json; None takes one out."""
+    """Change keys of config.json; None removes one."""
     file = folder / "config.json"
     values = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 
 
 def rewrite(folder: Path, change) -> None:
-    """The weights as ``change`` returns them."""
+    """Replace the weights with the result of ``change``."""
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, {"format": "pt"})
 
@@ -161,7 +161,7 @@ def test_a_generation_config_may_switch_things_off_in_any_way(tmp_path, stated):
 
 
 def test_dynamic_rotary_positions_go_beyond_the_trained_length(tmp_path):
-    """A prompt within it that grows out of it token by token, and one that is beyond at once."""
+    """A prompt within it that outgrows it token by token, and one that starts beyond it."""
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     config = llama(rope_scaling=scaling, max_position_embeddings=32, eos_token_id=None)
     folder = save(reference(config), tmp_path)
@@ -194,7 +194,7 @@ WIDE, MIXTURE = {"hidden_size": 2**20}, {"architectures": ["MixtralForCausalLM"]
     ],
 )
 def test_sizes_that_no_model_has_are_refused_by_the_config(values, said):
-    """Nothing is built: without its bound each of these takes minutes, or all memory."""
+    """Nothing is built: without its bound, each of these would take minutes, or all memory."""
     with pytest.raises(ValueError, match=said):
         ModelConfig.from_dict(
             {**llama().to_dict(), "architectures": ["LlamaForCausalLM"], **values}
@@ -246,7 +246,7 @@ def test_experts_inputs_first_as_qwens_files_have_them(tmp_path):
 
 
 def test_a_text_model_whose_keys_lie_among_those_of_images(tmp_path, caplog):
-    """As Qwen2.5-VL's files are."""
+    """As in Qwen2.5-VL's files."""
     folder = save(reference(TINY["Qwen2_5_VLForConditionalGeneration"]()), tmp_path)
     text = json.loads((folder / "config.json").read_text())["text_config"]
     rope = {"type": "mrope", "mrope_section": text.pop("rope_parameters")["mrope_section"]}

@@ -1,5 +1,5 @@
-"""What a card does while its host computes with experts: nobody waits for it, its own pairs go in
-few calls, and the next layer's cache arrives."""
+"""What a card does while its host computes experts: nothing waits for it, its own pairs take few
+calls, and the next layer's cache arrives."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_blocks_have_all_rows_of_an_expert_and_are_few():
 
 
 def with_and_without_kernels(folder: str) -> list:
-    """Ops of a step of all rows, and its logits, where devices have kernels of whole calls, and
-    where they have none."""
+    """Ops of a step of all rows, and its logits, on devices with kernels for whole calls, and on
+    devices without them."""
     found = []
     for kernels in (True, False):
         model = Model(folder, max_input_len=16, dtype="bfloat16", weights="int4")
@@ -58,7 +58,7 @@ def with_and_without_kernels(folder: str) -> list:
 
 def all_or_none_on_the_card(folder: str) -> list:
     """Calls for experts in a step of all rows, and its logits, with all experts on the card and
-    with none."""
+    with none there."""
     found = []
     for placement in ("all", "none"):
         model = Model(folder, max_input_len=16, dtype="bfloat16", weights="int4")
@@ -88,7 +88,7 @@ def test_a_step_of_many_rows_is_few_calls_and_waits_for_no_tally(tmp_path):
     folder = save(reference(TINY["Qwen3MoeForCausalLM"](**sizes)), tmp_path)
     run = run_sim(with_and_without_kernels, args=[str(folder)])
     (logits, layers, count), (same, _, others) = run
-    # Blocks are half full at least: of each layer's pairs, on the card and on the host.
+    # Blocks are at least half full, of each layer's pairs, on the card and on the host.
     assert 2 * layers <= count["exkv::chosen_experts"] <= layers * (ROWS * TAKEN / 8 + 2)
     assert count["exkv::read_tally"] == others["exkv::read_tally"] == 0
     assert others["exkv::chosen_experts"] == 0
@@ -96,7 +96,7 @@ def test_a_step_of_many_rows_is_few_calls_and_waits_for_no_tally(tmp_path):
 
 
 def in_flight(folder: str) -> list[list[int]]:
-    """Whenever the host computes with experts, layers whose tokens are on their way to the card."""
+    """Layers whose tokens are on their way to the card, each time the host computes experts."""
     sim.let_streams_lag()
     model = Model(folder, max_input_len=16)
     cache = OffloadedCache(model, 32, 2)

@@ -1,5 +1,5 @@
-"""Layers whose attention has gates or goes over latent vectors, in bound runs: the readable route's
-bits, without a question to the caller."""
+"""Layers with gated attention or attention over latent vectors, in bound runs: the readable route's
+bits, without a callback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from exkv.ops.bound_run import FLOAT_LAYOUT
 
 pytestmark = needs_kernels
 IDS = torch.randint(3, 320, (2, 3), generator=torch.Generator().manual_seed(1))
-#: Queries with and without low ranks; pairs of neighbours and of halves.
+#: Queries with and without low ranks; adjacent and half-split pairs.
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 GATED = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM")
 KINDS = ("fp16", "8bit", "2bit", "paged", "sliding_window")
@@ -77,7 +77,7 @@ def test_latent_attention_is_the_readable_ways_to_the_bit(folders, name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*GATED, "KimiLinearForCausalLM"])
 def test_attention_beside_states_is_the_readable_ways_to_the_bit(folders, name, dtype, monkeypatch):
-    """States themselves are asked for here: their sums have another order."""
+    """States themselves are left to callbacks here: native sums have another order."""
     monkeypatch.setattr(native_run, "_is_native_state", lambda *given: False)
     model = loaded(folders[name], dtype)
     expected = AttentionBlock if name in GATED else LatentBlock
@@ -91,7 +91,7 @@ def test_attention_beside_states_is_the_readable_ways_to_the_bit(folders, name, 
 
 
 def test_what_makes_each_heads_keys_and_values_stays_in_the_files_format(tmp_path):
-    """Q8_0 and Q4_0 in turn: at the file's number of bytes, and the readable way's bits."""
+    """Q8_0 and Q4_0 in turn: the file's number of bytes, and the readable route's bits."""
     name = "DeepseekV3ForCausalLM"
     theirs = tiny.reference(tiny.TINY[name](**dict.fromkeys(tiny.LATENT, 32)))
     tensors = load_file(tiny.save(theirs, tmp_path / "saved") / "model.safetensors")
@@ -108,7 +108,7 @@ def test_what_makes_each_heads_keys_and_values_stays_in_the_files_format(tmp_pat
 
 @torch.no_grad()
 def test_adapters_of_latent_attention_are_in_the_run(folders, tmp_path):
-    """Of rows of a call, each projection's."""
+    """Of some rows of a call, for each projection."""
     name = "DeepseekV3ForCausalLM"
     parts = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
     model = on_cpu(folders[name])
@@ -184,7 +184,7 @@ def test_latent_attention_that_does_not_fit_is_refused():
 
 
 def new_run(hidden: int) -> torch.Tensor:
-    """A run with a layer that has nothing but a norm."""
+    """A run with a layer that has only a norm."""
     run = torch.ops.exkv.new_run(torch.empty(0), hidden)
     norms = ([torch.ones(hidden), *[None] * 5], [1e-5] * 6, [0] * 6, [None] * 6)
     rest = (0, "silu", 0, 1.0, False, 0, 1.0, 0, 0.0)

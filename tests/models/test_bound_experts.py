@@ -23,7 +23,7 @@ from exkv.models.runs import bind
 pytestmark = needs_kernels
 BF16 = torch.bfloat16
 #: Softmax with and without normalization, with a shared expert, with and without its gate; sigmoids
-#: with a correction, by an exact router, of groups; behind attention of every kind.
+#: with a correction, by an exact router, in groups; after attention of every kind.
 ROUTED = (
     *("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"),
     *("MiniMaxM2ForCausalLM", "Glm4MoeForCausalLM", "DeepseekV2ForCausalLM"),
@@ -43,7 +43,7 @@ def folders(tmp_path_factory):
 
 
 def bound_experts(model: Model, cache) -> list[bool]:
-    """Of each layer with a mixture, whether native code runs it."""
+    """For each layer with a mixture, whether native code runs it."""
     parts = [part for part in _stretch(model.units, cache, model.dtype)]
     layers = [part.layer for part in parts if isinstance(part, BoundLayer)]
     mlps = [unit.module.mlp for unit in model.units if unit.spec.layer is not None]
@@ -52,7 +52,7 @@ def bound_experts(model: Model, cache) -> list[bool]:
 
 
 def answers(model: Model) -> list[torch.Tensor]:
-    """Logits of real tokens: of prompts of unlike rows, then of as many rows at once."""
+    """Logits of real tokens: of prompts of unlike length, then of as many rows at once."""
     found = []
     for lengths in LENGTHS:
         cache = CACHES["fp16"](model, 64, len(lengths))
@@ -162,7 +162,7 @@ def test_attention_and_experts_with_hooks_are_asked_for(folders):
 
 
 def test_adapters_of_a_dense_mlp_behind_attention_that_is_asked_for(folders, tmp_path):
-    """Its projections are told by their places among all of a layer."""
+    """Its projections are identified by their positions among all of a layer."""
     model = loaded(folders["DeepseekV3ForCausalLM"])
     names = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     linears = {name: tuple(linear_at(model.units[1].module, name[15:]).size) for name in names}
@@ -229,14 +229,14 @@ def gate_up_down(inner: int, hidden: int) -> list[torch.Tensor]:
 
 
 def with_columns(weights: list[torch.Tensor], index: int, columns: int) -> list[torch.Tensor]:
-    """The matrices, one of which has other columns."""
+    """The matrices, one of which has a different number of columns."""
     changed = list(weights)
     changed[index] = torch.randn(len(weights[index]), columns)
     return changed
 
 
 def new_run(hidden: int) -> torch.Tensor:
-    """A run with a layer that asks for everything."""
+    """A run with a layer that does everything by callbacks."""
     run = torch.ops.exkv.new_run(torch.empty(0), hidden)
     norms = [torch.ones(hidden), None, torch.ones(hidden), None, None, None]
     torch.ops.exkv.add_layer(

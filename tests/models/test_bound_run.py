@@ -1,4 +1,4 @@
-"""Bound runs beside the readable way, which is their oracle: the same bits of logits and of what is
+"""Bound runs compared with the readable route, their oracle: the same bits of logits and of what is
 stored, for every architecture over every cache."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 pytestmark = needs_kernels
 OTHERS = (torch.float32, torch.float16)
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
-#: A step of each kind: tokens a row, new_lens, last_id_only.
+#: A step of each kind: tokens per row, new_lens, last_id_only.
 STEPS = (
     *((1, None, last) for last in (True, False)),
     (3, [3, 1], True),
@@ -41,7 +41,7 @@ STEPS = (
     *((1, None, True) for _ in range(6)),  # past the windows
 )
 
-#: Their layers' kinds: a recurrence with one step a head, one a channel, of another rule, and none.
+#: Types of their layers: a recurrence with one step per head, one per channel, another rule, none.
 WITH_STATES = (
     *("Qwen3NextForCausalLM", "KimiLinearForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM"),
 )
@@ -60,7 +60,7 @@ def loaded(folder, dtype: torch.dtype = torch.float32) -> Model:
 
 
 def taken(model: Model, cache: KVCache) -> list[torch.Tensor]:
-    """Logits of :data:`STEPS` after a prompt of unlike rows, and at last all that is stored."""
+    """Logits of :data:`STEPS` after a prompt of unlike rows, and then all that is stored."""
     model.forward(IDS[:, :20], cache, new_lens=[20, 13])
     logits, at = [], 20
     for tokens, new_lens, last in STEPS:
@@ -74,7 +74,7 @@ def taken(model: Model, cache: KVCache) -> list[torch.Tensor]:
 
 
 def assert_the_readable_ways_bits(model: Model, kinds) -> dict[str, list[int]]:
-    """Returns the runs of each kind of cache."""
+    """Return the runs for each kind of cache."""
     runs = {}
     for kind, make in kinds.items():
         with bound_runs() as runs[kind]:
@@ -168,7 +168,7 @@ def test_layers_with_unlike_stores_are_one_run(folders):
 
 
 def test_a_run_asks_for_what_it_does_not_know(folders, monkeypatch):
-    """Attention of a store of another kind, and an MLP of another type; hooks there fire."""
+    """Attention over another kind of store, and an MLP of another type; hooks there fire."""
     model = loaded(folders["LlamaForCausalLM"])
     kinds = [[layer.spec for layer in CACHES[kind](model, 64).layers] for kind in ("fp16", "kivi")]
     specs = [*kinds[0][:1], *kinds[1][1:3], *kinds[0][3:]]
@@ -228,7 +228,7 @@ def test_a_run_that_was_released_does_nothing_and_holds_nothing(folders):
 
 
 def test_a_run_is_released_in_the_middle_of_a_dry_run():
-    """Planning for another model is when the collector finds what the last one has left."""
+    """The garbage collector may find the last model's remains while another is planned."""
     handle = native_run._Handle(torch.empty(0), 64)
     run = handle.tensor
     with DryRun("cpu"):
@@ -313,7 +313,7 @@ def test_what_is_bound_is_checked_then_and_when_its_memory_moves(folders):
 
 
 def taken_at_most(call) -> int:
-    """Bytes that torch's allocator of the host gives at the peak of a call."""
+    """Peak bytes that torch's host allocator gives during a call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]

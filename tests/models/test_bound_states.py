@@ -1,4 +1,4 @@
-"""Layers with a state in bound runs: the readable way's logits and states, whatever rows bring."""
+"""Layers with a state in bound runs: the readable route's logits and states for any rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from exkv.layers.recurrent import GatedDelta
 from exkv.models.native_run import BoundLayer, _stretch
 
 pytestmark = needs_kernels
-#: The gated delta rule with projections together, apart, and with all of their own; with a decay
-#: for each channel; state space duality; a convolution alone.
+#: The gated delta rule with fused projections, separate ones, and separate everything; with a decay
+#: per channel; state space duality; a convolution alone.
 NAMES = (
     *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM"),
     *("KimiLinearForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM"),
     "Lfm2ForCausalLM",
 )
-#: New tokens of rows behind a prompt: few and many, none, and a whole chunk of the recurrences.
+#: New tokens of rows after a prompt: few and many, none, and a whole chunk of the recurrences.
 LENGTHS = ((1,), (8, 5), (2, 1, 0, 2, 1, 2), (16,))
 IDS = torch.randint(3, 320, (8, 64), generator=torch.Generator().manual_seed(2))
 
@@ -47,7 +47,7 @@ def states_of(cache) -> list[torch.Tensor]:
 
 
 def answers(model: Model) -> list[torch.Tensor]:
-    """Logits of real tokens and all states: of rows that begin with the call, and behind a
+    """Logits of real tokens and all states: of rows that begin with the call, and after a
     prompt."""
     found = []
     for lengths in LENGTHS:
@@ -64,7 +64,7 @@ def answers(model: Model) -> list[torch.Tensor]:
 
 
 def bound_layers(model: Model) -> list[bool]:
-    """Of each layer with a state, whether native code runs it."""
+    """For each layer with a state, whether native code runs it."""
     cache = CACHES["fp16"](model, 64)
     parts = _stretch(model.units, cache, model.dtype)
     layers = [part for part in parts if isinstance(part, BoundLayer)]
@@ -135,7 +135,7 @@ def test_any_number_of_threads_gives_the_same_bits(folders, threads):
 
 
 def test_rows_are_as_alone(folders):
-    """To the bit, since each row's and head's work is the same."""
+    """To the bit, since the work for each row and head is the same."""
     model = loaded(folders["Qwen3NextForCausalLM"], torch.bfloat16)
     together = CACHES["fp16"](model, 64, 3)
     model.forward(IDS[:3, :20], together, new_lens=[20, 20, 20])
@@ -176,7 +176,7 @@ HIDDEN, HEADS, SIZE, TAPS = 48, 2, 8, 3
 
 
 def whole() -> dict[str, object]:
-    """A layer by the gated delta rule with two heads of values to one of keys."""
+    """A layer by the gated delta rule with two value heads per key head."""
     channels, inner = 2 * SIZE + HEADS * SIZE, HEADS * SIZE
     outputs = (channels, inner, HEADS, HEADS)
     sizes = [(each, HIDDEN) for each in outputs] + [(HIDDEN, inner)]

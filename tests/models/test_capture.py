@@ -1,5 +1,5 @@
-"""What a capture of a CUDA graph leaves in torch's caching allocator, by a stand-in for torch that
-books pools as it does (aten/src/ATen/cuda/CUDAGraph.cpp): without a GPU, whatever fails."""
+"""What a capture of a CUDA graph leaves in torch's caching allocator, using a stand-in for torch
+that books pools as it does (aten/src/ATen/cuda/CUDAGraph.cpp): without a GPU, whatever fails."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Graph:
 
 @pytest.fixture
 def captured(monkeypatch):
-    """Capture a step with a stand-in for torch: what was booked, and the error."""
+    """Capture a step with a stand-in for torch: the bookings, and the error."""
 
     def run(fails: str):
         stand_in = Torch(fails)
@@ -146,5 +146,5 @@ def test_nothing_is_under_way_after_a_capture_that_failed(captured, fails, says,
     del error
     gc.collect()
     assert not stand_in.underway and stand_in.users[POOL] == 0
-    # A graph that the pinned allocator may still ask is there to be asked.
+    # A graph that the pinned allocator may still query exists.
     assert len(graph_run._failed) == (len(calls) > 3 or fails == "begin")

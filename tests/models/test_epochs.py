@@ -1,4 +1,4 @@
-"""What is known of layers and stores from one call to the next: nothing that was changed since."""
+"""Memos about layers and stores from one call to the next: none is used after a change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def case(folder) -> tuple[Model, KVCache]:
-    """A model, and a cache of it whose layers are bound."""
+    """A model, and a cache for it whose layers are bound."""
     model = Model(folder, dtype=torch.float32)
     cache = CACHES["dynamic"](model, 64)
     model.load_autosplit(cache, devices=["cpu"])
@@ -47,8 +47,8 @@ def begun(model: Model, cache: KVCache) -> None:
 
 
 def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
-    """Logits of the token after the prompt, and in how many runs it went; module by module it gives
-    the same bits."""
+    """Logits of the token after the prompt, and the number of runs; module by module it gives the
+    same bits."""
     cache.crop(PROMPT.shape[1])
     with bound_runs() as runs:
         logits = model.forward(torch.tensor([[5]]), cache)
@@ -57,7 +57,7 @@ def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
 
 
 def one_by_one(model: Model, cache: KVCache) -> torch.Tensor:
-    """The same, by the modules themselves."""
+    """Likewise, by the modules themselves."""
     cache.crop(PROMPT.shape[1])
     with Readable(), bound_runs() as runs:
         logits = model.forward(torch.tensor([[5]]), cache)
@@ -291,7 +291,7 @@ def test_a_cache_that_grows_or_shrinks_is_read_where_it_lies(folder, case):
 
 
 def one_more(model: Model, ids: torch.Tensor, past: int) -> torch.Tensor:
-    """Logits of the token behind ``past`` others, 3, 4, ..., in a cache that doesn't grow."""
+    """Logits of the token after ``past`` others, 3, 4, ..., in a cache that doesn't grow."""
     cache = KVCache(model, 64)
     for token in range(3, 3 + past):
         model.forward(torch.tensor([[token]]), cache)

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder: str, **options) -> tuple[Model, PagedCache]:
-    """Every other expert lies in host memory."""
+    """Load with every other expert in host memory."""
     model = Model(folder, max_input_len=32, **options)
     cache = PagedCache(model, max_seq_len=512)
     planned = loader.planned
@@ -62,7 +62,7 @@ def load(folder: str, **options) -> tuple[Model, PagedCache]:
 
 
 def texts(model: Model, cache: PagedCache, stats: list | None = None) -> list[list[int]]:
-    """Tokens of jobs that come and go, greedy and drawn."""
+    """Tokens of jobs that come and go, greedy and sampled."""
     tokenizer = model_tokenizer(model)
     with Engine(model, cache, tokenizer, max_running=3, chunk=16) as engine:
         jobs = [
@@ -94,7 +94,7 @@ def same(before: list[dict], after: list[dict]) -> bool:
 
 
 def misplaced(model: Model) -> list[str]:
-    """Experts that lie elsewhere than their unit says."""
+    """Experts that are not where their unit says."""
     wrong = []
     for unit in model.units:
         for mixture in mixtures(unit.module):
@@ -107,7 +107,7 @@ def misplaced(model: Model) -> list[str]:
 
 
 def any_pairs(self: ExpertExchange):
-    """Whatever is alike, by chance."""
+    """Random pairs of equal format."""
     draw = random.Random(self.swaps)
     for name, mixture in self._counter.experts.items():
         unit = self._units[name]
@@ -131,7 +131,7 @@ def many_exchanges(folder: str, options: dict) -> dict:
     for expert in next(mixtures(model.units[-2].module)).experts:
         next(iter(expert.children())).register_forward_hook(lambda *_: fired.append(1))
     with (
-        mock.patch.object(ExpertExchange, "_worthwhile", any_pairs),
+        mock.patch.object(ExpertExchange, "_worthwhile_swaps", any_pairs),
         devices.peak_memory(card) as peaks,
     ):
         while model.exchange.swaps < 200:

@@ -1,4 +1,4 @@
-"""Granite Swash's bases of rotary frequencies, which are stated layer by layer."""
+"""Granite Swash's bases of rotary frequencies, stated layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU's bound run without a GPU: recordings that run their ops anew stand in for graphs. Graphs
+"""The GPU's bound run without a GPU: recordings that rerun their ops stand in for graphs. Graphs
 themselves are tested in tests/gpu/test_graph_run_cuda.py."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
 
 
 class Tape(TorchDispatchMode):
-    """The ops of a step as a graph has them: with the arguments that they had at first, and
-    written where they wrote then. Python is not run again."""
+    """The ops of a step as a graph has them: with their first arguments, and writing where they
+    wrote then. Python is not run again."""
 
     made = 0
 
@@ -59,7 +59,7 @@ class Tape(TorchDispatchMode):
                     there.copy_(new)
 
 
-#: Ops that a capture refuses, since what they give is the host's.
+#: Ops that a capture rejects, since their results are the host's.
 SYNCHRONIZING = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
@@ -69,7 +69,7 @@ SYNCHRONIZING = {
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Graph runs on the CPU; all that were bound."""
+    """Graph runs on the CPU; yields all that were bound."""
     made: list[GraphRun] = []
 
     def bind(units, kept, dtype):
@@ -97,8 +97,8 @@ def loaded(folder) -> Model:
 
 
 def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of thirty steps of two rows of unlike length, beyond their windows, and at last all
-    that is stored."""
+    """Logits of thirty steps of two rows of unlike length, beyond their windows, and then all that
+    is stored."""
     model.forward(IDS[:, :20], cache, new_lens=[20, 13])
     steps = [model.forward(IDS[:, at : at + 1], cache, last_id_only=True) for at in range(20, 50)]
     stored = [tensor for layer in cache.layers for tensor in layer.tensors.values()]
@@ -226,7 +226,7 @@ def test_a_bucket_is_at_most_a_quarter_longer(kv_len):
 
 @pytest.mark.parametrize("transform", ["none", "hadamard"])
 def test_a_quantized_model_is_bound_with_its_head(folders, bound, transform):
-    """Whose matrix has tensors of other names."""
+    """Whose matrix has tensors with other names."""
     model = on_cpu(folders["LlamaForCausalLM"], weights="int8", transform=transform)
     cache = CACHES["fp16"](model, 96)
     for at in range(3):
@@ -238,8 +238,8 @@ def test_a_quantized_model_is_bound_with_its_head(folders, bound, transform):
 
 
 def decoded_in_pages(model: Model, rows: int, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of steps of up to ``rows`` rows of unlike length that grow, of which the last leaves,
-    and then the first, and others join; and at last all that is stored."""
+    """Logits of steps of up to ``rows`` rows of unlike length that grow, while the last one leaves,
+    and then the first, and others join; and then all that is stored."""
     cache = RoomyPagedCache(model, 96, 16, pages=128, **options)
     joining = cache.sharing_pool(1)
     draw = torch.Generator().manual_seed(rows)
@@ -276,7 +276,7 @@ def free_pages(cache) -> Iterator[tuple[torch.Tensor, list[int]]]:
 
 
 def spoil_free_pages(cache) -> None:
-    """Write there what shows in logits if it is read, and is missed if it is written to."""
+    """Write values there that show in logits if read, and are missed if overwritten."""
     for tensor, free in free_pages(cache):
         tensor[free] = math.nan if tensor.is_floating_point() else 113
 
@@ -286,7 +286,7 @@ def are_spoiled(pages) -> bool:
 
 
 def buckets_over_pages(bound, model: Model, rows: int, **options) -> set[int]:
-    """The rows of steps over pages, whose logits and pages have the readable way's bits."""
+    """Row counts of steps over pages, whose logits and pages have the readable route's bits."""
     found, kept = decoded_in_pages(model, rows, **options)
     (run,) = (each for each in bound if each._recordings)
     buckets = set(run._buffers)
@@ -302,8 +302,8 @@ def buckets_over_pages(bound, model: Model, rows: int, **options) -> set[int]:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
 def test_steps_over_pages_have_the_readable_ways_bits(folders, bound, rows):
-    """Whichever pages rows have, as they grow, leave and join; with one set of buffers for each
-    bucket of rows."""
+    """Whichever pages rows have, as they grow, leave and join; with one set of buffers per bucket
+    of rows."""
     buckets = {1: {1}, 2: {1, 2}, 3: {2, 4}, 5: {4, 8}, 16: {16}}[rows]
     assert buckets_over_pages(bound, loaded(folders["LlamaForCausalLM"]), rows) == buckets
 
@@ -315,7 +315,7 @@ def test_steps_over_pages_of_few_bits_and_windows(folders, bound):
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
 def test_experts_are_chosen_anew_in_every_replay(folders, bound, monkeypatch, name):
-    """Which is one op, that may read the routing on the host on a CPU."""
+    """The choice is one op, which may read the routing on the host on a CPU."""
     monkeypatch.setattr(Experts, "chooses_on_device", True)
     model = loaded(folders[name])
     assert buckets_over_pages(bound, model, 5) == {4, 8}
@@ -333,7 +333,7 @@ def test_a_shared_expert_is_captured_unless_it_has_a_hook(folders, monkeypatch):
 
 
 def test_no_call_has_more_rows_than_its_cache(folders, bound):
-    """For which plans leave room."""
+    """Plans leave room for no more."""
     model = loaded(folders["LlamaForCausalLM"])
     cache = CACHES["paged"](model, 96, 3)
     model.forward(IDS[0, :3, None], cache, last_id_only=True)
@@ -358,7 +358,7 @@ def test_forks_in_pages_are_captured(folders, bound):
 
 
 def test_an_engines_steps_are_captured(tmp_path, bound, monkeypatch):
-    """However many jobs there are: for as many rows, or a few more."""
+    """However many jobs there are: for as many rows, or slightly more."""
     weights = tiny.reference(tiny.llama(eos_token_id=None, num_hidden_layers=2))
     folder = tiny.save_tokenizer(tiny.save(weights, tmp_path))
     model, tokenizer, decoding, replayed = loaded(folder), Tokenizer(folder), [], []
@@ -390,7 +390,7 @@ def test_an_engines_steps_are_captured(tmp_path, bound, monkeypatch):
 
 
 def noted(function, calls):
-    """A function that notes its calls."""
+    """A function that records its calls."""
 
     def call(self, *args):
         calls.append(self)

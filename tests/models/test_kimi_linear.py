@@ -15,7 +15,7 @@ from exkv import ModelConfig
 
 NAME = "KimiLinearForCausalLM"
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
-#: What its config.json states of its layers.
+#: What its config.json states about its layers.
 LINEAR = {
     "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
     "kda_layers": [i for i in range(1, 28) if i % 4 and i != 27],

@@ -38,7 +38,7 @@ WIDE = {
     **{"qk_nope_head_dim": 32, "v_head_dim": 32, "hidden_size": 128, "intermediate_size": 128},
 }
 PACKED = small("DeepseekV3", **{**LATENT, **WIDE}, first_k_dense_replace=2, **ROUTED)
-#: What DeepSeek-V3's config.json states, but for settings of training.
+#: DeepSeek-V3's config.json, without training settings.
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -120,12 +120,12 @@ def test_adapters_go_to_linear_layers_and_not_to_what_makes_keys_and_values(fold
     found = model.forward(IDS, Cache(model, 64, 2), adapter="adapter")
     expected = merged(theirs, adapter)(IDS).logits
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    with pytest.raises(ValueError, match="layers.0.self_attn.kv_b_proj' is no linear layer"):
+    with pytest.raises(ValueError, match="layers.0.self_attn.kv_b_proj' is not a linear layer"):
         model.load_adapter(other)
 
 
 def test_a_plan_of_deepseek_v3_counts_one_latent_vector_a_token(tmp_path):
-    """61 layers of 512 + 64 values of 2 bytes; queries of 128 heads as wide as that."""
+    """61 layers of 512 + 64 values of 2 bytes; queries of 128 heads of the same width."""
     config = ModelConfig.from_dict(DEEPSEEK_V3)
     assert (config.num_key_value_heads, config.head_dim, config.rotary_dim) == (1, 576, 64)
     layers = Cache.layer_specs(Model(config), 4096)

@@ -23,7 +23,7 @@ def pair(tmp_path_factory):
 
 @torch.no_grad()
 def check(theirs, logits: torch.Tensor, text: torch.Tensor) -> None:
-    """``logits`` (1, T, N) are those of the last T tokens of ``text`` (1, S) alone."""
+    """``logits`` (1, T, N) equal those of the last T tokens of ``text`` (1, S) run alone."""
     expected = theirs(text).logits[:, -logits.shape[1] :]
     assert ((logits - expected).abs().max() / expected.abs().max()).item() < 1e-4
 

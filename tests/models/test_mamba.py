@@ -20,7 +20,7 @@ BAMBA = TINY["BambaForCausalLM"]().to_dict() | {"architectures": ["BambaForCausa
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["BambaForCausalLM", "GraniteMoeHybridForCausalLM"])
 def test_steps_are_limited_as_transformers_limits_them(name, tmp_path):
-    """Over several tokens: transformers' steps of one have no limits."""
+    """Over several tokens: transformers doesn't limit steps in single-token calls."""
     limited = reference(TINY[name](time_step_limit=(0.68, 0.7)))
     model = on_cpu(save(limited, tmp_path), max_input_len=32)
     expected, free = limited(IDS).logits, reference(TINY[name]())(IDS).logits
@@ -117,7 +117,7 @@ def test_a_pattern_says_of_each_layer_which_one_it_is():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 def test_layers_that_keep_nothing_take_no_bytes_and_need_no_run_again(kind, tmp_path):
-    """Without states, a cropped row goes on at once, and forks share what is stored."""
+    """Without states, a cropped row continues directly, and forks share what is stored."""
     types = ["full_attention", "mlp", "moe", "full_attention"]
     theirs = reference(TINY["NemotronHForCausalLM"](layers_block_type=types))
     model = on_cpu(save(theirs, tmp_path), max_input_len=16)

@@ -20,7 +20,7 @@ IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def published(folder: Path, name: str, rotary_dim: int, **changes: object) -> Path:
-    """The folder with config.json as MiniMax has it."""
+    """The folder with config.json in MiniMax's form."""
     file = folder / "config.json"
     values = json.loads(file.read_text())
     for part, own in (("full_attn", "full_attention"), ("linear_attn", "linear_attention")):

@@ -66,7 +66,7 @@ def scaled(factor: float, base: type) -> Callable:
     return lambda self, *args: base.forward(self, *args) * factor
 
 
-#: Part of a layer, method, and what takes its place.
+#: Part of a layer, method, and its replacement.
 METHODS = {
     "layer": (lambda m: layer(m), "forward", scaled(1.5, DecoderLayer)),
     "attention": (lambda m: layer(m).self_attn, "forward", scaled(1.5, Attention)),

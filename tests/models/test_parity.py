@@ -156,7 +156,7 @@ def test_fp32_logits_agree_with_a_cache_in_chunks_and_without_one(pair):
     end = 0
     for part in ids.split([1, 40, 7, 42], dim=1):
         end += part.shape[1]
-        # Of the text so far: with longrope, what comes after changes what is before.
+        # For the text so far: with longrope, later tokens change earlier ones.
         expected = theirs(ids[:, :end]).logits[:, -part.shape[1] :]
         assert relative_error(ours.forward(part, cache), expected) < 1e-4
 
@@ -218,7 +218,7 @@ def test_fp16_checkpoint_and_a_dtype_of_ones_own(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in RELATIVES])
 def test_every_architecture_of_the_table_gives_transformers_logits(tmp_path, name):
-    """A new line of the table fails here until it has a tiny config of its own."""
+    """A new line of the table fails here until the architecture has a tiny config."""
     theirs = reference(TINY[name]())
     ours = Model(save(theirs, tmp_path), max_input_len=32)
     assert ours.config.architecture == name

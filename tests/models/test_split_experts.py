@@ -37,12 +37,12 @@ from exkv.layers.mlp import mixtures
 from exkv.layers.split_experts import HostRates, rows_to_stream
 from exkv.models.units import staging_bytes
 
-#: Where the card has all experts, every other, one, or none.
+#: Placements: all experts on the card, every other, one, or none.
 PLACEMENTS = ("all", "half", "one", "none")
 #: Three rows of unlike lengths, two of them longer than a chunk.
 IDS = torch.randint(3, 320, (3, 44), generator=torch.Generator().manual_seed(5))
 NEW, CHUNK = (44, 31, 7), 24
-#: By which every expert of a prompt is sent to the card, or none.
+#: Rates at which every expert of a prompt is sent to the card, or none.
 SENT, STAYS = HostRates(flops=1.0), HostRates(flops=1e30)
 
 
@@ -72,7 +72,7 @@ def made(folder: str, weights: str | None = None, rates: HostRates | None = None
 
 
 def every_placement(folder: str, weights: str | None) -> list[str]:
-    """What differs, in words."""
+    """The differences, in words."""
     wrong: list[str] = []
     expected = None
     before = allocated()
@@ -103,7 +103,7 @@ def every_placement(folder: str, weights: str | None) -> list[str]:
 
 
 def gguf(folder: Path) -> Path:
-    """A mixture of K types, and of others, by which kernels of another kind are chosen."""
+    """A mixture of K types and others, for which other kernels are chosen."""
     theirs = reference(mixtral(hidden_size=256, intermediate_size=256, num_hidden_layers=2))
     tensors = load_file(save(theirs, folder) / "model.safetensors")
     types = in_types("Q4_K", "Q6_K", "Q8_0", "Q4_K", "Q5_K")
@@ -207,7 +207,7 @@ def test_calls_of_any_size_take_what_is_planned(folder, chunk, weights, dry):
 
 
 def failing(folder: str) -> list:
-    """Each allocation of a load fails once: what is left, and whether the load went on."""
+    """Each allocation of a load fails once: what is left, and whether the load continued."""
 
     def attempt(n: int) -> tuple[bool, list[int], int]:
         model = made(folder)
@@ -297,7 +297,7 @@ def test_adapters_beside_split_experts(folder, tmp_path):
 
 
 def sent(folder: str) -> dict:
-    """Bytes to the card for a prompt and for a token, by what a host can do."""
+    """Bytes to the card for a prompt and for a token, by the host's rates."""
     sim.let_streams_lag()
     found: dict = {}
     for name, rates in (("sent", SENT), ("stays", STAYS)):

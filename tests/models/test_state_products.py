@@ -72,7 +72,7 @@ WAYS: list[Callable[..., Done]] = [fork, clone, saved, edit, reorder, speculate]
 
 
 def wrong(folder: str, file: str, split: bool) -> list[str]:
-    """Pairs of ways after which logits aren't transformers'."""
+    """Pairs of changes after which logits differ from transformers'."""
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if split:
         model = Model(folder, max_input_len=16, dtype=torch.float32)

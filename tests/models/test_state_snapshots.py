@@ -17,7 +17,7 @@ from exkv.models import Transformer
     scope="module", params=["Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "FalconH1ForCausalLM"]
 )
 def models(request, tmp_path_factory):
-    """A model of transformers, exkv's of the same weights, and exkv's of almost the same."""
+    """transformers' model, exkv's with the same weights, and exkv's with almost the same."""
     theirs = reference(TINY[request.param]())
     found = [theirs]
     for share in (0.0, 0.05):
@@ -43,7 +43,7 @@ def kind(request) -> type[KVCache]:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, kind: type[KVCache]) -> None:
-    """Where bits are few, sums in another order round to other codes."""
+    """With few bits, sums in another order round to other codes."""
     few = {CACHES[name]: 1e-2 for name in ("4bit", "2bit", "kivi")} | {CACHES["8bit"]: 1e-3}
     allowed = few.get(kind, 1e-4)
     torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed)
@@ -69,7 +69,7 @@ def ran(monkeypatch) -> list[int]:
 
 
 def verified(model: Model, kind: type[KVCache]) -> KVCache:
-    """Rows of 20 and 13 tokens, behind which 5 and 3 were verified."""
+    """Rows of 20 and 13 tokens, after which 5 and 3 were verified."""
     cache = cache_of(kind, model, 2)
     model.forward(IDS[:, :20], cache, new_lens=[20, 13])
     ids = torch.stack([IDS[0, 20:25], torch.cat((IDS[1, 13:16], torch.zeros(2).long()))])
@@ -211,7 +211,7 @@ def test_generate_verifies_proposals(models, ran, how, prompts):
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("room", [512, 96])
 def test_jobs_of_an_engine_verify_proposals(models, room):
-    """Also where jobs are swapped out with what was rejected, and come back."""
+    """Also if jobs are swapped out with rejected tokens, and come back."""
     theirs, model, alike = models
     draft = Draft(alike, KVCache(alike, 128, 4, snapshots=True), tokens=4, confidence=0.0)
     cache = PagedCache(model, room, page=16, snapshots=True)
@@ -253,7 +253,7 @@ def test_snapshots_take_the_bytes_of_the_states_once_more(models):
 
 
 def test_another_answer_to_a_prompt_begins_behind_it(models, ran):
-    """And a next turn, whose prompt has the last answer in other tokens, there, too."""
+    """And a next turn, whose prompt tokenizes the last answer differently, too."""
     theirs, model, _ = models
     cache = KVCache(model, 64, snapshots=True)
     prompt = IDS[0, :21].tolist()

@@ -14,7 +14,7 @@ NAMES = [
     *("Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"),
     "FalconH1ForCausalLM",
 ]
-#: Those whose snapshots are as one of these.
+#: Kinds whose snapshots are like one of these.
 OTHERS = ["OlmoHybridForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM"]
 GREEDY = SamplingParams.greedy()
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -44,7 +44,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def alone(model: Model, kind: type[KVCache], row: int, start: int, end: int) -> torch.Tensor:
-    """Logits (1, V) behind a row's tokens, run in a cache of its own: up to ``start`` at once, then
+    """Logits (1, V) after a row's tokens, run in a separate cache: up to ``start`` at once, then
     token by token."""
     cache = kind(model, 64)
     model.forward(IDS[row : row + 1, :start], cache)
@@ -54,7 +54,7 @@ def alone(model: Model, kind: type[KVCache], row: int, start: int, end: int) -> 
 
 
 def next_logits(model: Model, cache: KVCache, tokens: list[tuple[int, int]]) -> torch.Tensor:
-    """Logits (B, V) of one token a row, each given by its row and position of ``IDS``."""
+    """Logits (B, V) of one token per row, each given by its row and position of ``IDS``."""
     ids = torch.stack([IDS[row, at : at + 1] for row, at in tokens])
     return model.forward(ids, cache)[:, -1]
 
@@ -158,7 +158,7 @@ def theirs_greedy(theirs, prompt: list[int], tokens: int) -> list[int]:
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("room", [512, 144])
 def test_jobs_of_an_engine_get_the_tokens_that_each_gets_alone(pair, room):
-    """Also where pages run out, and jobs are swapped out and in with their states."""
+    """Also if pages run out, and jobs are swapped out and in with their states."""
     theirs, model = pair
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 40, 33, 17, 60, 9)

@@ -1,4 +1,5 @@
-"""Step 3.7 as StepFun's files state it: layer by layer, with lists that go on behind the layers."""
+"""Step 3.7 as StepFun's files state it: layer by layer, with lists that continue after the
+layers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ REPLACED = ("mlp_layer_types", "num_sliding_attention_heads", "per_layer_config"
 
 
 def stated(values: dict) -> dict:
-    """The text model's settings in StepFun's way."""
+    """The text model's settings in StepFun's form."""
     kept = {key: value for key, value in values.items() if key not in REPLACED}
     return {RENAMED.get(key, key): value for key, value in kept.items()} | STATED
 

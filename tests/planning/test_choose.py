@@ -1,4 +1,4 @@
-"""The least lossy options that fit, beside all combinations on all contiguous ranges."""
+"""The least lossy options that fit, compared with all combinations on all contiguous ranges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = ("as stored", "int8", "int4")
 
 
 def brute_force(options, budgets, order) -> float:
-    """The least loss over all combinations that the planner finds a place for."""
+    """The least loss over all combinations for which the planner finds a placement."""
     tied = {0, len(options) - 1} if options[-1][0].shared else set()
     least = math.inf
     for chosen in itertools.product(*options):
@@ -30,7 +30,7 @@ def brute_force(options, budgets, order) -> float:
 
 @st.composite
 def cases(draw):
-    """Up to five units, the last perhaps tied to the first, which may be pinned to the memory of
+    """Up to five units, the last possibly tied to the first, which may be pinned to the memory of
     the first of one or two hosts."""
     count = draw(st.integers(1, 5))
     number = st.integers(0, 12)
@@ -76,7 +76,7 @@ def cases(draw):
 
 
 def _shared_caches(draw, caches) -> list[dict[int, tuple[int, int]]]:
-    """Of each unit, perhaps those of an earlier one, whose keys and values it has."""
+    """For each unit, possibly an earlier one whose keys and values it shares."""
     shares: list[dict[int, tuple[int, int]]] = []
     for index, own in enumerate(caches):
         reads = index - 1 - draw(st.integers(0, 2))
@@ -103,7 +103,7 @@ def test_no_combination_that_fits_loses_less(case):
 
 
 def test_where_orders_are_too_many_options_are_chosen_in_one_that_fits():
-    """Twenty unlike cards, so small that the first unit has a place on the last of them only."""
+    """Twenty unlike cards, so small that the first unit only fits on the last of them."""
     cards = [Budget(device=torch.device("meta", i), capacity=21 + i) for i in range(20)]
     options = [
         [

@@ -1,4 +1,4 @@
-"""The command ``exkv``, run as a user runs it."""
+"""The command ``exkv``, run as users run it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def plan(capsys, *arguments: str) -> tuple[int, str, str]:
-    """In this process, which has imported torch already: exit status, output, errors."""
+    """Run in this process, which has imported torch already: exit status, output, errors."""
     try:
         status = main(["plan", *arguments])
     except SystemExit as stop:
@@ -52,7 +52,7 @@ def plan(capsys, *arguments: str) -> tuple[int, str, str]:
 # What it says ---------------------------------------------------------------------------------
 
 
-def test_a_plan_as_a_user_sees_it(config_70b):
+def test_plan_output_matches_the_readme(config_70b):
     done = run("plan", config_70b, "--devices", "48G,48G,80G")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout  # piped: no colour codes
@@ -65,7 +65,7 @@ def test_a_plan_as_a_user_sees_it(config_70b):
     assert "128.48 GiB" in done.stdout and "10.00 GiB" in done.stdout
     assert "It fits on 3 devices; the smallest headroom is" in done.stdout
     assert "Planned in" in lines[-1]
-    assert "\n".join(lines[1:-1]) in (ROOT / "README.md").read_text()  # which shows this very plan
+    assert "\n".join(lines[1:-1]) in (ROOT / "README.md").read_text()  # which shows this plan
 
 
 def test_many_unlike_cards_in_any_order_are_planned_and_it_says_how_near_the_best(
@@ -75,7 +75,7 @@ def test_many_unlike_cards_in_any_order_are_planned_and_it_says_how_near_the_bes
     rates = ",".join(str(1000 - size) for size in range(20))
     asked = (config_70b, "--devices", cards, "--order", "any", "--allocator", "exact")
     status, out, _ = plan(capsys, *asked, "--objective", "fewest")
-    assert status == 0 and "within" not in out  # a bound says that fewer devices don't do
+    assert status == 0 and "within" not in out  # a bound shows that fewer devices aren't enough
     asked += ("--objective", "speed", "--bandwidth", rates)
     status, out, _ = plan(capsys, *asked)
     told = re.search(r"It fits on 1\d devices, within ([\d.]+) % of the best in any order;", out)
@@ -104,18 +104,18 @@ def test_80_layers_are_planned_within_500_mebibytes(config_70b):
     print(f"planned in {answer['seconds']} s without the import")
 
 
-def test_a_refusal_says_how_much_where_and_what_would_do(config_70b, capsys):
+def test_refusal_names_bytes_device_and_remedies(config_70b, capsys):
     status, out, _ = plan(capsys, config_70b, "--devices", "48G,48G,42G")
     assert status == 1
     assert "GiB over" in out and "!!!" in out
     assert "No room for model.layers.7" in out
     assert ", even with chunks of 128 tokens, the embedding in host memory: " in out
-    assert "bytes) more on cuda:2 would do." in " ".join(out.split())
+    assert "bytes) more on cuda:2 would be enough." in " ".join(out.split())
     assert "would fit: a cache of max_seq_len=" in out
     assert "would fit: Cache8bit at the same length" in out
 
 
-def test_the_demo_model_on_what_is_here():
+def test_demo_model_fits_this_machine():
     done = run("plan", DEMO)
     assert done.returncode == 0, done.stderr
     assert "cpu" in done.stdout and "embed 0-3 head" in done.stdout
@@ -148,19 +148,19 @@ def test_the_demo_model_on_what_is_here():
         ([], "the following arguments are required: MODEL"),
     ],
 )
-def test_nonsense_is_bad_input_and_says_which(tmp_path, capsys, arguments, complaint):
+def test_invalid_arguments_are_named(tmp_path, capsys, arguments, complaint):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "model.safetensors").write_bytes(b"\xff\x00")
     arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     status, out, err = plan(capsys, *arguments)
     assert (status, out) == (2, "")
     assert re.search(complaint, err), err
-    assert err.count("\n") == 1  # no table of all flags before it
+    assert err.count("\n") == 1  # no usage of all flags before it
 
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("cards", [["--devices", "1G"], ["--devices", "cpu"]], ids=["card", "host"])
-def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, cards):
+def test_every_cache_kind_is_planned_and_host_memory_is_reported(capsys, kind, cards):
     arguments = [
         DEMO,
         *cards,
@@ -188,7 +188,7 @@ def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, 
     assert cache == (524288 if on_host else 0)
 
 
-def test_layers_on_the_host_have_their_part_of_a_cache_there_in_its_bar(capsys):
+def test_bar_of_the_host_includes_caches_of_its_layers(capsys):
     cards = ["--devices", "6M,7M,8M", "--cpu", "32M", "--margin", "0", "--allocator", "exact"]
     status, out, _ = plan(capsys, DEMO, *cards, "--cache", "offloaded")
     assert status == 0 and re.search(r"2.00 MiB \(.*; the cpu's bar shows 1.50 MiB of it\.", out)
@@ -204,7 +204,7 @@ def answer(capsys, *arguments: str) -> dict:
     return values
 
 
-def test_the_longest_context_the_largest_batch_and_the_best_cache(config_70b, capsys):
+def test_max_seq_len_max_batch_and_best_cache(config_70b, capsys):
     cards = ["--devices", "48G,48G,46G"]
     longest = answer(capsys, config_70b, *cards, "--max-seq-len", "max")["found"]["max_seq_len"]
     assert answer(capsys, config_70b, *cards, "--max-seq-len", str(longest))["fits"]
@@ -220,7 +220,7 @@ def test_the_longest_context_the_largest_batch_and_the_best_cache(config_70b, ca
     assert whole["found"]["max_seq_len"] == 32768 and "made for" in whole["answer"]
 
 
-def test_what_does_not_fit_at_all_says_so(config_70b, capsys):
+def test_answer_when_nothing_fits(config_70b, capsys):
     none = answer(capsys, config_70b, "--devices", "8G", "--max-seq-len", "max")
     assert not none["fits"] and none["answer"].startswith("Not even max_seq_len=1 fits.")
     none = answer(capsys, config_70b, "--devices", "8G", "--cache", "best")
@@ -232,7 +232,7 @@ def test_what_does_not_fit_at_all_says_so(config_70b, capsys):
     assert not answer(capsys, config_70b, "--devices", str(int(more) - 1), "--cache", kind)["fits"]
 
 
-def test_the_plan_in_the_json_is_the_librarys(config_70b, capsys):
+def test_json_plan_equals_the_library_plan(config_70b, capsys):
     values = answer(capsys, config_70b, "--devices", "48G,48G,80G", "--objective", "balance")
     model = Model(ModelConfig.from_pretrained(config_70b))
     kind = CACHES["fp16"]
@@ -241,7 +241,7 @@ def test_the_plan_in_the_json_is_the_librarys(config_70b, capsys):
     assert Plan.from_json(json.dumps(values["plans"]["model"])) == expected
 
 
-def test_a_draft_model_never_displaces_the_main_one_unless_asked(tmp_path, capsys):
+def test_draft_displaces_the_main_model_only_on_request(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(llama().to_dict() | {"torch_dtype": "float32"}))
     cards = [
@@ -266,7 +266,7 @@ def test_a_draft_model_never_displaces_the_main_one_unless_asked(tmp_path, capsy
 # What it draws --------------------------------------------------------------------------------
 
 
-def test_the_svg_is_the_same_picture(config_70b, tmp_path, capsys):
+def test_svg_shows_the_same_plan(config_70b, tmp_path, capsys):
     file = tmp_path / "plan.svg"
     status, out, _ = plan(capsys, config_70b, "--devices", "48G,48G,80G", "--svg", str(file))
     assert status == 0
@@ -275,7 +275,7 @@ def test_the_svg_is_the_same_picture(config_70b, tmp_path, capsys):
         assert line in text and line in out
 
 
-def test_a_bars_cells_are_in_proportion_to_its_bytes():
+def test_bar_cells_are_proportional_to_bytes():
     model = Model(ModelConfig.from_dict(LLAMA_70B))
     found = place(model, [], "80G,80G")
     parts = stack([found], ["model"], found.ledgers[0].place)
@@ -291,7 +291,7 @@ def test_a_bars_cells_are_in_proportion_to_its_bytes():
 
 
 @needs_sim
-def test_simulate_carries_the_plan_out_and_shows_both_figures(config_70b):
+def test_simulate_shows_planned_and_measured_bytes(config_70b):
     hosts = ("a=48G,24G", "b=24G,16G", "c=24G,24G,cpu:32G", "d=12G,8G,8G")
     options = ("--objective", "balance", "--allocator", "exact", "--simulate")
     done = run("plan", config_70b, "--hosts", *hosts, *options)
@@ -330,9 +330,7 @@ def test_simulate_with_a_draft_model_and_the_host():
     assert "The model, carried out" in done.stdout and "The draft, carried out" in done.stdout
 
 
-def test_simulate_without_a_compiler_says_so_and_plans_all_the_same(
-    capsys, monkeypatch, config_70b, tmp_path
-):
+def test_simulate_without_a_compiler_still_plans(capsys, monkeypatch, config_70b, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     status, out, err = plan(capsys, config_70b, "--devices", "48G,48G,80G", "--simulate")
@@ -341,20 +339,20 @@ def test_simulate_without_a_compiler_says_so_and_plans_all_the_same(
     assert len(err.splitlines()) == 1
 
 
-def test_the_installed_command_is_there():
+def test_installed_command_exists():
     (command,) = [e for e in entry_points(group="console_scripts") if e.name == "exkv"]
     assert command.value == "exkv.cli:main"
 
 
 @pytest.mark.parametrize("switch", ["enable", "disable"])
-def test_to_import_exkv_leaves_the_garbage_collector_as_it_was(switch):
+def test_import_restores_the_garbage_collector(switch):
     code = f"import gc; gc.{switch}(); before = gc.isenabled(); import exkv; "
     code += "assert gc.isenabled() == before, before; assert gc.get_freeze_count() > 100_000"
     done = run_apart(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_length_beyond_the_models_positions_is_questioned(capsys):
+def test_length_beyond_the_models_positions_warns(capsys):
     status, out, _ = plan(capsys, DEMO, "--devices", "24G", "--max-seq-len", "100000")
     assert status == 0
     assert re.search(r"--max-seq-len 100000 is beyond the [\d,]+ positions", out)
@@ -364,9 +362,7 @@ def test_a_length_beyond_the_models_positions_is_questioned(capsys):
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 @pytest.mark.parametrize("cards", ["48G,48G,80G", "48G,48G,20G", "96G,96G,24G,24G,24G,24G"])
-def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
-    config_70b, capsys, monkeypatch, width, cards
-):
+def test_lines_fit_the_terminal_without_cut_words(config_70b, capsys, monkeypatch, width, cards):
     monkeypatch.chdir(Path(config_70b).parent)
     arguments = ["config.json", "--devices", cards]
     monkeypatch.setattr("exkv.cli.picture.PAGE_WIDTH", 400)
@@ -383,7 +379,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
 
 
 def cells_of(out: str) -> dict[tuple[str, str], str]:
-    """What each column of the tables says of each device."""
+    """The cells of the tables by device and column."""
     found, heads = {}, []
     for line in out.splitlines():
         cells = [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]
@@ -395,7 +391,7 @@ def cells_of(out: str) -> dict[tuple[str, str], str]:
 
 
 @needs_sim
-def test_what_simulate_measured_is_no_wider_than_the_terminal(config_70b):
+def test_simulated_table_fits_the_terminal(config_70b):
     done = run_sim(simulated_at, "", args=[config_70b, 60])
     table = done.split("carried out on simulated devices")[1].splitlines()
     assert max(map(len, table)) <= 60
@@ -411,8 +407,8 @@ def simulated_at(config: str, width: int) -> str:
     return text.getvalue()
 
 
-def test_every_character_of_the_svg_has_its_place(config_70b, tmp_path, capsys):
-    """No program has to stretch a line, and a bar needs no font: it is a rectangle."""
+def test_svg_places_every_character(config_70b, tmp_path, capsys):
+    """No renderer has to stretch a line, and bars need no font: they are rectangles."""
     file = tmp_path / "plan.svg"
     plan(capsys, config_70b, "--devices", "48G,48G,80G", "--svg", str(file))
     root = ElementTree.parse(file).getroot()
@@ -431,7 +427,7 @@ def test_every_character_of_the_svg_has_its_place(config_70b, tmp_path, capsys):
 
 
 def watched(folder):
-    """Two pictures of a card that another program fills between them, and what ends it."""
+    """Two pictures of a card that another program fills between them, and how watching ends."""
     said, pictures = io.StringIO(), []
 
     def sleep(seconds: float) -> None:
@@ -446,7 +442,7 @@ def watched(folder):
     return status, pictures[0], pictures[1].removeprefix(pictures[0])
 
 
-def test_a_watched_plan_is_drawn_anew_as_memory_comes_and_goes():
+def test_watched_plan_is_redrawn_as_memory_changes():
     status, first, second = run_sim(watched, "64M", args=[str(ROOT / DEMO)])
     assert "It fits" in first and "It fits" not in second
     assert "64.00 MiB" in first and "64.00 MiB" not in second and "sim:0" in second
@@ -454,6 +450,6 @@ def test_a_watched_plan_is_drawn_anew_as_memory_comes_and_goes():
 
 
 @pytest.mark.parametrize("other", [["--json"], ["--svg", "x.svg"], ["--simulate"]])
-def test_only_a_terminal_is_watched(capsys, config_70b, other):
+def test_watch_requires_a_terminal(capsys, config_70b, other):
     status, _, errors = plan(capsys, config_70b, "--devices", "48G", "--watch", *other)
     assert status == 2 and f"leave {other[0]} out" in errors

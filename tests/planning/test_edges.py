@@ -1,5 +1,5 @@
-"""Plans at the edges: pinned units beside an overflow, a host that nobody offered, rows that bring
-no token, and every small placement held against all there are."""
+"""Plans at the edges: pinned units beside overflow, a host that isn't offered, rows that add no
+token, and every small placement compared with all possible ones."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("objective", ["pack", "balance", "fewest"])
-def test_an_embedding_on_the_host_and_the_host_as_overflow_that_nothing_needs(folder, objective):
+def test_embedding_on_the_host_beside_unused_overflow(folder, objective):
     model = Model(folder, embed_cpu=True)
     plan = place(model, Cache(model, 40), "24G", objective, cpu="8G")
     assert list(map(str, plan.devices)) == ["cpu", *["cuda:0"] * 5]
 
 
-def test_a_draft_is_not_put_on_a_host_that_was_not_offered(folder, large):
+def test_draft_is_not_placed_on_an_absent_host(folder, large):
     main, draft = Model(folder, embed_cpu=True), Model(large)
     plan = place(main, Cache(main, 40), "1G")
     with pytest.raises(PlacementError, match="no room for"):
@@ -56,7 +56,7 @@ def test_a_draft_is_not_put_on_a_host_that_was_not_offered(folder, large):
 
 
 def rows_without_a_token(folder):
-    """Every call of one token a row, some of which bring none, on a card cut to the byte."""
+    """Calls of at most one token per row, with none in some, on a card cut to the byte."""
     outcomes = []
     for rows, length, last in itertools.product((2, 4), (1, 2), (False, True)):
         sim.set_capacity(0, 1 << 23)
@@ -117,7 +117,7 @@ def drawn(rng: random.Random) -> tuple[list[UnitCost], list[Budget]]:
 
 
 def all_plans(costs, budgets, order):
-    """Every placement in runs that fits, by trying all cuts and all orders of devices."""
+    """Every contiguous placement that fits, by trying all cuts and all orders of devices."""
     free = [i for i, cost in enumerate(costs) if cost.pinned is None]
     orders = [budgets] if order == "listed" else itertools.permutations(budgets)
     seen = set()
@@ -136,13 +136,13 @@ def all_plans(costs, budgets, order):
 
 
 def on_the_host(plan) -> int:
-    """Bytes that the overflow takes; nothing for its floor alone."""
+    """Bytes on the overflow; its floor alone doesn't count."""
     free = [u for u in plan.units if u.device == CPU]
     return sum(u.weights + u.cache + u.logits for u in free)
 
 
 def value(plan, objective, costs) -> tuple:
-    """What the objective makes as small as possible, once the overflow is."""
+    """The value that the objective minimizes, after the overflow."""
     cards = [ledger for ledger in plan.ledgers if ledger.units and ledger.device.type != "cpu"]
     if objective == "balance":
         return (-min((ledger.headroom for ledger in cards), default=0),)
@@ -199,20 +199,20 @@ def test_no_placement_is_better_than_the_plan(objective, order):
         ("24G,24X", "'24X'"),
     ],
 )
-def test_devices_that_make_no_sense_name_the_piece_that_is_wrong(devices, message):
+def test_invalid_devices_are_named(devices, message):
     with pytest.raises(ValueError, match=message):
         make_budgets(devices)
 
 
-def test_cards_alike_are_counted():
+def test_equal_cards_can_be_counted():
     sizes = [budget.capacity >> 30 for budget in make_budgets("2x24G,8G")]
     assert sizes == [24, 24, 8]
     assert [str(b.device) for b in make_budgets("2x24G,8G")] == ["cuda:0", "cuda:1", "cuda:2"]
 
 
-def test_a_list_for_devices_has_a_number_for_each():
+def test_list_per_device_must_match_the_devices():
     with pytest.raises(ValueError, match="reserve names 1 device, and there are 2: cuda:0, cuda:1"):
         make_budgets("24G,24G", reserve=[1 << 30])
-    with_host = make_budgets("24G,24G", reserve="1G,2G", cpu="8G")  # which is no card
+    with_host = make_budgets("24G,24G", reserve="1G,2G", cpu="8G")  # the host is not a card
     assert [budget.reserve >> 30 for budget in with_host] == [1, 2, 0]
     assert [budget.reserve for budget in make_budgets("24G,24G", reserve=5)] == [5, 5]

@@ -1,5 +1,5 @@
-"""How long a decode step is planned to take with experts in host memory: what the simulated
-accelerator's clock says of the run, and what draws by chance do."""
+"""The predicted time of a decode step with experts in host memory, compared with the simulated
+accelerator's clock, and with random draws."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from exkv.models.expert_usage import UsageCounter
 from exkv.planning import Budget, Workload, expected_time
 from exkv.planning.expected_time import HOP_SECONDS, LINK, chances, step_seconds
 
-#: One group of experts, as GLM 4.5 has: where a token chooses within one of several, an expert
-#: comes with others, which plans don't know (then up to 1.13 times what is planned).
+#: One group of experts, as in GLM 4.5: if a token chooses within one of several groups, experts
+#: come together, which plans don't know (up to 1.13 times the predicted time).
 FAMILIES = {
     "Qwen3MoeForCausalLM": {"num_experts": 16},
     "Glm4MoeForCausalLM": {"n_routed_experts": 16, "n_group": 1},
@@ -28,9 +28,9 @@ FAMILIES = {
 #: its host computes beside these.
 SHARED = {"shared_expert_intermediate_size": 1024, "num_experts": 16}
 ALIKE = ((0.6, (4e8,), 2e8), (0.6, (3e8,), 2e8))
-#: The share of all experts that is to be in host memory, bytes a second of the cards and of the
-#: host: slow enough that these few bytes count beside hops, and in most such that sometimes the
-#: card is through first and sometimes the host.
+#: The share of all experts to put in host memory, bytes per second of the cards and of the host:
+#: slow enough that these few bytes count beside hops, and in most rigs such that sometimes the card
+#: finishes first and sometimes the host.
 RIGS = (
     (0.1, (2e9, 1e9), 2e8),
     (0.2, (1e9, 1e9), 2e8),
@@ -42,8 +42,8 @@ PROMPT, STEPS = 40, 8
 
 
 def run(model: Model, cache: Cache, clock: sim.Clock) -> tuple[float, dict[str, tuple[float, ...]]]:
-    """Seconds of a decode step at the mean over some texts, and the share of steps that chose
-    each expert, by unit."""
+    """Mean seconds of a decode step over several texts, and the share of steps that chose each
+    expert, by unit."""
     texts = torch.randint(3, 300, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(39))
     seconds, counted = 0.0, []
     modules = {unit.name: unit.module for unit in model.units if unit.expert_bytes}
@@ -63,8 +63,8 @@ def run(model: Model, cache: Cache, clock: sim.Clock) -> tuple[float, dict[str, 
 
 
 def both(folder: str, cards: int, rigs=RIGS) -> list[dict[str, float]]:
-    """Of each rig, seconds of a decode step: planned, by the shares that were counted, and run; and
-    planned as if nobody computed beside a host's experts but routed ones."""
+    """For each rig, seconds of a decode step: predicted from the counted shares, measured, and
+    predicted as if a host's experts overlapped only with routed ones."""
     model = Model(folder, max_input_len=16, exchange_experts=False)
     cache = Cache(model, PROMPT + STEPS)
     names = [f"sim:{card}" for card in range(cards)]
@@ -121,7 +121,7 @@ def test_what_all_tokens_take_is_read_while_the_host_reads_its_experts(tmp_path)
         assert each["after"] > 1.2 * each["run"]
 
 
-def test_of_experts_alike_as_many_are_read_as_draws_without_putting_back_bring():
+def test_equal_shares_are_hypergeometric():
     count, taken, draws = 16, 4, 100_000
     found = chances((taken / count,) * count)
     rng = np.random.default_rng(39)
@@ -132,7 +132,7 @@ def test_of_experts_alike_as_many_are_read_as_draws_without_putting_back_bring()
         )
 
 
-def test_of_experts_that_are_always_or_never_read_the_number_is_certain():
+def test_certain_choices_have_a_certain_count():
     found = chances((0.0, 0.0, 1.0, 0.0, 1.0))
     assert found.argmax(1).tolist() == [0, 0, 0, 1, 1, 2]
     assert found.max(1) == pytest.approx(1.0, abs=1e-3)

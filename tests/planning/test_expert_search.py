@@ -1,5 +1,5 @@
-"""Layers on cards with their coldest experts in host memory: the search against every placement of
-small rigs."""
+"""Layers on cards with their coldest experts in host memory: the search compared with every
+placement of small rigs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOP, LINK = 20e-6, 25e9
 def random_rig(
     rng: np.random.Generator, *, alike: bool, host_bandwidth: float = 60e9
 ) -> tuple[list[UnitCost], list[Budget]]:
-    """Up to 4 units of which some have experts, 2 to 4 of them, 1 to 3 cards, and a host."""
+    """Up to 4 units, some with 2 to 4 experts, 1 to 3 cards, and a host."""
     count = int(rng.integers(2, 4))
     size, share = int(rng.integers(2, 9)) * 10**5, float(rng.choice([0.05, 0.3, 0.6]))
     scale = int(rng.choice([20, 1000]))
@@ -70,8 +70,8 @@ def random_rig(
 def every_subset(
     unit: UnitCost, card: Budget, host: Budget
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of all sets of a unit's experts in host memory: bytes, seconds of the unit, and whether there
-    are any."""
+    """For all sets of a unit's experts in host memory: bytes, seconds of the unit, and whether the
+    set is non-empty."""
     nbytes, seconds = [], []
     read = sum(n * p for n, p in zip(unit.experts, unit.chosen, strict=True))
     for apart in itertools.product([False, True], repeat=len(unit.experts)):
@@ -87,7 +87,7 @@ def every_subset(
 
 
 def counts_of(shares: tuple[float, ...], apart: tuple[bool, ...]) -> dict[int, float]:
-    """How many of a step's experts are apart -> how probable that is, from all sets of experts."""
+    """How many of a step's experts are in host memory -> its probability, from all sets."""
     found: dict[int, float] = {}
     for some in itertools.combinations(range(len(shares)), max(round(sum(shares)), 1)):
         odds = math.prod(shares[each] / (1 - shares[each]) for each in some)
@@ -97,14 +97,14 @@ def counts_of(shares: tuple[float, ...], apart: tuple[bool, ...]) -> dict[int, f
 
 
 def longer_of(read: float, far: float, card: float, host: float, counts: dict[int, float]) -> float:
-    """Seconds at the mean until the later of card and host is through."""
+    """Mean seconds until the later of card and host has finished."""
     mean = sum(count * p for count, p in counts.items())
     parts = {far / mean * count if mean else 0.0: p for count, p in counts.items()}
     return sum(p * max(HOP + (read - b) / card, b / host) for b, p in parts.items())
 
 
 def sums(parts: list[np.ndarray]) -> np.ndarray:
-    """Over every choice of an element of each."""
+    """Sums over every choice of one element from each."""
     total = np.zeros(1)
     for part in parts:
         total = (total[:, None] + part[None, :]).ravel()
@@ -112,14 +112,14 @@ def sums(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def on_card(units: list[UnitCost], card: Budget, host: Budget) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes in host memory and seconds of all sets of experts with which they fit."""
+    """Bytes in host memory and seconds, for all sets of experts with which the units fit."""
     if not units:
         return np.zeros(1), np.zeros(1)
     subsets = [every_subset(unit, card, host) for unit in units]
     nbytes, seconds = (sums([each[part] for each in subsets]) for part in (0, 1))
     held = sum(unit.weights + unit.cache for unit in units)
     peak = max(unit.workspace["cuda"] for unit in units)
-    # The buffers are for the largest expert of units that have any apart.
+    # The buffers are for the largest expert of units that have any in host memory.
     staging = np.zeros(1)
     for unit, (_, _, some) in zip(units, subsets, strict=True):
         own = 2 * max(unit.experts, default=0) * some
@@ -129,7 +129,7 @@ def on_card(units: list[UnitCost], card: Budget, host: Budget) -> tuple[np.ndarr
 
 
 def by_force(units: list[UnitCost], budgets: list[Budget], order: str) -> float:
-    """The least seconds of a step, infinite where nothing fits."""
+    """The fewest seconds of a step, infinite where nothing fits."""
     best = np.inf
     rows = itertools.permutations(budgets) if order == "any" else [budgets]
     for row in rows:
@@ -182,8 +182,8 @@ def test_every_placement_of_500_small_rigs_is_no_faster(alike):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_what_is_said_of_orders_that_were_not_tried_is_a_bound(alike, monkeypatch):
-    """Of 30 small rigs (240 in a sweep), with hosts about as fast as their cards, too, which read
-    beside these: one order is tried, and every placement in any order held against its bound."""
+    """In 30 small rigs (240 in a sweep), also with hosts about as fast as their cards, which read
+    beside them, one order is tried, and every placement in any order is compared with its bound."""
     monkeypatch.setattr(orders, "MAX_STATES", 0)
     rng, beside = np.random.default_rng(10), 0
     for number in range(cases(30, 240)):
@@ -200,8 +200,8 @@ def test_what_is_said_of_orders_that_were_not_tried_is_a_bound(alike, monkeypatc
 def over_hosts(
     units: list[UnitCost], hosts: list[list[Budget]], link: Link
 ) -> tuple[float, list[int]]:
-    """The least seconds of a step over hosts one after the other, each with its own memory, and how
-    many units each has; infinite where nothing fits."""
+    """The fewest seconds of a step over hosts one after the other, each with its own memory, and
+    the number of units on each; infinite where nothing fits."""
     best, counts = np.inf, []
     for cuts in itertools.combinations_with_replacement(range(len(units) + 1), len(hosts) - 1):
         stops = [*cuts, len(units)]
@@ -246,8 +246,8 @@ def test_every_placement_over_two_hosts_with_memory_of_their_own_is_no_faster(al
 
 
 def in_bits(rng: np.random.Generator, units: list[UnitCost]) -> list[list[UnitCost]]:
-    """Options of units: as they are, and with weights of fewer bits, of which some experts may have
-    fewer than others."""
+    """Options of units: unchanged, and with weights of fewer bits, for some experts possibly fewer
+    than for others."""
     found = []
     for unit in units:
         options = [unit]

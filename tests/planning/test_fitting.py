@@ -1,4 +1,4 @@
-"""What a plan chooses by itself so that a model fits: the chunk, slices of the head, and where the
+"""Defaults that a plan chooses so that a model fits: the chunk, slices of the head, and where the
 embedding lies. On simulated devices, to the byte; no answer changes."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ IDS = torch.randint(3, 4000, (2, 1100), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A vocabulary whose logits, and an embedding that, are larger than all else."""
+    """A vocabulary with logits, and with an embedding, larger than all else."""
     config = llama(vocab_size=4000, num_hidden_layers=2, max_position_embeddings=2048)
     return str(save(reference(config), tmp_path_factory.mktemp("model")))
 
 
 def loaded(model: Model, cache: Cache, expected: torch.Tensor) -> dict:
-    """What was chosen, and whether it holds: bytes at the edge, and answers."""
+    """What was chosen, and whether it holds: bytes at the limit, and answers."""
     model.load_autosplit(cache)
     row = model.report.devices[0]
     seen = {
@@ -39,7 +39,7 @@ def loaded(model: Model, cache: Cache, expected: torch.Tensor) -> dict:
         "in the report": all(words in str(model.report) for words in model.plan.fitted),
         "embedding": str(model.device_map["model.embed_tokens"]),
     }
-    sim.set_capacity(0, row.ledger.total)  # as it was planned, and no more
+    sim.set_capacity(0, row.ledger.total)  # as planned, and no more
     kept = model.forward(IDS, cache)
     seen["same"] = torch.allclose(kept.cpu(), expected, atol=1e-5)
     cache.reset()
@@ -52,7 +52,7 @@ def loaded(model: Model, cache: Cache, expected: torch.Tensor) -> dict:
 
 
 def ever_smaller(folder: str) -> list[dict]:
-    """On a card that is a byte smaller each time than what was taken before."""
+    """Results on a card that is a byte smaller each time than what was used before."""
     model = Model(folder)
     cache = Cache(model, IDS.shape[1], 2)
     model.load(devices=["cpu"])
@@ -70,7 +70,7 @@ def ever_smaller(folder: str) -> list[dict]:
             return [*found, {"refused": str(error), "by": error.needed - error.available}]
 
 
-def test_the_largest_calls_that_fit_are_taken_and_hold_to_the_byte(folder):
+def test_largest_fitting_calls_hold_to_the_byte(folder):
     *found, refused = run_sim(ever_smaller, "1G", args=[folder], timeout=900)
     assert found[0]["calls"] == [2048, 2048] and found[0]["fitted"] == []
     for each in found:
@@ -89,7 +89,7 @@ def test_the_largest_calls_that_fit_are_taken_and_hold_to_the_byte(folder):
 
 
 def asked(folder: str, room: int) -> dict:
-    """What a caller says is not changed."""
+    """Settings that the caller gave are not changed."""
     seen = {}
     for name, options, load in (
         ("chunk", {"max_input_len": 2048}, {}),
@@ -108,7 +108,7 @@ def asked(folder: str, room: int) -> dict:
     return seen
 
 
-def test_what_is_asked_for_stays_as_it_is(folder):
+def test_explicit_settings_are_kept(folder):
     seen = run_sim(asked, "1G", args=[folder, 24 << 20])
     assert seen["chunk"][0] == 2048 and seen["chunk"][1] < 2048
     assert re.search(r"chunks of \d+ tokens \(max_input_len=\d+\): the same", seen["logits"])
@@ -124,7 +124,7 @@ def by_plan(folder: str) -> dict:
     kept = Cache(other, IDS.shape[1], 2)
     other.load(plan=plan)
     seen = {"calls": [other.max_input_len, other.logits_len], "same": other.plan == plan}
-    Cache(other, 16)  # and plans of caches that come later know how calls run
+    Cache(other, 16)  # plans of later caches know how calls run, too
     seen["later"] = other.plan.logits_len == plan.logits_len
     try:
         other.forward(IDS[:, : other.logits_len + 1], kept, each_token=True)
@@ -136,10 +136,10 @@ def by_plan(folder: str) -> dict:
     return {**seen, "planned": [plan.max_input_len, plan.logits_len], "fitted": plan.fitted}
 
 
-def test_a_plan_says_how_calls_run_and_is_carried_out_so(folder):
+def test_plan_states_how_calls_run(folder):
     seen = run_sim(by_plan, "1G", args=[folder])
     assert seen["calls"] == seen["planned"] and seen["planned"][1] < 2048
     assert seen["same"] and seen["later"]
-    assert seen["each token"].startswith(f"each_token takes {seen['planned'][1]} tokens a row")
+    assert seen["each token"].startswith(f"each_token takes {seen['planned'][1]} tokens per row")
     line = f"To fit, the model has {', '.join(seen['fitted'])}: the same answers."
     assert line in seen["picture"]

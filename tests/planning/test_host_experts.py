@@ -1,5 +1,5 @@
-"""Models larger than their cards: plans that leave experts to the host's memory, from bare configs,
-and carried out on simulated devices to the byte."""
+"""Models larger than their cards: plans that put experts in host memory, from bare configs, and
+carried out on simulated devices to the byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from exkv.planning.expected_time import CARD, HOST, LINK, expected
 
 
 def rate_of(scenario: Scenario) -> float:
-    """Tokens a second to expect; 0 where it doesn't fit."""
+    """Predicted tokens per second; 0 where it doesn't fit."""
     try:
         scenario, (plan,), (costs,) = planned(scenario)
     except PlacementError as error:
@@ -64,11 +64,11 @@ def test_bits_and_places_of_large_mixtures_are_found_in_two_seconds(name):
 
 
 def cells(line: str) -> list[str]:
-    """A table's row."""
+    """Cells of a table's row."""
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_the_page_has_the_figures_that_are_planned():
+def test_documented_figures_are_the_planned_ones():
     name, cards = "Qwen3-30B-A3B", "12G"
     model = model_of(name)
     rates = {host: larger.rate_of(scenario_of(model, cards, host)) for host in HOSTS}
@@ -77,17 +77,17 @@ def test_the_page_has_the_figures_that_are_planned():
     assert all(f"{each / 1e9:,.0f} GB/s" in page for each in (CARD, HOST, LINK))
 
 
-def test_a_refusal_says_what_lacks_and_what_would_do():
+def test_refusal_names_missing_bytes_that_suffice():
     model = model_of("Qwen3-30B-A3B")
     answer = fixed(scenario_of(model, "8G", "4G"))
     assert not answer.fits and answer.found["extra_memory_on"] == "cpu"
     more = 4 * 2**30 + answer.found["extra_memory"]
     assert fixed(scenario_of(model, "8G", f"{-(-more // 2**20) + 200}M")).fits
     assert not fixed(scenario_of(model, "8G", f"{more // 2**20 - 200}M")).fits
-    assert answer.sentence.endswith("more on cpu would do.")
+    assert answer.sentence.endswith("more on cpu would be enough.")
 
 
-def test_a_plan_says_where_experts_are_and_how_fast_that_is_to_be(tmp_path, capsys):
+def test_plan_reports_expert_placement_and_speed(tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODELS["Qwen3-30B-A3B"][0]))
     asked = ["plan", str(config), "--weights", "int4", "--max-seq-len", "8192", "--devices", "12G"]
@@ -113,7 +113,7 @@ def test_a_plan_says_where_experts_are_and_how_fast_that_is_to_be(tmp_path, caps
 
 
 @pytest.mark.parametrize("weights", [None, "best"])
-def test_what_a_card_or_a_bit_brings_is_what_its_own_plan_says(weights):
+def test_gains_equal_their_own_plans(weights):
     config = ModelConfig.from_dict({**MODELS["Qwen3-30B-A3B"][0], "num_hidden_layers": 12})
     model, eight = Model(config, weights=weights), Model(config, weights="int8")
     (card, bits) = gains(answer := fixed(scenario_of(model, "4G", "3G" if weights else "32G")))
@@ -133,7 +133,7 @@ def test_what_a_card_or_a_bit_brings_is_what_its_own_plan_says(weights):
 
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(39))
-#: By the name that each has for its number of experts.
+#: By each config's key for its number of experts.
 LOADED = {
     "Qwen3MoeForCausalLM": "num_experts",
     "Glm4MoeForCausalLM": "n_routed_experts",
@@ -142,8 +142,8 @@ LOADED = {
 
 
 def carried_out(folder: str, cards: int) -> list[dict]:
-    """On ever smaller cards: what was planned, measured, and answered. Memory is slow, so that
-    these few bytes count as many do."""
+    """Plans on ever smaller cards: planned, measured, and answered. Memory is slow, so that these
+    few bytes matter as many do."""
     expected_time.CARD, expected_time.HOST = 1e6, 6e4
     model = Model(folder, max_input_len=16)
     cache = Cache(model, 64, 2)
@@ -214,10 +214,10 @@ class Other:
 
 def filled_meanwhile(folder: str) -> list[tuple]:
     """Loads during which another program takes memory of the card: none, before the last layer, and
-    before the head, which then has room, while calls have too little."""
+    before the head, which then fits, while calls don't."""
     expected_time.CARD, expected_time.HOST = 1e6, 6e4
     model = Model(folder, max_input_len=16)
-    model.usage = lambda: None  # what is served between the loads changes nothing
+    model.usage = lambda: None  # calls between the loads have no effect
     cache = Cache(model, 64, 2)
     plan = place(model, cache, "sim:0")
     experts = sum(sum(unit.expert_bytes) for unit in model.units)
@@ -242,18 +242,18 @@ def filled_meanwhile(folder: str) -> list[tuple]:
     return seen
 
 
-def test_a_card_that_is_filled_meanwhile_gives_experts_back(tmp_path):
+def test_full_card_returns_experts_to_the_host(tmp_path):
     config = TINY["Qwen3MoeForCausalLM"](num_hidden_layers=4, num_experts=32)
     folder = str(save(reference(config), tmp_path))
     alone, amid, again = run_sim(filled_meanwhile, "1G", args=[folder])
-    assert amid[0][:-2] == alone[0][:-2] and amid[0][-2] > alone[0][-2]  # of the layer at hand
+    assert amid[0][:-2] == alone[0][:-2] and amid[0][-2] > alone[0][-2]  # of the current layer
     assert sum(again[0]) > sum(alone[0])  # planned again
     for _, answer, as_planned, where in (alone, amid, again):
         assert answer == alone[1] and as_planned and where == ["sim:0"]
 
 
 def refused(folder: str) -> list[str]:
-    """What is said of plans with experts that the model doesn't have."""
+    """Errors of plans with experts that the model doesn't have."""
     model = Model(folder)
     cache = Cache(model, 64, 2)
     plan = place(model, cache, "cpu")
@@ -267,7 +267,7 @@ def refused(folder: str) -> list[str]:
     return said
 
 
-def test_a_plan_with_experts_of_another_model_is_refused(tmp_path):
+def test_plan_for_another_models_experts_is_rejected(tmp_path):
     config = TINY["MixtralForCausalLM"](num_hidden_layers=4)
     folder = str(save(reference(config), tmp_path))
     wrong, other = run_sim(refused, "1G", args=[folder])

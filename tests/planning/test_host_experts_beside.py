@@ -1,5 +1,5 @@
-"""Experts in host memory together with what else a plan may have: memory in segments, a draft, a
-head for multi-token prediction and adapters, and where a load finds no memory."""
+"""Experts in host memory together with other features of a plan: memory in segments, a draft, a
+multi-token prediction head, adapters, and out of memory during a load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mixture(tmp_path_factory) -> str:
 
 
 def slow_memory() -> None:
-    """So that these few bytes count as many do."""
+    """Make these few bytes matter as many do."""
     expected_time.CARD, expected_time.HOST = 1e6, 6e4
 
 
@@ -42,7 +42,7 @@ def apart(model: Model) -> int:
 
 
 def lines_of(*models: Model) -> list[list[int]]:
-    """Of all cards, planned and measured."""
+    """Ledger lines of all cards, planned and measured."""
     return [
         [getattr(row.ledger, line), row.measured.get(line, 0)]
         for model in models
@@ -61,7 +61,7 @@ def left() -> list[int]:
 
 
 def in_segments(folder: str) -> list[dict]:
-    """On cards that give memory in segments, cut to what the plan reserves."""
+    """Loads on cards that give memory in segments, cut to what the plan reserves."""
     slow_memory()
     model = Model(folder, max_input_len=64)
     cache, seen = Cache(model, 90, 2), []
@@ -107,7 +107,7 @@ def test_cards_that_give_segments_hold_what_is_planned(tmp_path):
 
 
 def with_draft(folder: str, other: str) -> dict:
-    """Tokens with a draft beside, on a card that lacks half of the experts' bytes."""
+    """Tokens with a draft, on a card that lacks half of the experts' bytes."""
     slow_memory()
 
     def built() -> tuple[Model, Cache, Model, Cache]:
@@ -161,7 +161,7 @@ def test_a_draft_beside_changes_no_token(mixture, tmp_path, of):
 
 
 def with_mtp_head(folder: str) -> dict:
-    """Tokens with proposals of the checkpoint's own head, whose experts lie apart, too."""
+    """Tokens with proposals of the checkpoint's own head, whose experts are in host memory, too."""
     slow_memory()
     model = Model(folder, max_input_len=32, mtp=True)
     cache = Cache(model, 90, 2)
@@ -242,7 +242,7 @@ def test_adapters_answer_as_with_all_experts_in_one_place(mixture, tmp_path):
 
 
 class Failing:
-    """``torch.empty`` of which one on a card finds no memory."""
+    """``torch.empty`` that fails once for lack of memory on a card."""
 
     def __init__(self, at: int) -> None:
         self.at, self.seen = at, 0

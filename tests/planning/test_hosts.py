@@ -1,5 +1,5 @@
-"""Plans over several hosts: held against every placement that enters each host once, and as people
-ask for them."""
+"""Plans over several hosts: compared with every placement that enters each host once, and as users
+request them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ HIDDEN, STEP = 3, 100
 
 @st.composite
 def problems(draw):
-    """A few units, the first perhaps pinned, the last perhaps tied to it, on two or three hosts of
-    one or two devices."""
+    """A few units, the first possibly pinned, the last possibly tied to it, on two or three hosts
+    of one or two devices."""
     number, count = st.integers(0, 9), draw(st.integers(1, 4))
     tied = count > 1 and draw(st.booleans())
     costs = [
@@ -86,7 +86,7 @@ def held(costs: Sequence[UnitCost], here: Sequence[int]) -> int:
 
 
 class Way:
-    """One placement, counted from the words of the documentation."""
+    """One placement, evaluated from the words of the documentation."""
 
     def __init__(self, costs, budgets, where):
         self.costs, self.budgets, self.where = costs, budgets, where
@@ -124,7 +124,7 @@ class Way:
         return self.total(budget) - self.transport(budget) - held(self.costs, pinned)
 
     def value(self, objective):
-        """What the objective makes small, once the overflow is."""
+        """The value that the objective minimizes, after the overflow."""
         several = len({b.device.type for b in self.budgets}) > 1
         used = [b for b in self.budgets if any(not self.costs[i].pinned for i in self.on[b.place])]
         if objective == "balance":
@@ -143,7 +143,7 @@ class Way:
 
 
 def every_way(costs, budgets, order) -> Iterator[Way]:
-    """All that fit, of units in ranges on the devices in one order or in all."""
+    """All placements in ranges that fit, on the devices in one order or in all."""
     free = [i for i, cost in enumerate(costs) if cost.pinned is None]
     orders = [budgets] if order == "listed" else itertools.permutations(budgets)
     seen = set()
@@ -217,7 +217,7 @@ def test_where_orders_are_too_many_no_way_betters_the_plan_by_more_than_its_gap(
 
 
 def check_pieces(plan: Plan) -> None:
-    """The hosts' pieces are the plan."""
+    """Check that the hosts' pieces make up the plan."""
     pieces = [plan.on(host) for host in plan.hosts]
     assert [u.name for piece in pieces for u in piece.units] == [u.name for u in plan.units]
     for host, piece in zip(plan.hosts, pieces, strict=True):
@@ -253,7 +253,7 @@ def asked(capsys, *arguments: str) -> tuple[int, str]:
     return status, output.out + output.err
 
 
-def test_80_layers_over_four_hosts_as_a_user_sees_it(config_70b, capsys):
+def test_plan_output_for_80_layers_over_four_hosts(config_70b, capsys):
     status, out = asked(capsys, config_70b, "--hosts", *FOUR, "--link", "10Gbit,0.2ms")
     assert status == 0, out
     lines = out.splitlines()
@@ -276,7 +276,7 @@ def test_json_carries_hosts_and_link_and_reads_back(config_70b, capsys):
     assert [transport[host] for host in plan.hosts] == [hidden, 2 * hidden, hidden]
 
 
-def test_the_longest_cache_over_hosts_is_exact(model):
+def test_longest_cache_over_hosts_is_exact(model):
     budgets = tuple(make_budgets(hosts={"a": "48G,24G", "b": "48G,48G"}))
     shape = CacheShape.planned(model, Cache, 32768, 1)
     workload = Workload.of(model, [shape], last_id_only=False).in_chunks_of(CHUNKS[-1])
@@ -287,14 +287,14 @@ def test_the_longest_cache_over_hosts_is_exact(model):
         scenario.resized(max_seq_len=length + 1).attempt()
 
 
-def test_a_refusal_names_the_host_that_lacks_memory(model):
+def test_refusal_names_the_host_without_room(model):
     budgets = tuple(make_budgets(hosts={"a": "48G,24G", "b": "48G,8G"}))
     answer = fixed(Scenario(workloads=(Workload.of(model, []),), budgets=budgets))
     assert not answer.fits
-    assert re.search(r"bytes\) more on [ab]/cuda:[01] would do", answer.sentence)
+    assert re.search(r"bytes\) more on [ab]/cuda:[01] would be enough", answer.sentence)
 
 
-def test_a_piece_is_carried_out_on_its_host_and_the_whole_nowhere(model):
+def test_only_a_hosts_own_piece_can_be_loaded(model):
     plan = place(model, hosts={"a": "80G", "b": "80G"})
     model = Model("examples/demo-model")
     with pytest.raises(ValueError, match=r"host a, b: .*plan\.on\('a'\)"):
@@ -304,14 +304,14 @@ def test_a_piece_is_carried_out_on_its_host_and_the_whole_nowhere(model):
     assert [*plan.units_on("a"), *plan.units_on("b")] == list(range(82))
 
 
-def test_an_embedding_in_host_memory_is_the_first_hosts(model):
+def test_host_embedding_is_on_the_first_host(model):
     pinned = Model(ModelConfig.from_dict(LLAMA_70B), embed_cpu=True)
     plan = place(pinned, hosts={"a": "16G", "b": "160G"}, order="any")
     assert [str(each) for each in plan.places] == ["a/cpu", *["b/cuda:0"] * 81]
     assert plan.on("a").role == Role(sends=True)
 
 
-def test_a_cache_that_comes_to_a_piece_shares_the_transport_that_is_there():
+def test_new_cache_shares_a_pieces_transport():
     model, twin = (Model("examples/demo-model") for _ in range(2))
     cache = Cache(model, 64)
     alone = place(model, cache, devices="cpu")
@@ -326,14 +326,14 @@ def test_a_cache_that_comes_to_a_piece_shares_the_transport_that_is_there():
             check_new_cache(model, tight, Cache(twin, 64))
 
 
-def test_a_draft_is_placed_beside_the_main_model_on_the_hosts(config_70b, capsys):
+def test_draft_is_placed_on_the_hosts(config_70b, capsys):
     drafted = ["--draft", "examples/demo-model", "--hosts", "a=80G", "b=80G"]
     status, out = asked(capsys, config_70b, *drafted, "--max-seq-len", "512")
     assert status == 0, out
     assert "model layers" in out and "draft layers" in out and "b/cpu" in out
 
 
-def test_budgets_of_a_host_may_be_its_own():
+def test_hosts_accept_measured_budgets():
     there = [Budget(device=torch.device("cuda", 0), capacity=7, in_use=2)]
     made = make_budgets(hosts={"a": there, "b": "1G"}, reserve=["1G", "2G"], cpu="4G")
     assert [str(b.place) for b in made] == ["a/cuda:0", "a/cpu", "b/cuda:0", "b/cpu"]
@@ -344,32 +344,32 @@ def test_budgets_of_a_host_may_be_its_own():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: parse_hosts(["a"]), "'a' says no sizes: write a=24G"),
+        (lambda: parse_hosts(["a"]), "'a' has no sizes: write a=24G"),
         (lambda: parse_hosts(["a=1G", "a=2G"]), "a is listed twice"),
-        (lambda: make_budgets(hosts={"a/b": "1G"}), "'a/b' is no name"),
+        (lambda: make_budgets(hosts={"a/b": "1G"}), "'a/b' is not a name"),
         (lambda: make_budgets(hosts={"a": "24Q"}), "host a: '24Q'"),
-        (lambda: make_budgets(hosts={"a": "cuda:0"}), "host a: devices: 'cuda:0' is no size"),
-        (lambda: make_budgets(hosts={"a": "1G,cpu:1G"}, cpu="2G"), "host a: .*each of them once"),
+        (lambda: make_budgets(hosts={"a": "cuda:0"}), "host a: devices: 'cuda:0' is not a size"),
+        (lambda: make_budgets(hosts={"a": "1G,cpu:1G"}, cpu="2G"), "host a: .*each only once"),
         (lambda: make_budgets(hosts={"a": "1G"}, cpu=True), "give a size such as 32G"),
-        (lambda: make_budgets("1G", hosts={"a": "1G"}), "devices and hosts: give one"),
+        (lambda: make_budgets("1G", hosts={"a": "1G"}), "devices and hosts exclude each other"),
         (lambda: make_budgets(hosts={}), "give at least one"),
         (lambda: parse_link("10"), "'10' in link '10'.*10Gbit,0.2ms"),
-        (lambda: parse_link("0Gbit"), "carries nothing"),
+        (lambda: parse_link("0Gbit"), "has no bandwidth"),
         (lambda: parse_link("1Gbit,fast"), "'fast' in link"),
     ],
 )
-def test_hosts_that_make_no_sense_name_the_piece_that_is_wrong(call, message):
+def test_invalid_hosts_and_links_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_a_link_is_read_in_decimal_units():
+def test_link_units_are_decimal():
     assert parse_link("10Gbit,0.2ms") == Link(bandwidth=1.25e9, latency=2e-4)
     assert parse_link("1.5 GB/s, 2s") == Link(bandwidth=1.5e9, latency=2.0)
     assert parse_link("100Mbps").seconds(12_500_000) == 1.0
 
 
-def test_a_hosts_devices_are_listed_together_and_speed_needs_the_link():
+def test_hosts_need_adjacent_devices_and_speed_a_link():
     unit = UnitCost(name="u", weights=1, cache=0, workspace={"meta": 0})
     apart = [Budget(device=CARDS[i % 2], capacity=9, host=h) for i, h in enumerate("aba")]
     with pytest.raises(ValueError, match="host 'a' are listed apart"):

@@ -1,4 +1,4 @@
-"""The knapsack over matrices, against trying all."""
+"""The knapsack over matrices, compared with trying all choices."""
 
 from __future__ import annotations
 

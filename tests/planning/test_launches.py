@@ -1,4 +1,4 @@
-"""Devices without kernels: what is said of them, once, and what the references' launches cost."""
+"""Devices without kernels: what is reported, once, and the launches of references."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MOST_PACKED = {
 
 
 def counted(format) -> LaunchCount:
-    """Of one row by a matrix in bfloat16 on a GPU."""
+    """Launches for one row times a matrix in bfloat16 on a GPU."""
     register(format)
     run = LaunchCount("cuda", by_kernels=False)
     with run, torch.no_grad():
@@ -75,21 +75,21 @@ def counted(format) -> LaunchCount:
 
 
 @pytest.mark.parametrize("format", MOST, ids=lambda format: format.name)
-def test_integers_are_dequantized_in_few_launches_of_large_tiles(format):
+def test_groups_dequantize_in_few_launches(format):
     run = counted(format)
     assert run.launches <= 4 * MOST[format] + format.groups.ordered
     assert run.peak <= (8 if format.shift == "offset" else 4) << 24  # bytes
 
 
 @pytest.mark.parametrize("format", MOST_PACKED, ids=lambda format: format.name)
-def test_packed_rows_are_dequantized_in_larger_tiles_on_a_gpu(format):
+def test_packed_rows_use_larger_tiles_on_a_gpu(format):
     run = counted(format)
     assert run.launches <= 14 * MOST_PACKED[format]
     assert run.peak <= 25 << 22
 
 
 def peaks_of_tiles() -> list[tuple[int, int]]:
-    """Predicted and measured of a dequantized tile in every layout, on a simulated device."""
+    """Predicted and measured peaks of a dequantized tile in every layout, on a simulated device."""
     found = []
     for bits in (8, 6, 4, 3):
         for shift in SHIFTS:
@@ -117,7 +117,7 @@ def _peaks_of_a_tile(format: GroupFormat, dtype: torch.dtype) -> tuple[int, int]
 
 
 @needs_sim
-def test_what_a_tile_takes_is_predicted_to_the_byte():
+def test_tile_peak_is_predicted_to_the_byte():
     for predicted, measured in run_sim(peaks_of_tiles, devices="64M"):
         assert predicted == measured > 0
 
@@ -134,7 +134,7 @@ def workload(config: ModelConfig, length: int = 8192, **options) -> Workload:
     return Workload.of(model, [CacheShape.planned(model, CACHES["fp16"], length, 1)])
 
 
-def test_what_the_build_and_the_page_say_of_8b_is_counted():
+def test_documented_launches_of_8b_are_counted():
     asked = workload(llama_8b(), weights="int4")
     theirs, ours = (
         launches_of_a_token(asked.model, asked.promise, "cuda", by_kernels=each)
@@ -151,7 +151,7 @@ def test_what_the_build_and_the_page_say_of_8b_is_counted():
 
 @pytest.fixture
 def not_built(tmp_path, monkeypatch):
-    """A folder without modules, as an installation without a compiler has it."""
+    """A folder without modules, as an installation without a compiler has."""
     monkeypatch.setattr(exkv_ext, "_FOLDER", tmp_path)
     monkeypatch.setattr(exkv_ext, "_handles", {})
     monkeypatch.setattr(exkv_ext, "disabled", lambda: False)
@@ -159,7 +159,7 @@ def not_built(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_checks, "_warned", set())
 
 
-def test_modules_that_are_not_built_are_named_with_the_line_that_builds_them(not_built, tmp_path):
+def test_missing_modules_are_named_with_their_build_line(not_built, tmp_path):
     rest = "pip install --no-build-isolation --no-deps --force-reinstall --no-binary exkv exkv"
     assert missing(GPU) == Missing("exkv_ext._cuda isn't built", f"EXKV_BUILD=cuda {rest}")
     for device in ("cpu", "sim:1"):
@@ -170,33 +170,33 @@ def test_modules_that_are_not_built_are_named_with_the_line_that_builds_them(not
     assert missing(torch.device("cpu")).why == "exkv_ext._C does not load"
 
 
-def test_an_installed_exkv_gets_its_cuda_kernels_from_their_package(not_built, monkeypatch):
+def test_installed_package_suggests_the_cuda_wheel(not_built, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert missing(GPU) == Missing("exkv_ext._cuda isn't built", "pip install exkv-cuda13")
-    monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which there is none
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which there is no wheel
     assert missing(GPU).remedy.startswith("EXKV_BUILD=cuda pip install --no-build-isolation")
 
 
-def test_a_clone_is_built_where_it_lies(not_built, monkeypatch):
+def test_clone_suggests_an_editable_build(not_built, monkeypatch):
     monkeypatch.setattr(exkv_ext, "_FOLDER", ROOT / "exkv")
     assert missing(GPU).remedy.endswith("--no-deps -e .")
     assert exkv_ext._build_line() == setup_script().BUILD_LINE
 
 
-def test_where_modules_were_left_out_on_purpose_that_is_said(not_built, monkeypatch):
+def test_disabled_extension_is_reported(not_built, monkeypatch):
     monkeypatch.setattr(exkv_ext, "disabled", lambda: True)
     expected = Missing("EXKV_DISABLE_EXT leaves them out", "unset EXKV_DISABLE_EXT")
     assert missing(GPU) == missing(torch.device("cpu")) == expected
 
 
-def test_gpus_that_nothing_can_be_built_for_get_no_line(not_built, monkeypatch):
+def test_unsupported_gpus_get_no_build_line(not_built, monkeypatch):
     assert missing(torch.device("xpu", 0)).remedy == ""
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert missing(GPU) == Missing("exkv has kernels for CUDA and for CPUs only", "")
 
 
 class _Told:
-    """A function of a library."""
+    """A stand-in for a library's function."""
 
     def __init__(self, answer) -> None:
         self.answer, self.restype = answer, None
@@ -214,9 +214,7 @@ class _Told:
         (False, (6, 1), ""),
     ],
 )
-def test_a_gpu_that_the_kernels_were_not_built_for(
-    not_built, monkeypatch, has_code, capability, expected
-):
+def test_gpu_outside_the_built_capabilities(not_built, monkeypatch, has_code, capability, expected):
     told = {"exkv_cuda_has_code": _Told(has_code), "exkv_cuda_architectures": _Told(b"800,900")}
     monkeypatch.setattr(exkv_ext, "_handles", {"_cuda": SimpleNamespace(**told)})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -230,12 +228,12 @@ def test_a_gpu_that_the_kernels_were_not_built_for(
     assert ("made from 7.5 on" in found.why) == (not expected)
 
 
-def test_the_oldest_gpu_is_that_of_the_build():
+def test_oldest_gpu_matches_the_build_script():
     assert setup_script().CUDA_CAPABILITIES[0] == exkv_ext.OLDEST_GPU
 
 
 @pytest.mark.skipif(setup_script().find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
-def test_the_kernels_know_what_they_were_built_for(tmp_path, monkeypatch):
+def test_module_records_its_compute_capabilities(tmp_path, monkeypatch):
     home, library = setup_script().find_cuda_home(), tmp_path / "code.so"
     codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in (80, 120)]
     command = [home / "bin" / "nvcc", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", *codes]
@@ -248,7 +246,7 @@ def test_the_kernels_know_what_they_were_built_for(tmp_path, monkeypatch):
 # What is said ---------------------------------------------------------------------------------
 
 
-def test_a_sentence_has_devices_reason_cost_and_remedy(not_built):
+def test_sentence_names_devices_reason_cost_and_remedy(not_built):
     asked = workload(ModelConfig.from_pretrained(str(ROOT / DEMO)), 64)
     devices = [GPU, torch.device("cuda", 1), torch.device("cpu")]
     on_gpus, on_host = missing_kernels(asked.model, asked.promise, devices).values()
@@ -258,12 +256,12 @@ def test_a_sentence_has_devices_reason_cost_and_remedy(not_built):
     )
     assert theirs > 2 * ours > 0
     assert on_gpus.startswith("exkv has no kernels for cuda:0, cuda:1: exkv_ext._cuda isn't built.")
-    assert f"takes {theirs:,} launches, where kernels take some {ours:,}." in on_gpus
+    assert f"takes {theirs:,} launches, compared to about {ours:,} with kernels." in on_gpus
     assert "To mend it, type: EXKV_BUILD=cuda pip install" in on_gpus
     assert "for cpu: exkv_ext._C isn't built." in on_host and "calls of torch's ops" in on_host
 
 
-def test_the_first_load_warns_and_the_second_does_not(not_built):
+def test_only_the_first_load_warns(not_built):
     def load() -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -275,14 +273,14 @@ def test_the_first_load_warns_and_the_second_does_not(not_built):
     assert load() == []
 
 
-def test_a_load_with_kernels_warns_of_nothing(monkeypatch):
+def test_load_with_kernels_does_not_warn(monkeypatch):
     monkeypatch.setattr(plan_checks, "missing_kernels", lambda *asked: {})
     with warnings.catch_warnings():
         warnings.simplefilter("error", MissingKernelsWarning)
         Model(str(ROOT / DEMO)).load(devices=["cpu"])
 
 
-def test_a_plan_says_it_of_this_machines_devices_alone(not_built, capsys):
+def test_plan_reports_only_local_devices(not_built, capsys):
     def said(*arguments: str) -> bool:
         main(["plan", str(ROOT / DEMO), *arguments])
         return "exkv has no kernels for cpu" in " ".join(capsys.readouterr().out.split())
@@ -291,7 +289,7 @@ def test_a_plan_says_it_of_this_machines_devices_alone(not_built, capsys):
     assert not said("--devices", "24G") and not said("--hosts", "a=24G")
 
 
-def test_a_process_that_leaves_them_out_is_told_so():
+def test_disabled_extension_warns_on_load():
     program = f"from exkv import Model; Model({DEMO!r}).load(devices=['cpu'])"
     environment = {**os.environ, "EXKV_DISABLE_EXT": "1"}
     command = [sys.executable, "-c", program]
@@ -314,7 +312,7 @@ def test_a_process_that_leaves_them_out_is_told_so():
         ([], [(6, 1)], False),
     ],
 )
-def test_a_build_without_kernels_for_a_gpu_ends_with_it(monkeypatch, capsys, built, gpus, said):
+def test_build_without_gpu_kernels_prints_a_notice(monkeypatch, capsys, built, gpus, said):
     setup = setup_script()
     monkeypatch.setattr(setup, "gpus_here", lambda: gpus)
     monkeypatch.setattr(torch.version, "cuda", "13.0")

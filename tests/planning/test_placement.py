@@ -45,7 +45,7 @@ def test_pack_fills_devices_in_order():
     assert [ledger.units for ledger in plan.ledgers] == [2, 1, 2]
 
 
-def test_balance_makes_the_smallest_headroom_large():
+def test_balance_maximizes_the_smallest_headroom():
     plan = place_units([cost()] * 6, budgets(100, 100, 40), objective="balance")
     assert [ledger.headroom for ledger in plan.ledgers] == [70, 70, 40]
     assert place_units([cost()] * 6, budgets(100, 100, 40)).smallest_headroom == 40
@@ -81,7 +81,7 @@ def test_weights_caches_and_logits_add_up_and_workspaces_share():
         place_units(units, budgets(35))
 
 
-def test_a_limit_is_what_all_lines_leave():
+def test_limit_subtracts_every_line():
     budget = Budget(device=CPU, capacity=100, in_use=5, in_use_by_others=7, reserve=30, margin=8)
     assert budget.limit == 50
     capped = Budget(device=CPU, capacity=100, reserve=30, cap=40)
@@ -93,7 +93,7 @@ def test_a_limit_is_what_all_lines_leave():
     )
 
 
-def test_a_tied_tensor_costs_nothing_beside_its_twin():
+def test_tied_tensor_is_counted_once():
     units = [cost(), cost(), cost(weights=12, shared={0: 10})]
     assert place_units(units, budgets(22)).ledgers[0].weights == 22
     assert place_units(units, budgets(20, 12)).ledgers[1].weights == 12
@@ -101,7 +101,7 @@ def test_a_tied_tensor_costs_nothing_beside_its_twin():
         place_units(units, budgets(20, 11))
 
 
-def test_a_pinned_unit_is_placed_on_its_device_and_takes_from_no_other():
+def test_pinned_unit_uses_only_its_device():
     plan = place_units([cost(pinned=HOST), cost(), cost()], budgets(20))
     assert plan.devices == (CPU, CARDS[0], CARDS[0])
     assert {ledger.device: ledger.weights for ledger in plan.ledgers} == {CARDS[0]: 20, CPU: 10}
@@ -116,7 +116,7 @@ def test_a_pinned_unit_counts_where_others_are_placed_too():
     assert (caught.value.unit, caught.value.needed, caught.value.available) == ("u", 14, 13)
 
 
-def test_the_host_is_overflow_and_gets_as_little_as_possible():
+def test_host_overflow_is_minimized():
     host = Budget(device=CPU, capacity=1000, bandwidth=1.0)
     for objective in OBJECTIVES:
         cards = budgets(35, 25, bandwidth=1e3)
@@ -125,7 +125,7 @@ def test_the_host_is_overflow_and_gets_as_little_as_possible():
         assert plan.devices.count(CPU) == 2
 
 
-def test_the_error_names_unit_device_and_numbers_and_holds_the_attempt():
+def test_error_names_unit_device_and_bytes():
     with pytest.raises(PlacementError, match="no room for third") as caught:
         place_units([cost(), cost(), cost("third", cache=2)], budgets(10, 15))
     error = caught.value
@@ -166,7 +166,7 @@ units = st.lists(
 
 @st.composite
 def problems(draw):
-    """A few units, the last perhaps tied to the first, on a few cards and perhaps the host."""
+    """A few units, the last possibly tied to the first, on a few cards and possibly the host."""
     costs = draw(units)
     if len(costs) > 1 and draw(st.booleans()):
         shared = draw(st.integers(0, min(costs[0].weights, costs[-1].weights)))
@@ -206,7 +206,7 @@ def taken(costs: Sequence[UnitCost], start: int, stop: int, budget: Budget) -> i
 
 
 def every_way(costs, offered, order) -> Iterator[list[tuple[Budget, int, int]]]:
-    """All ways to cut the units into runs over the devices, in one order or in all, that fit."""
+    """All ways to cut the units into ranges over the devices, in one order or in all, that fit."""
     orders = [offered] if order == "listed" else itertools.permutations(offered)
     for devices in orders:
         places = range(len(costs) + 1)
@@ -218,8 +218,8 @@ def every_way(costs, offered, order) -> Iterator[list[tuple[Budget, int, int]]]:
 
 
 def score(costs, offered, runs, objective) -> tuple:
-    """What the objective makes small, after what the host must take. Written a second time, from
-    the words of the documentation."""
+    """The value that the objective minimizes, after the host's bytes. Implemented a second time,
+    from the words of the documentation."""
     used = [(d, a, b) for d, a, b in runs if a < b]
     several = len({b.device.type for b in offered}) > 1
     cards = [run for run in used if not (several and run[0].device == CPU)]
@@ -231,7 +231,7 @@ def score(costs, offered, runs, objective) -> tuple:
     if objective == "speed":
         seconds = (sum(c.traffic for c in costs[a:b]) / d.bandwidth + 20e-6 for d, a, b in used)
         return host, round(sum(seconds) * 1e9)
-    return tuple(a - b for _, a, b in runs)  # the first as full as can be, then the second, ...
+    return tuple(a - b for _, a, b in runs)  # the first as full as possible, then the second, ...
 
 
 def runs_of(plan: Plan, offered) -> list[tuple[Budget, int, int]]:
@@ -359,8 +359,8 @@ def test_where_orders_are_too_many_a_few_are_tried_and_a_bound_spares_them(monke
 
 
 def test_an_order_is_reached_by_moves_of_which_each_places_more():
-    """Most cards are promised to others and have little room; the two that are not, between the
-    large and the tiny at first, have to come first and last, for the embedding and the head."""
+    """Most cards are promised to others and have little room; the two that aren't, listed between
+    the large and the tiny ones, have to come first and last, for the embedding and the head."""
     taken = [
         Budget(device=torch.device("meta", i), capacity=size + i, promised_workspace=size - 20 + i)
         for i, size in enumerate([20, *[100] * 17])
@@ -379,7 +379,7 @@ def test_all_sets_of_twelve_unlike_cards_are_tried(monkeypatch):
     units = [cost(weights=17, traffic=10**9)] * 40
     plan = place_units(units, unlike(12), objective="speed", order="any")
     assert plan.gap == 0 and len(sets[0].states) > 1 << 12
-    # Of each size of set, all that lead to it are extended together.
+    # For each size of set, all that lead to it are extended together.
     assert len(sets[0].generations()) < 20
 
 
@@ -407,12 +407,12 @@ def test_a_plan_survives_json(problem, objective):
         '{"objective": "pack", "order": "listed", "units": [], "ledgers": [], "more": 1}',
     ],
 )
-def test_what_is_no_plan_is_refused(text):
-    with pytest.raises(ValueError, match="no plan"):
+def test_from_json_rejects_invalid_plans(text):
+    with pytest.raises(ValueError, match="not a plan"):
         Plan.from_json(text)
 
 
-def test_a_plan_whose_numbers_are_texts_is_refused():
+def test_from_json_rejects_text_for_numbers():
     values = json.loads(place_units([cost()], budgets(20)).to_json())
     with pytest.raises(ValueError, match="gap is 1.5"):
         Plan.from_json(json.dumps(values | {"gap": 1.5}))
@@ -426,6 +426,6 @@ def test_human_sizes():
 
 
 @pytest.mark.parametrize("word", [{"objective": "best"}, {"order": "random"}])
-def test_an_unknown_word_is_refused_with_the_known_ones(word):
+def test_unknown_objective_or_order_is_rejected(word):
     with pytest.raises(ValueError, match="pack|listed"):
         place_units([cost()], budgets(20), **word)

@@ -1,5 +1,5 @@
 """From models, caches and devices to plans, and the questions that plans answer. No device is
-touched: the cards here belong to nobody."""
+touched: the cards here don't exist."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scenario(devices: str, kind=Cache, length=200, rows=2, models=1, **more) -> 
 # place ----------------------------------------------------------------------------------------
 
 
-def test_place_counts_every_cache_and_touches_nothing():
+def test_place_counts_every_cache():
     alone = model()
     plan = place(alone, devices="64M", **EXACT)
     cache, second = Cache(alone, 100, 2), Cache8bit(alone, 50)
@@ -68,9 +68,9 @@ def test_place_counts_every_cache_and_touches_nothing():
     assert not alone.device_map and cache.nbytes() == {}
 
 
-def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypatch):
+def test_workspace_without_kernels_is_the_same_on_card_and_host(monkeypatch):
     """Host temporaries don't count on a card, so the host's prediction doesn't count them; and a
-    kernel that only the host has makes no card's workspace smaller."""
+    kernel that only the host has doesn't reduce a card's workspace."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     bare = model()
     card = place(bare, Cache(bare, 100, 2), "64M", **EXACT).units
@@ -87,7 +87,7 @@ def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypa
 
 
 def unlike_to_attention() -> list[str]:
-    """A kind of cache for each way in which attention is given keys and values."""
+    """One kind of cache for each way in which attention receives keys and values."""
 
     def given(kind: type) -> tuple:
         bare = model()
@@ -105,8 +105,8 @@ LENGTHS += [(1300, chunk) for chunk in (1, 256, 300, 1000)]
 
 
 def lengths_of(kind: str, first: int) -> list[tuple[int, int]]:
-    """All for the ops of floats and of 8 bits alone, and for a kind with everything that
-    ``attention_part`` has; that op's others, which are told apart in tests/ops, by turns."""
+    """All lengths for the ops of floats and of 8 bits alone, and for a kind with everything that
+    ``attention_part`` has; that op's other kinds, which tests/ops compare, take turns."""
     return LENGTHS if kind in ("fp16", "8bit", "kivi") else LENGTHS[first % 3 :: 3]
 
 
@@ -132,8 +132,8 @@ def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind
     assert workspaces() == shortened
 
 
-def test_a_prediction_of_many_heads_of_one_key_head_is_the_same(monkeypatch):
-    """Whose blocks of queries are shorter, of 4 here."""
+def test_shortened_prediction_is_exact_for_many_query_heads(monkeypatch):
+    """The blocks of queries are shorter then, 4 here."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     monkeypatch.setattr("exkv.ops.attention.MASK_ROWS", 64)
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1, "num_hidden_layers": 1}
@@ -148,7 +148,7 @@ def test_a_prediction_of_many_heads_of_one_key_head_is_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_a_prediction_that_looks_at_two_tiles_of_weights_is_the_same(monkeypatch, weights):
+def test_prediction_from_two_weight_tiles_is_exact(monkeypatch, weights):
     """Also where the results of all tiles are larger than what a tile takes."""
     monkeypatch.setattr("exkv.ops.weight_groups.TILE", 64 * 8)
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
@@ -164,7 +164,7 @@ def test_a_prediction_that_looks_at_two_tiles_of_weights_is_the_same(monkeypatch
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_plan_for_cards_counts_their_tiles_whatever_processor_it_is_made_on(monkeypatch, kernels):
+def test_plan_uses_the_cards_tiles_on_any_processor(monkeypatch, kernels):
     """With kernels and without them."""
     there = registry.has_kernel
 
@@ -187,7 +187,7 @@ def test_a_plan_for_cards_counts_their_tiles_whatever_processor_it_is_made_on(mo
     assert workspace_of_a_layer(small, large, "avx2") < expected
 
 
-def test_a_card_that_is_not_here_gets_a_context_and_a_margin():
+def test_absent_card_gets_context_and_margin():
     plan = place(model(), devices="24G,24G")
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:1"]
     budget = plan.ledgers[0].budget
@@ -202,7 +202,7 @@ def test_a_card_that_is_not_here_gets_a_context_and_a_margin():
         place(model(), devices="24G", allocator="other")
 
 
-def test_the_hosts_budget_and_a_device_left_out():
+def test_host_budget_and_excluded_device():
     sizes = {"cpu": "64M", "cap": [1 << 30, 0, 1 << 30], "allocator": "exact"}
     plan = place(model(), devices="1M,9G,2M", margin=0, **sizes)
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:2", "cpu"]
@@ -215,7 +215,7 @@ def test_embed_cpu_is_placed_on_the_host_in_the_plan_too():
     assert plan.devices[0] == CPU and set(plan.devices[1:]) == {torch.device("cuda", 0)}
 
 
-def test_a_second_model_is_placed_around_the_first():
+def test_second_model_is_placed_around_the_first():
     main, draft = model(), model()
     first = place(main, Cache(main, 200, 2), "3M,3M,64M", **EXACT)
     second = place(draft, Cache(draft, 200, 2), beside=first)
@@ -229,7 +229,7 @@ def test_a_second_model_is_placed_around_the_first():
         place(draft, devices="24G", beside=first)
 
 
-def test_a_plan_of_a_real_model_survives_json():
+def test_plan_of_a_model_survives_json():
     alone = model()
     plan = place(alone, Cache(alone, 100), "1M,1M,64M", "balance", **EXACT, last_id_only=True)
     assert Plan.from_json(plan.to_json()) == plan
@@ -239,7 +239,7 @@ def test_a_plan_of_a_real_model_survives_json():
 
 
 def fits_with(setting: Scenario, **sizes: int) -> bool:
-    """Straight from the ledger, not from the search."""
+    """Directly from the ledger, not from the search."""
     try:
         setting.resized(**sizes).attempt()
     except PlacementError:
@@ -272,7 +272,7 @@ def test_one_row_more_than_the_largest_batch_does_not_fit(devices, kind):
 
 @settings(max_examples=15)
 @given(cards, st.sampled_from(["listed", "any"]))
-def test_one_byte_less_than_the_extra_memory_does_not_do(devices, order):
+def test_extra_memory_is_exact(devices, order):
     setting = scenario(devices)
     setting = Scenario(workloads=setting.workloads, budgets=setting.budgets, order=order)
     position, nbytes = extra_memory(setting)
@@ -283,7 +283,7 @@ def test_one_byte_less_than_the_extra_memory_does_not_do(devices, order):
         )
 
 
-def test_the_least_lossy_cache_is_the_exact_one_as_long_as_it_fits():
+def test_least_lossy_cache_is_exact_if_it_fits():
     need = {
         name: plans_for(scenario("1G", CACHES[name], length=2000))[0].ledgers[0].total
         for name in BY_LOSS
@@ -304,7 +304,7 @@ def test_fewest_devices():
 
 
 def taken(setting: Scenario, remedy: str) -> bool:
-    """Do what a remedy says."""
+    """Apply a remedy."""
     if "max_seq_len=" in remedy:
         length = int(remedy.rpartition("=")[2])
         return fits_with(setting, max_seq_len=length) and not fits_with(
@@ -322,8 +322,8 @@ def taken(setting: Scenario, remedy: str) -> bool:
 
 
 @pytest.mark.parametrize("split", [0.0, 0.2, 0.4])
-def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
-    """On cards that are a little too small for a model with a large chunk and a reserve."""
+def test_remedies_work_and_the_mildest_comes_first(split):
+    """On cards that are slightly too small for a model with a large chunk and a reserve."""
     big = Model(config(), max_input_len=256)
     workload = Workload.of(big, [CacheShape.planned(big, Cache, 1500, 2)])
     total = place(big, Cache(big, 1500, 2), "1G", **EXACT).ledgers[0].total
@@ -345,9 +345,9 @@ def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("lacking", [0.02, 0.1, 0.4])
-def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lacking):
-    """Where a layer without kernels takes workspace that grows with the cache; and what doesn't
-    see the cache, the model's ends, is not predicted again."""
+def test_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lacking):
+    """A layer without kernels has a workspace that grows with the cache; the model's ends, which
+    don't see the cache, are not predicted again."""
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     setting = scenario("1G", length=5000, rows=rows)
     (plan,) = setting.attempt()
@@ -371,7 +371,7 @@ def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lack
 
 @pytest.mark.parametrize(("length", "rows"), [(32768, 9), (256, 521)])
 def test_the_largest_batch_of_70b_takes_few_predictions_and_no_second(monkeypatch, length, rows):
-    """Many rows take as many predictions as few, and little else: 150 before."""
+    """Many rows take as many predictions as few, and hardly anything else: 150 before."""
     big = Model(ModelConfig.from_dict(LLAMA_70B), max_input_len=2048, embed_cpu=False)
     shape = CacheShape.planned(big, Cache, length, 1)
     workload = Workload.of(big, [shape], last_id_only=False)
@@ -387,7 +387,7 @@ def test_the_largest_batch_of_70b_takes_few_predictions_and_no_second(monkeypatc
     assert not setting.resized(batch_size=rows + 1).fits()
 
 
-def test_a_refusal_predicts_what_a_plan_does_and_the_rest_when_it_is_asked(monkeypatch):
+def test_refusal_predicts_remedies_lazily(monkeypatch):
     predicted, call_peak = [], workspace._call_peak
     monkeypatch.setattr(
         workspace, "_call_peak", lambda *args: predicted.append(args) or call_peak(*args)
@@ -405,7 +405,7 @@ def test_a_refusal_predicts_what_a_plan_does_and_the_rest_when_it_is_asked(monke
     assert len(predicted) == asked
 
 
-def test_a_reserve_that_is_too_large_is_what_the_refusal_names():
+def test_refusal_names_an_excessive_reserve():
     setting = scenario("4M", length=20, rows=1, reserve="2M")
     with pytest.raises(PlacementError) as caught:
         plans_for(setting)
@@ -422,7 +422,7 @@ def test_a_refusal_under_speed_is_one_although_nobody_knows_how_fast_the_host_is
     assert all(taken(setting, remedy) for remedy in caught.value.suggestions)
 
 
-def test_where_no_single_change_helps_it_says_so(monkeypatch):
+def test_refusal_without_a_single_remedy(monkeypatch):
     setting = scenario("64K,64K")
     monkeypatch.setattr(Scenario, "with_host", lambda self: self)
     with pytest.raises(PlacementError, match="no single change would; use a smaller model"):
@@ -436,7 +436,7 @@ def test_where_no_single_change_helps_it_says_so(monkeypatch):
     ("arguments", "message"),
     [
         ({"devices": "24Q"}, "'24Q' is not a size.*look like 24G"),
-        ({"devices": "24G,cuda:0"}, "'cuda:0' is no size"),
+        ({"devices": "24G,cuda:0"}, "'cuda:0' is not a size"),
         ({"devices": ""}, "no such device"),
         ({"devices": "24G", "reserve": -1}, "reserve for cuda:0 is -1: it can't be negative"),
         ({"devices": "24G", "reserve": "-1G"}, "reserve for cuda:0 is -1G: it can't be"),
@@ -448,17 +448,17 @@ def test_where_no_single_change_helps_it_says_so(monkeypatch):
         ({"devices": "24G", "cpu": "-3G"}, "cpu is -3G: it can't be negative"),
     ],
 )
-def test_devices_and_sizes_that_make_no_sense_are_refused(arguments, message):
+def test_invalid_budgets_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_budgets(**arguments)
 
 
-def test_a_size_of_another_type_is_refused():
+def test_size_of_wrong_type_is_rejected():
     with pytest.raises(TypeError, match="reserve for cuda:0 is 1.5"):
         make_budgets("24G", reserve=1.5)
 
 
-def test_lists_as_text_and_zeros():
+def test_lists_accept_text_and_zeros():
     budgets = make_budgets("24G, 24G,8G", reserve="1G,0,0", cap=[20 << 30] * 3, bandwidth=[3, 2, 1])
     assert [budget.reserve >> 30 for budget in budgets] == [1, 0, 0]
     assert [budget.cap for budget in budgets] == [20 << 30] * 3
@@ -467,7 +467,7 @@ def test_lists_as_text_and_zeros():
     assert make_budgets(["1.5G", "512M"])[0].capacity == 3 << 29
 
 
-def test_the_host_as_it_is_now():
+def test_host_budget_is_its_current_memory():
     (budget,) = make_budgets(["cpu"])
     assert 0 < budget.in_use < budget.capacity
     assert 0 < budget.limit < budget.capacity

@@ -1,5 +1,5 @@
-"""What a plan promises, on simulated devices that are cut to the planned byte: that it is carried
-out as planned, that calls within it find their memory, and what happens when they do not."""
+"""What a plan promises, on simulated devices that are cut to the planned byte: it is carried out as
+planned, calls within it find their memory, and others fail cleanly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from exkv.sizes import human
 
 MEBI = 1 << 20
 
-#: Shapes of tiny models: layers alike and unlike in size to head and embedding.
+#: Shapes of tiny models: layers like and unlike the head and the embedding in size.
 SHAPES = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -67,12 +67,12 @@ def allocated() -> list[int]:
 
 
 def fuzz(folders, cases):
-    """Plan on cards of any size, cut them to the byte, load by the plan, and work at the edge."""
+    """Plan on cards of any size, cut them to the byte, load by the plan, and work at the limit."""
     rng = random.Random(7)
     outcomes: dict[str, int] = {"held": 0, "several devices": 0, "refused at once": 0}
     wrong = []
     cards = torch.accelerator.device_count()
-    models = {  # loaded again and again, so that most predictions are known from an earlier case
+    models = {  # loaded repeatedly, so that most predictions are known from an earlier case
         (name, chunk): Model(folder, max_input_len=chunk, embed_cpu=False)
         for name, folder in folders.items()
         for chunk in (1, 16, 64)
@@ -116,7 +116,7 @@ def fuzz(folders, cases):
         except (torch.OutOfMemoryError, PlacementError) as error:
             made = [f"{type(c).__name__} {c!r}" for c in caches]
             wrong.append([case, name, chunk, made, options, str(error)])
-        cache = None  # it would stay with the model, which comes again
+        cache = None  # otherwise it would stay with the model, which is used again
         model.unload()
         wrong += [[case, "left behind", allocated()]] if any(allocated()) else []
         fullest = max(plan.ledgers, key=lambda ledger: ledger.total)
@@ -143,7 +143,7 @@ def test_plans_hold_to_the_byte_and_a_byte_less_is_refused(folders):
     assert outcomes["refused at once"] >= plans / 20
 
 
-#: Rows, tokens, and tokens of a chunk, of which a text can't have more.
+#: Rows, tokens, and tokens of a chunk, which is at most as long as the text.
 SIZES = [(1, 1, 16), *((2, 48, chunk) for chunk in (1, 16, 600))]
 SIZES += [(3, 700, chunk) for chunk in (1, 16, 600)]
 
@@ -180,7 +180,7 @@ def test_predicted_is_measured_where_a_window_is_shorter_than_a_chunk(folders):
 
 
 def overflowing(folder, kinds):
-    """A card cut to what a plan asks of it, and the rest on the host: logits beside the host's."""
+    """A card cut to what a plan needs, and the rest on the host: logits beside the host's."""
     wrong = []
     model = Model(folder, max_input_len=16)
     for kind, options in kinds:
@@ -189,7 +189,7 @@ def overflowing(folder, kinds):
         expected = prompt_and_steps(model, cache)
         model.unload()
         card, units = 1 << 30, len(model.units)
-        while units:  # the next card is a byte too small for what was on the last one
+        while units:  # the next card is a byte too small for what the last one held
             sim.set_capacity(0, card)
             plan = place(model, [cache], devices=["sim:0"], cpu=True, margin=0)
             ledger = plan.ledgers[0]
@@ -214,7 +214,7 @@ def overflowing(folder, kinds):
 
 
 def prompt_and_steps(model, cache):
-    """Logits of a prompt in chunks and two tokens behind it, on the host."""
+    """Logits on the host, of a prompt in chunks and two tokens after it."""
     cache.reset()
     parts = IDS[:2, :34], IDS[:2, 34:35], IDS[:2, 35:36]
     return [model.forward(ids, cache).cpu() for ids in parts]
@@ -272,7 +272,7 @@ def fields_of(plan: Plan) -> dict:
     return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
 
 
-def test_a_plan_is_carried_out_as_it_says(folders):
+def test_load_follows_the_plan(folders):
     seen = run_sim(by_plan, "4M,8M,16M", args=[folders["plain"]])
     assert seen["pack"] == ["sim:0"] * 6
     assert seen["fewest"] == ["sim:2"] * 6 or set(seen["fewest"]) == {seen["fewest"][0]}
@@ -289,7 +289,7 @@ def test_a_plan_is_carried_out_as_it_says(folders):
 
 
 def rolled_back_under_an_objective(folder):
-    """Someone takes the second card after the plan was made."""
+    """Something takes the second card's memory after the plan was made."""
     model = Model(folder, max_input_len=16)
     cache = Cache(model, 48, 2)
     thieves = []
@@ -304,7 +304,7 @@ def rolled_back_under_an_objective(folder):
     return planned, [str(device) for device in model.device_map.values()], model.plan.fits
 
 
-def test_a_real_oom_under_an_objective_goes_on_behind_the_full_device(folders):
+def test_load_continues_after_a_full_device(folders):
     planned, got, fits = run_sim(
         rolled_back_under_an_objective, "16M,16M,16M", args=[folders["plain"]]
     )
@@ -315,7 +315,7 @@ def test_a_real_oom_under_an_objective_goes_on_behind_the_full_device(folders):
 
 
 def surprised(folder, believed):
-    """What is logged where the prediction is only this share of the truth."""
+    """What is logged if the prediction is only this share of the truth."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -331,7 +331,7 @@ def surprised(folder, believed):
     return lines, model.report.surprises()
 
 
-def test_a_line_that_was_wrong_is_logged_with_both_numbers(folders):
+def test_wrong_prediction_is_logged_with_both_numbers(folders):
     lines, surprises = run_sim(surprised, "64M", args=[folders["wide"], 0.5])
     assert lines == surprises
     assert len(lines) == 1 and lines[0].startswith("sim:0: workspace took")
@@ -344,7 +344,7 @@ def test_a_line_that_was_wrong_is_logged_with_both_numbers(folders):
 
 def second_model(folders):
     """The second is planned around what the first one's calls will need, not only around what it
-    holds when nothing runs."""
+    holds between calls."""
     first = Model(folders["wide"], max_input_len=64)
     cache = Cache(first, 90, 3)
     first.load_autosplit(cache)
@@ -396,7 +396,7 @@ def draft_peak(plan: Plan) -> int:
     return max(unit.workspace for unit in plan.units)
 
 
-def test_a_second_model_leaves_the_first_ones_calls_their_memory(folders):
+def test_second_model_leaves_memory_for_the_firsts_calls(folders):
     seen = run_sim(second_model_as_json, "64M", args=[folders])
     assert seen == {
         "in use": True,
@@ -542,7 +542,7 @@ def shrunk(folder):
     return seen
 
 
-def test_a_call_that_meets_a_real_oom_says_what_changed_and_a_shorter_one_goes_on():
+def test_oom_in_a_call_reports_changes_and_allows_shorter_calls():
     seen = run_sim(shrunk, "64M", args=["examples/demo-model"])
     assert seen["long enough"] and seen["is torch's"] and seen["cache"] and seen["shorter"]
     taken = -(-seen["taken"] // 512) * 512

@@ -1,7 +1,7 @@
-"""The promise where memory comes in segments, as on CUDA: plans on simulated devices that give
-memory by the rules of torch's caching allocator, cut to what the plan reserves.
+"""The promise where memory comes in segments, as on CUDA: plans on simulated devices that allocate
+by the rules of torch's caching allocator, cut to what the plan reserves.
 
-``EXKV_PROMISE=200`` (or more) runs so many plans instead of a few.
+``EXKV_PROMISE=200`` (or more) runs that many plans instead of a few.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def folders(tmp_path_factory):
 
 def plans(folders, first, end):
     """Plan on cards of any size, cut them to what is reserved, load by the plan, and work at the
-    edge; then the same with a byte less."""
+    limit; then the same with a byte less."""
     outcomes: Counter[str] = Counter()
     held, wrong = Counter(), []
     for case in range(first, end):
@@ -119,8 +119,8 @@ def test_plans_hold_on_cards_cut_to_what_they_reserve(folders):
 
 
 def plan_without_holes(folders, case):
-    """As if sizes filled segments alike, and growth left no holes; how often a cache was packed
-    amid a call."""
+    """A plan that ignores holes from growth and unlike sizes; how often a cache was packed during a
+    call."""
     packed, share, defragment = [], Rules.share, KVCache.defragment
     with (
         patch.object(Rules, "share", lambda rules, nbytes, _=(): share(rules, nbytes)),
@@ -131,7 +131,7 @@ def plan_without_holes(folders, case):
 
 
 def test_growth_amid_calls_is_packed_anew_where_its_holes_leave_no_room(folders):
-    """A dynamic cache of three layers, in segments that other tensors lie in, too."""
+    """A dynamic cache of three layers, in segments that also hold other tensors."""
     outcomes, _, wrong, packed = run_sim(
         plan_without_holes, "90M,90M,90M", args=[folders, 69], env=SEGMENTS
     )
@@ -139,7 +139,7 @@ def test_growth_amid_calls_is_packed_anew_where_its_holes_leave_no_room(folders)
 
 
 def best_on_cards(folder):
-    """Weights chosen for cards of several sizes: what is kept, and what goes beyond the plan."""
+    """Weights chosen for cards of several sizes: their formats, and what exceeds the plan."""
     kept, beyond = [], []
     for mebibytes in (40, 56, 72, 100):
         model = Model(folder, max_input_len=16, weights="best")
@@ -181,8 +181,8 @@ def test_weights_are_converted_on_a_card_that_has_room_for_the_result_alone(fold
 
 
 def hollow_load(kind, tokens, hidden, layers, capacity=None):
-    """A model of shapes alone on a simulated card, cut to what is planned where ``capacity`` is
-    none; its cache, and its plan."""
+    """A model of shapes alone on a simulated card, cut to what is planned if ``capacity`` is None;
+    its cache, and its plan."""
     sizes = {"hidden_size": hidden, "num_attention_heads": 8, "num_key_value_heads": 8}
     config = llama(
         **sizes, head_dim=128, num_hidden_layers=layers, max_position_embeddings=8192
@@ -207,7 +207,7 @@ def reserved_beyond(model):
 
 
 def converted_cache(kind, tokens, hidden, steps):
-    """What a card reserves beyond what its ledger says, after a load and after each conversion."""
+    """What a card reserves beyond its ledger, after a load and after each conversion."""
     model, cache = hollow_load(kind, tokens, hidden, 8, capacity=2 << 30)
     found = [reserved_beyond(model)]
     for step in steps:
@@ -229,7 +229,7 @@ def test_a_converted_cache_reserves_what_its_ledger_says(tokens, settings, steps
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("tokens", [300, 1000, 1600, 4096])
 def test_a_converted_cache_gives_segments_back_in_which_no_weights_lie(tokens):
-    """Weights of 20 MiB a layer have segments of their own."""
+    """Weights of 20 MiB per layer have their own segments."""
     env, steps = {**SEGMENTS, "EXKV_SIM_DRY": "1"}, ["8bit", "4bit", "offload"]
     beyond = run_sim(converted_cache, "2G", args=["fp16", tokens, 2304, steps], env=env)
     assert max(beyond) <= 0
@@ -259,7 +259,7 @@ def test_packed_caches_and_their_forks_hold_what_they_held(folders, kind):
 
 
 def answers_after_a_failed_conversion(folder, kind, points):
-    """Logits of a cache and a fork of it, where the n-th allocation of a conversion fails."""
+    """Logits of a cache and a fork of it, if the n-th allocation of a conversion fails."""
     found = {}
     for point in points:
         model = Model(folder, max_input_len=16)
@@ -285,7 +285,7 @@ def answers_after_a_failed_conversion(folder, kind, points):
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["fp16", "paged", "dynamic"])
 def test_a_cache_and_its_fork_hold_what_they_held_if_a_conversion_fails(folders, kind):
-    """Wherever it fails: between two layers, between the caches, or when they are packed."""
+    """Wherever it fails: between two layers, between the caches, or during packing."""
     points = [None, *range(1, 40, sweep.cases(5, 1))]
     args = [folders["tied"], kind, points]
     found = run_sim(answers_after_a_failed_conversion, "90M", args=args, env=SEGMENTS)
@@ -294,8 +294,8 @@ def test_a_cache_and_its_fork_hold_what_they_held_if_a_conversion_fails(folders,
 
 
 def cut_cards(first, end):
-    """Models whose layers and caches are of the sizes for which segments are shared, each on a card
-    cut to its plan; what failed."""
+    """Models whose layers and caches have sizes that share segments, each on a card cut to its
+    plan; what failed."""
     wrong, loaded = [], 0
     for case in range(first, end):
         rng = random.Random(case)
@@ -326,7 +326,7 @@ def test_layers_and_caches_of_unlike_sizes_hold_on_cards_cut_to_what_they_reserv
 
 
 def loaded(folder):
-    """What each step of a load reserves, with an allocation for a unit's weights and its cache."""
+    """What each step of a load reserves, with one allocation for a unit's weights and its cache."""
     model = Model(folder, max_input_len=64)
     cache = Cache(model, 300, 2)
     reserved = []

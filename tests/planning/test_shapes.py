@@ -1,4 +1,4 @@
-"""Shapes of results that exkv says itself: torch's own rules are the oracle."""
+"""Result shapes that exkv computes itself, compared with torch's own rules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from exkv.planning import shapes
 from exkv.planning.dry_run import DryRun, ShapeTensor
 
 aten = torch.ops.aten
-#: Architectures whose layers route tokens, each in another way.
+#: Architectures whose layers route tokens, each in a different way.
 ROUTED = ("Qwen3Moe", "GptOss", "Glm4Moe", "DeepseekV3", "MiniMaxM2", "Mixtral")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 
 
 def drawn(rng: random.Random, shape, dtype=torch.float32) -> torch.Tensor:
-    """On meta, of this shape, in some order in memory: whole, permuted, cut, or expanded."""
+    """A tensor on meta with this shape, in some memory order: whole, permuted, cut, or expanded."""
     shape, kind = list(shape), rng.choice(["whole", "permuted", "cut", "expanded"])
     order = rng.sample(range(len(shape)), len(shape)) if kind == "permuted" else None
     sizes = [shape[i] for i in order] if order else list(shape)
@@ -118,7 +118,7 @@ def other(rng: random.Random):
 
 
 def told(x: object) -> object:
-    """What can be seen of tensors; the strides of single entries can't."""
+    """What can be observed of tensors; strides of size-one dimensions can't."""
     if isinstance(x, tuple | list):
         return [told(each) for each in x]
     if not isinstance(x, torch.Tensor):
@@ -145,7 +145,7 @@ def test_shapes_strides_and_dtypes_are_torchs(draw):
     assert len(said) >= 12
 
 
-def test_a_dry_run_says_where_its_tensors_are_and_takes_no_memory():
+def test_dry_run_tensors_have_a_device_and_no_memory():
     with DryRun("cpu") as run:
         x = torch.zeros(1 << 20, 1 << 20)
         y = x + 1
@@ -155,12 +155,12 @@ def test_a_dry_run_says_where_its_tensors_are_and_takes_no_memory():
         assert run.current == 1 << 42
         made = torch.tensor([1, 2])
         assert isinstance(made, ShapeTensor) and run.current == (1 << 42) + 512
-    with pytest.raises(RuntimeError, match="dry run that is over"):
+    with pytest.raises(RuntimeError, match="dry run that has ended"):
         x + 1
 
 
-def test_neither_plans_nor_loads_import_torchs_compiler_or_symbolic_algebra():
-    """Where Python's own compiler has to run first, these take seconds."""
+def test_plans_and_loads_import_no_compiler():
+    """Such imports take seconds if Python has to compile them first."""
     program = """
 import json
 import sys
@@ -189,7 +189,7 @@ print([name for name in ("sympy", "torch._dynamo", "transformers") if name in sy
 
 
 def test_torchs_flash_kernels_on_cuda_are_known_by_shapes():
-    """The counter of their dropout apart, which torch says to have no dimension."""
+    """Except the counter of their dropout, which torch reports without dimensions."""
     q, k = (
         torch.empty(2, n, h, 64, dtype=torch.bfloat16, device="meta") for n, h in ((9, 4), (20, 2))
     )

@@ -131,7 +131,7 @@ def test_model_that_does_not_fit_is_refused_before_unloading(url, serving):
     loaded = serving.loaded
     status, answer = post(f"{url}/model/load", {"name": "demo", "gpu_split": [0.0005]})
     assert (status, answer["error"]["code"]) == (400, "does_not_fit")
-    assert "more on cpu would do" in answer["error"]["message"]
+    assert "more on cpu would be enough" in answer["error"]["message"]
     assert serving.loaded is loaded and not serving.changing
     answered(url)
 

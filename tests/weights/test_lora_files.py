@@ -105,7 +105,7 @@ def test_invalid_configs_are_refused(tmp_path, values, message):
     [
         ({B: None}, {}, r"lora_A.weight' has no matching B"),
         ({A: torch.zeros(5, 128)}, {}, r"is \[5, 128\] and its B .* for the rank 4"),
-        ({A: torch.zeros(4, 64)}, {}, r"B A of \[256, 4\] and \[4, 64\], and has \[256, 128\]"),
+        ({A: torch.zeros(4, 64)}, {}, r"B A of \[256, 4\] and \[4, 64\], but has \[256, 128\]"),
         ({A: torch.zeros(4, 128).to(torch.float8_e4m3fn)}, {}, "must hold floats"),
         ({f"{PREFIX}{QUERY}.lora_magnitude_vector": torch.zeros(4)}, {}, "belongs to DoRA"),
         ({f"{PREFIX}{QUERY}.lora_B.bias": torch.zeros(4)}, {}, "not a part of LoRA"),
@@ -126,8 +126,8 @@ def test_unmatched_tensors_are_refused(tmp_path, model, queries, tensors, config
 
 def test_layers_that_the_model_does_not_have_are_refused(tmp_path, model):
     for path, message in {
-        "model.layers.7.self_attn.q_proj": "is no linear layer or embedding of this model",
-        "vision_tower.layers.0.self_attn.q_proj": "is no linear layer",
+        "model.layers.7.self_attn.q_proj": "is not a linear layer or embedding of this model",
+        "vision_tower.layers.0.self_attn.q_proj": "is not a linear layer",
         "model.layers.0.mlp.experts.0.q_proj": "is an expert or its router",
     }.items():
         folder = write_adapter(tmp_path / path, {path: (256, 128)})
@@ -191,7 +191,7 @@ def test_saved_embedding_beside_an_adapter_must_be_the_models(tmp_path, model, r
     model.load_adapter(folder, "same")
     model.unload_adapter("same")
     folder = write_adapter(tmp_path / "other", layers, tensors={name: whole + 1})
-    with pytest.raises(AdapterError, match="is a whole matrix, other than the model's own"):
+    with pytest.raises(AdapterError, match="is a whole matrix that differs from the model's own"):
         model.load_adapter(folder)
 
 

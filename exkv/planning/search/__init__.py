@@ -1,1 +1,2 @@
-"""The search for a plan: ``placement`` is the way in, ``choose`` the one for units with options."""
+"""The search for a plan: ``placement`` is the entry point, and ``choose`` for units with
+options."""

@@ -1,9 +1,9 @@
-"""Which weights to keep in how many bits where experts may lie in host memory while their layers
-are on cards, so that all devices' memory is nearly one room.
+"""Choose the bits of weights where experts may lie in host memory while their layers are on cards,
+so that all devices' memory is nearly one room.
 
-The options that lose least in the memory of all devices together are a lower bound. With a little
-less of it the same search finds options for which ``experts`` finds a placement, too; how much less
-that is is found by halving.
+The options that lose least in the total memory of all devices are a lower bound. In slightly less
+memory, the same search finds options for which ``experts`` finds a placement, too; bisection finds
+how much less.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .choose import Options, loss_of, narrowings, smallest_of
 from .experts import fits_experts
 from .knapsack import Item, least_lossy
 
-#: The share of the room to which the most that has a placement is found.
+#: Precision, as a share of the room, of the search for the largest room that has a placement.
 _NEAR = 1e-3
-#: The share of the room that is given up where what had a placement turned out to have none.
+#: The share of the room to give up if a choice with a placement turned out to have none.
 _LESS = 4e-3
 
 
 class BitsApart:
-    """The choice for these devices.
+    """The search for a choice on these devices.
 
     Attributes:
         least: no choice loses less; infinite where none fits.
-        costs: the choice that was found, None where none was.
+        costs: the choice that was found, or None.
     """
 
     def __init__(self, options: Sequence[Options], budgets: Sequence[Budget], order: str) -> None:
@@ -51,14 +51,14 @@ class BitsApart:
             room = (low + high) // 2
 
     def shrink(self) -> None:
-        """Choose again, in a little less room."""
+        """Choose again, in slightly less room."""
         self._room -= int(_LESS * self._room)
         self.costs = least_lossy_in_all(self.options, self._room)
 
 
 def least_lossy_in_all(options: Sequence[Options], room: int) -> list[UnitCost] | None:
-    """One option of every unit that lose least in one room, whose bytes may be divided at will:
-    those of weights and caches, not of calls. None where none fit."""
+    """One option per unit that together lose least in one room, whose bytes may be divided freely;
+    they count weights and caches, not calls. None where none fit."""
     best: list[UnitCost] | None = None
     for narrowed in narrowings(options):
         items = [
@@ -78,9 +78,9 @@ def _least_held(cost: UnitCost) -> int:
 
 
 def room_of_all(options: Sequence[Options], budgets: Sequence[Budget]) -> int:
-    """Bytes that devices have for weights and caches at most: a card beside the call of some unit,
-    and then no more than units whose calls take no more; host memory beside none, for experts
-    need none there."""
+    """An upper bound of the bytes that devices have for weights and caches. On a card, they lie
+    beside the call of some unit, and then include only units whose calls take no more; on the host,
+    beside none, since experts there need no call's workspace."""
     return sum(
         budget.limit if budget.place == budget.place.memory else _room_of_card(options, budget)
         for budget in budgets

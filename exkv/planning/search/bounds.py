@@ -1,5 +1,5 @@
-"""What bounds say of a :class:`RangeTable`, whatever the order of its devices: that there is no
-room, and how far the ranges that were found may be from the best."""
+"""Bounds for a :class:`RangeTable` in any order of its devices: whether there can be room, and how
+far the ranges found may be from the best."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..plan import Link
 from .ranges import RangeTable, UnitRange, best_ranges
 from .relaxation import Relaxation
 
-#: What was found, and what no other ranges better.
+#: The value found, and the bound that no other ranges beat.
 _Measure = tuple[float, float]
 
 
 def has_room(table: RangeTable) -> bool:
-    """Whether all units fit. Most do in the order in which devices are listed, and most that don't
-    in any order are too large for all devices together."""
+    """Whether all units fit. If they do, they mostly fit in the listed order, and if they don't in
+    any order, they are mostly too large for all devices together."""
     if table.offer.order == "any":
         if not may_have_room(table):
             return False
@@ -28,7 +28,7 @@ def has_room(table: RangeTable) -> bool:
 
 
 def may_have_room(table: RangeTable) -> bool:
-    """Whether the bounds leave it open."""
+    """Whether the bounds leave room for a placement."""
     costs = [np.where(fits, 0.0, np.inf) for fits, _, _ in _devices(table)]
     return _relaxed(table).least(costs) < np.inf
 
@@ -41,17 +41,17 @@ def gap(
     if table.exact:
         return 0.0
     measures = _measures(table, ranges, objective, table.toll(objective, order, link))
-    return next((_apart(*each) for each in measures if _apart(*each)), 0.0)
+    return next((_relative_gap(*each) for each in measures if _relative_gap(*each)), 0.0)
 
 
 def _measures(
     table: RangeTable, ranges: Sequence[UnitRange], objective: str, toll: float
 ) -> Iterator[_Measure]:
-    """What the objective compares, before all else first."""
+    """The values that the objective compares, most important first."""
     relaxed = _relaxed(table)
     overflow = _overflow(table, ranges, relaxed)
     yield overflow
-    # What is better in something else has no more overflow.
+    # What is better in a later value has no more overflow.
     fits = [fits & (size <= overflow[0]) if over else fits for fits, size, over in _devices(table)]
     hosts = len({table.budgets[each.device].host for each in ranges})
     fewest = relaxed.fewest([[fits[device] for device in host] for host in table.offer.hosts])
@@ -66,14 +66,15 @@ def _measures(
 
 
 def _devices(table: RangeTable) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
-    """Of each device: which ranges fit, in some role of its host; their bytes; and whether it is
+    """For each device: which ranges fit, in some role of its host; their bytes; and whether it is
     overflow."""
     fits = [np.logical_or.reduce(list(by_role.values())) for by_role in table.fits]
     return zip(fits, table.bytes, table.overflow, strict=True)
 
 
 def _relaxed(table: RangeTable) -> Relaxation:
-    """By bytes, by what a step reads, and by the number of units of the commonest size."""
+    """The relaxation by bytes, by what a step reads, and by the number of units of the commonest
+    size."""
     costs = [table.costs[index] for index in table.free]
     nbytes = np.array([cost.weights + cost.cache for cost in costs], dtype=float)
     values, counts = np.unique(nbytes, return_counts=True)
@@ -96,7 +97,7 @@ def _smallest_headroom(
     fits: Sequence[np.ndarray],
     relaxed: Relaxation,
 ) -> _Measure:
-    """Of devices that hold units; overflow doesn't count."""
+    """Over devices that hold units; overflow doesn't count."""
     left = [
         np.where(fit, np.inf if over else room, -np.inf)
         for fit, room, over in zip(fits, table.headrooms(), table.overflow, strict=True)
@@ -111,13 +112,13 @@ def _seconds(
     fits: Sequence[np.ndarray],
     relaxed: Relaxation,
 ) -> _Measure:
-    """Of a decode step, without hops between hosts."""
+    """Seconds of a decode step, without hops between hosts."""
     seconds = table.seconds()
     found = sum(seconds[each.device][each.start, each.stop] for each in ranges)
     costs = [np.where(fit, each, np.inf) for fit, each in zip(fits, seconds, strict=True)]
     return float(found), relaxed.least(costs)
 
 
-def _apart(found: float, bound: float) -> float:
+def _relative_gap(found: float, bound: float) -> float:
     """The difference as a share of the larger one."""
     return 0.0 if found == bound else abs(found - bound) / max(abs(found), abs(bound))

@@ -1,19 +1,19 @@
-"""Which weights to keep in how many bits: the options of least summed loss that fit the devices.
+"""Choose the bits of each unit's weights: the options with the least total loss that fit the
+devices.
 
-Every unit has options, ledger lines (``UnitCost``) of unlike weights, workspace and loss, and the
-units are placed in contiguous ranges on the devices. That is a multiple-choice knapsack for each
-device, chained: once a device is closed, all that counts of it is the loss so far. So the search
-goes unit by unit and device by device, with the Pareto front of bytes on this device and loss in
-all.
+Every unit has options, ledger lines (``UnitCost``) that differ in weights, workspace and loss, and
+the units are placed in contiguous ranges on the devices. That is a chain of multiple-choice
+knapsacks, one per device: once a device is closed, only the loss so far matters. So the search goes
+unit by unit and device by device, with the Pareto front of bytes on this device and total loss.
 
-A front stays short because a state is dropped that can't end below a bound, by the linear
+A front stays short because a state is dropped if it can't end below a bound, by the linear
 relaxation of what is left, whatever device it falls to (see ``knapsack.py``, which has the search
 in one room). The bound starts close to the relaxation of the whole and is widened until a solution
-is below it, which is then the least of all.
+is below it, which is then the optimum.
 
-A device's workspace is the largest of its units' own, a third coordinate of the front, of which few
-values occur. Units whose options depend on each other, those that share a tensor and those that are
-pinned, are few, and each of their combinations is searched by itself.
+A device's workspace is the maximum over its units, a third coordinate of the front that has few
+distinct values. Units whose options depend on each other, those that share a tensor and those that
+are pinned, are few, and each of their combinations is searched separately.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from .offer import Offer
 from .orders import Move
 from .ranges import RangeTable
 
-#: Of one unit: what it costs in each way in which its weights, and its layer's keys and values,
-#: can be kept, alike in all else.
+#: One unit's costs for each way of keeping its weights, and its layer's keys and values; they
+#: differ in nothing else.
 Options: TypeAlias = Sequence[UnitCost]
 
 
 def least_lossy_units(
     options: Sequence[Options], budgets: Sequence[Budget], order: str = "listed"
 ) -> list[UnitCost] | None:
-    """One option of every unit, so that all fit and the losses' sum is the least there is.
+    """One option per unit, so that all fit and the summed loss is minimal.
 
     Args:
         options: of each unit; units that share a tensor have options of the same ``kept``.
         budgets: the devices.
-        order: "listed", or "any" where the devices may be filled in any order; of very many unlike
-            devices in one that fits.
-
+        order: "listed", or "any" if the devices may be filled in any order; with very many unlike
+            devices, only one order in which they fit is searched.
     Returns:
         None where none fit.
     """
@@ -63,8 +62,8 @@ def loss_of(costs: Sequence[UnitCost]) -> float:
 
 
 def narrowings(options: Sequence[Options]) -> Iterator[list[Options]]:
-    """The options, with those of pinned units and of units that share a tensor down to one: every
-    combination that there is, those that share alike."""
+    """The options, with those of pinned units and of units that share a tensor narrowed to one:
+    every valid combination, in which units that share agree."""
     tied = {i for i, each in enumerate(options) if each[0].shared}
     tied |= {other for each in options for other in each[0].shared}
     pinned = {i for i, each in enumerate(options) if each[0].pinned is not None}
@@ -78,7 +77,7 @@ def narrowings(options: Sequence[Options]) -> Iterator[list[Options]]:
 
 
 def smallest_of(options: Options) -> UnitCost:
-    """A unit that takes no more in anything than any of its options."""
+    """A unit that takes, in each respect, as little as any of its options."""
     kinds, segmented = options[0].workspace, options[0].reserved
     return replace(
         options[0],
@@ -93,14 +92,14 @@ def smallest_of(options: Options) -> UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """States after some units, none of which is worse than another in everything.
+    """States after some units, none of which is dominated by another.
 
     Attributes:
         held: bytes on the open device beside its workspace, int64.
         peak: its workspace, int64.
-        loss: in all, float64.
-        parent: the state in the front before, or -1 where the device was opened here.
-        option: of the unit that came last.
+        loss: total so far, float64.
+        parent: the state in the previous front, or -1 where the device was opened here.
+        option: of the last unit.
         start: position of the first unit on the device.
     """
 
@@ -136,7 +135,7 @@ class _Front:
         return _Front(*(column[rows] for column in columns))
 
     def plus(self, held: int, peak: int, loss: float, option: int) -> _Front:
-        """With one more unit on the device."""
+        """The states after one more unit on the device."""
         count = len(self)
         return _Front(
             self.held + held,
@@ -148,15 +147,15 @@ class _Front:
         )
 
     def beside(self, links: Sequence[tuple[int, int]]) -> _Front:
-        """Without the bytes that the next unit doesn't need beside units on the device."""
+        """The states less the bytes that the next unit shares with units on the device."""
         saved = np.zeros_like(self.held)
         for at, nbytes in links:
             saved += np.where(self.start <= at, nbytes, 0)
         return replace(self, held=self.held - saved)
 
     def best_of(self, keep: np.ndarray, ahead: Sequence[int]) -> _Front:
-        """Of those to keep, the ones that no other of the same workspace beats, among those that
-        have the same of the units at the positions ``ahead``."""
+        """The kept states that no other of the same workspace dominates, among those that agree on
+        the units at the positions ``ahead``."""
         rows = np.flatnonzero(keep)
         there = sum((self.start <= at) * (1 << bit) for bit, at in enumerate(ahead))
         there = np.zeros_like(self.start) + there
@@ -173,7 +172,7 @@ class _Front:
 
 
 class _Search:
-    """One search among devices, with those units decided that depend on each other."""
+    """One search over devices, with the units that depend on each other already decided."""
 
     def __init__(self, options: Sequence[Options], budgets: Sequence[Budget], order: str) -> None:
         self.options, self.order = options, order
@@ -202,8 +201,8 @@ class _Search:
         return cost.held_on(budget) - shared
 
     def links(self, budget: Budget) -> list[list[tuple[int, int]]]:
-        """For each free unit the positions of earlier ones that have the same keys and values, and
-        the bytes that these cost nothing beside them."""
+        """For each free unit, the positions of earlier ones with the same keys and values, and the
+        bytes that these save beside them."""
         where = {unit: at for at, unit in enumerate(self.free)}
         costs = [self.options[index][0] for index in self.free]
         return [
@@ -216,7 +215,7 @@ class _Search:
         ]
 
     def saved(self, index: int) -> int:
-        """Bytes that a unit doesn't need beside all free units that it shares with."""
+        """Bytes that a unit saves beside all free units that it shares with."""
         shared = self.options[index][0].shared
         return sum(nbytes for other, nbytes in shared.items() if other in self.free)
 
@@ -225,7 +224,7 @@ class _Search:
         smallest = RangeTable([smallest_of(each) for each in self.options], self.offer)
         if not has_room(smallest):
             return None
-        # Where there are too many orders to try all, one in which the smallest options fit.
+        # If there are too many orders to try all, use one in which the smallest options fit.
         one = smallest.orders or self.offer.in_order(self.offer.hosts)
         self.orders = self.offer.orders() or one
         decided = sum(cost.loss for cost in self.pinned)
@@ -242,12 +241,12 @@ class _Search:
         return None
 
     def _room(self, devices: Iterable[int]) -> int:
-        """Bytes of these devices, whatever their hosts' roles are."""
+        """Bytes of these devices, whatever their hosts' roles."""
         limits, floors = self.offer.limits, self.offer.floors
         return sum(max(limits[device] - floors[device], 0) for device in devices)
 
     def _within(self, bound: float) -> list[UnitCost] | None:
-        """The best choice of a loss up to the bound."""
+        """The best choice with a loss up to the bound."""
         bound += 1e-9 * abs(bound)  # sums in another order differ in the last bits
         start = np.full(len(self.free) + 1, np.inf)
         start[0] = 0.0
@@ -271,10 +270,10 @@ class _Search:
 
 
 class _Step:
-    """A move of an order: to another host, or a device that is filled.
+    """A move of an order: to another host, or the filling of a device.
 
     Attributes:
-        after: for every number of units, the least loss of so many once the move is made.
+        after: for every number of units, the least loss of that many after the move.
     """
 
     def __init__(
@@ -285,27 +284,28 @@ class _Step:
         self.after = move.masked(before) if self._fill is None else self._fill.after
 
     def taken(self, stop: int) -> tuple[int, list[int]]:
-        """The first of the units up to ``stop`` that the move places, and their options."""
+        """Of the units before ``stop``, the first one that the move places, and the options of all
+        that it places."""
         return (stop, []) if self._fill is None else self._fill.taken(stop)
 
 
 class _Fill:
-    """One device behind others.
+    """One device filled after others.
 
     Attributes:
-        after: for every number of units, the least loss of so many on the devices up to this.
+        after: for every number of units, the least loss of that many on the devices so far.
     """
 
     def __init__(
         self, search: _Search, move: Move, before: np.ndarray, room: int, bound: float
     ) -> None:
-        assert move.device is not None, "a device is filled"
+        assert move.device is not None, "this move fills no device"
         self.search, self.device, self.bound = search, move.device, bound
         self.limit = search.offer.room[move.device][move.role]
         may_be_empty = search.offer.may_be_empty[move.device][move.role]
         self.empty = before if may_be_empty else np.full_like(before, np.inf)
         self.chains = [self._chain(before, room, saves=False)]
-        if any(map(search.saved, search.free)):  # the last unit is tied to the first: all or none
+        if any(map(search.saved, search.free)):  # a tied last unit shares if all are here
             first = np.full_like(before, np.inf)
             first[0] = before[0]
             self.chains.append(self._chain(first, 0, saves=True))
@@ -316,7 +316,7 @@ class _Fill:
         """The fronts after 0, 1, ... units.
 
         Args:
-            room: bytes on other devices for the units behind.
+            room: bytes on other devices for the units that follow.
         """
         search, device = self.search, self.device
         budget, floor = search.budgets[device], search.offer.floors[device]
@@ -341,14 +341,15 @@ class _Fill:
         """The states that fit, and may still end within the bound.
 
         Args:
-            ahead: positions of units whose keys and values units that are left have, too.
+            ahead: positions of units whose keys and values are shared with units to come.
         """
         left = self.limit - front.held - front.peak
         rest = self.search.relaxed.least(units, left + room)
         return front.best_of((left >= 0) & (front.loss + rest <= self.bound), ahead)
 
     def taken(self, stop: int) -> tuple[int, list[int]]:
-        """The first of the units up to ``stop`` that are placed here, and their options."""
+        """Of the units before ``stop``, the first one placed here, and the options of all that are
+        placed here."""
         value, options, position = self.after[stop], list[int](), stop
         if self.empty[stop] == value:
             return stop, options

@@ -1,8 +1,9 @@
 """One good order of devices where there are too many to try all: found by moving one at a time.
 
-Layers are mostly alike, so that a plan hardly depends on the order but for the devices that come
-first and last, which have the embedding and the head. So each device is tried at both ends of its
-host, and each host at both ends of the row. ``relaxation`` says how much another order could save.
+Layers are mostly alike, so that a plan hardly depends on the order except for the first and the
+last device, which have the embedding and the head. So each device is tried at both ends of its
+host, and each host at both ends of the sequence. ``relaxation`` bounds what another order could
+save.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from typing import Protocol
 from .offer import Offer
 from .orders import Orders
 
-#: Devices that are filled in all orders that are tried, together.
+#: Devices filled in total over all orders that are tried.
 MOST_TRIED = 1 << 12
 
 
 class Found(Protocol):
-    """What was found in one order."""
+    """The result for one order."""
 
     @property
     def score(self) -> tuple[int, float, float]:
-        """Units without a place, and the cost of the others; the less, the better."""
+        """Units without a place, and the cost of the others; lower is better."""
 
 
 def good_order(offer: Offer, search: Callable[[Orders], Found]) -> Orders:
-    """Of the orders that are tried the one with the least score; the listed one at first."""
+    """The order with the lowest score among those tried, starting with the listed one."""
     hosts = offer.hosts
     orders = offer.in_order(hosts)
     least, left = search(orders).score, MOST_TRIED // len(offer.budgets) - 1
@@ -48,7 +49,8 @@ def good_order(offer: Offer, search: Callable[[Orders], Found]) -> Orders:
 def _moved(
     hosts: Sequence[Sequence[int]], device: int, to_front: bool, *, hosts_move: bool
 ) -> list[list[list[int]]]:
-    """With the device at one end of its host; and if it is there, with its host at that end."""
+    """The order with the device moved to one end of its host; if it is there already, with its
+    host moved to that end."""
     at = next(at for at, host in enumerate(hosts) if device in host)
     rest = [other for other in hosts[at] if other != device]
     host = [device, *rest] if to_front else [*rest, device]

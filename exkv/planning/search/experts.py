@@ -1,22 +1,22 @@
 """Layers on cards with their coldest experts in host memory: the ranges of layers, and the experts,
-with which a decode step is expected to take the least time.
+with the shortest expected time of a decode step.
 
 Every card has a range of units, as in ``ranges``, and whole units may be left to the host. A range
-that doesn't fit on its card can be made to: experts in host memory free their bytes, for the time
-that ``expected_time`` says. What that takes at least is found for all ranges at once, and the best
-ranges then as without experts:
+that doesn't fit on its card can be made to: moving experts to host memory frees their bytes, at the
+cost in time that ``expected_time`` predicts. A lower bound of that cost is computed for all ranges
+at once, and then the best ranges are found as without experts:
 
-- ``_Alike``: all experts have one size and are equally often chosen, so that only counts matter.
-  A unit's time is convex in its count but for the round trip with the first expert, so that of r
-  units that have any all have as many. Exact.
+- ``_Alike``: all experts have one size and are equally likely, so only counts matter. A unit's time
+  is convex in its count except for the round trip with the first expert, so that all units that
+  have any have equally many. Exact.
 - ``_Unlike``: a unit's coldest experts go first. The lower convex hull of its time over the bytes
-  that it frees makes a knapsack of which parts may be taken, the last part rounded up. Its optimum
-  if parts of experts could be taken, too, and if nothing were chance, is a lower bound. How far
-  apart the two are is the plan's ``gap``. That may be one expert more than would do, so that what
-  just fits is not always found.
+  that it frees makes a knapsack of divisible parts, the last part rounded up. Its optimum with
+  divisible experts and without randomness is a lower bound. The distance between the two is the
+  plan's ``gap``. Rounding may move one expert more than necessary, so that a placement that just
+  fits is not always found.
 
-Where the host has too little memory for the fastest placement, its bytes get a price: the gap then
-says by how much a better one could be faster at most.
+Where the host has too little memory for the fastest placement, its bytes get a price: the gap is
+then a bound on how much faster a better placement could be.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from .ranges import Costs, RangeTable, UnitRange
 #: Experts that go to the host, by the index of their unit.
 Chosen = dict[int, tuple[int, ...]]
 
-#: Of times that are added up in another order.
+#: Tolerance for times that are summed in another order.
 _ROUNDING = 1e-9
-#: Seconds that a byte of host memory may be worth where it is scarce, and how often these are
-#: halved.
+#: Most seconds that a byte of scarce host memory may be worth, and the number of bisection steps
+#: of that price.
 _PRICES, _BISECTIONS = (1e-14, 1e-6), 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlacement:
-    """Where units go, and which of their experts lie in host memory meanwhile.
+    """Where units go, and which of their experts lie in host memory.
 
     Attributes:
-        seconds: of a decode step, to be expected.
-        gap: the share of these that another placement could save at most.
+        seconds: expected time of a decode step.
+        gap: the largest share of these that another placement could save.
     """
 
     where: tuple[Place, ...]
@@ -98,7 +98,7 @@ def place_experts(
 def fits_experts(
     costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed"
 ) -> bool:
-    """Whether :func:`place_experts` finds a placement; quicker, for searches."""
+    """Whether :func:`place_experts` finds a placement; faster, for searches."""
     held = sum(cost.weights + cost.cache for cost in costs if not cost.shared)
     if held > sum(budget.room for budget in budgets):
         return False
@@ -108,7 +108,7 @@ def fits_experts(
 
 
 def with_experts_apart(cost: UnitCost, experts: Sequence[int]) -> UnitCost:
-    """The cost once these experts are in host memory; what it reserves in segments is as it was."""
+    """The cost with these experts in host memory; its reserved bytes in segments stay."""
     if not experts:
         return cost
     nbytes = sum(cost.experts[each] for each in experts)
@@ -123,12 +123,12 @@ def with_experts_apart(cost: UnitCost, experts: Sequence[int]) -> UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """What it takes that ranges fit on a card; entry [i, j] of units i to j - 1.
+    """What it takes to make ranges fit on a card; entry [i, j] is for units i to j - 1.
 
     Attributes:
-        seconds: beside what they take with all experts there; infinite where they can't fit.
-        freed: bytes in host memory; of experts where these are to be few.
-        bound, freed_bound: what each of the two is at least.
+        seconds: beyond those with all experts there; infinite where they can't fit.
+        freed: bytes in host memory; only of experts where these are to be few.
+        bound, freed_bound: lower bounds of these two.
     """
 
     seconds: np.ndarray
@@ -138,20 +138,20 @@ class _Ways:
 
 
 class _Table(RangeTable):
-    """Ranges that fit with experts in host memory; these lie beside what the host has of units."""
+    """Ranges that fit with experts in host memory, which lie beside the host's own units."""
 
     def __init__(self, costs: Sequence[UnitCost], offer: Offer, link: Link | None = None) -> None:
         super().__init__(costs, offer)
         self._units = [costs[index] for index in self.free]
         at = {budget.place: device for device, budget in enumerate(self.budgets)}
-        #: Of each device, the position of its host's memory; None where that isn't on offer.
+        #: For each device, the position of its host's memory; None where that isn't on offer.
         self._memory = [at.get(budget.place.memory) for budget in self.budgets]
         self._memories = sorted({at for at in self._memory if at is not None})
         self._hop = link.seconds(max(cost.hidden_step for cost in costs)) if link else 0.0
         self._made: dict[Rates, _Alike | _Unlike] = {}
 
     def fastest(self) -> tuple[list[UnitRange], Chosen, float] | None:
-        """Ranges, their experts in host memory, and seconds that a step takes at least."""
+        """Ranges, their experts in host memory, and a lower bound of a step's seconds."""
         if not any(unit.experts for unit in self._units):
             return None
         ways = self._ways(least=False)
@@ -172,9 +172,9 @@ class _Table(RangeTable):
     def _within_memory(
         self, fastest: Sequence[_Ways], bound: float
     ) -> tuple[list[UnitRange], Chosen, float] | None:
-        """The same where host memory is scarce: the least price of a byte is looked for at which
-        few enough are taken. At each price, what all cost at least, without what the host's bytes
-        do, is a lower bound."""
+        """Like :meth:`fastest` where host memory is scarce: search for the lowest price of a byte
+        at which few enough are taken. At each price, the lower bound of the total, less the value
+        of the host's bytes, bounds every placement."""
         ways = self._ways(least=True)
         best = self._found(ways, least=True)
         if best is None or self._room_left(*best) < 0:
@@ -208,7 +208,7 @@ class _Table(RangeTable):
         return None if found is None else (found[1], self._experts_of(found[1], least=least))
 
     def _bound(self, ways: Sequence[_Ways], price: float) -> float | None:
-        """Seconds that a step takes at least; None where nothing fits."""
+        """A lower bound of a step's seconds; None where nothing fits."""
         costs = [self._costs(d, w.bound + price * w.freed_bound) for d, w in enumerate(ways)]
         found = self._best(costs, np.add, self._hop)
         if found is None:
@@ -217,7 +217,7 @@ class _Table(RangeTable):
         return found[0] - price * room if self.exact else self._at_least()
 
     def _seconds(self, ranges: Sequence[UnitRange], ways: Sequence[_Ways]) -> float:
-        """That a step takes in these ranges."""
+        """Seconds of a step in these ranges."""
         bandwidths = list(map(bandwidth, self.budgets))
         read = self.seconds_at(bandwidths)
         seconds = (read[r.device] + ways[r.device].seconds for r in ranges)
@@ -225,7 +225,7 @@ class _Table(RangeTable):
         return sum(each) + self.between_hosts(ranges)
 
     def between_hosts(self, ranges: Sequence[UnitRange]) -> float:
-        """Seconds that a step is under way from host to host."""
+        """Seconds of a step's hops from host to host."""
         hosts = len({self.budgets[each.device].host for each in ranges})
         return self._hop * max(hosts - 1, 0)
 
@@ -234,9 +234,9 @@ class _Table(RangeTable):
         return self._memory[device] not in (None, device)
 
     def _at_least(self) -> float:
-        """Seconds that no placement in any order is below: each unit where it takes the least time,
-        with those of its experts in host memory with which that is so, whatever there is room for.
-        (Not what the fastest device takes with everything: a card and its host read at once.)"""
+        """A lower bound of a step's seconds over all placements and orders: each unit where it is
+        fastest, with the host experts that make it fastest, whatever there is room for. (The
+        fastest device with all experts is no bound: a card and its host read at the same time.)"""
         read = np.array([unit.traffic for unit in self._units], dtype=float)
         seconds = [
             read / bandwidth(budget)
@@ -246,15 +246,15 @@ class _Table(RangeTable):
         return float(np.minimum.reduce(seconds).sum()) + HOP_SECONDS * (len(read) > 0)
 
     def _ways(self, *, least: bool) -> list[_Ways]:
-        """Of every device; in host memory itself all of a unit lies there anyway."""
+        """For every device; in host memory itself, all of a unit lies there anyway."""
         return [
             self._experts_on(device).ways(self._need(device), least=least)
             if self._apart_on(device)
-            else self._as_they_are(device)
+            else self._ways_without_experts(device)
             for device in range(len(self.budgets))
         ]
 
-    def _as_they_are(self, device: int) -> _Ways:
+    def _ways_without_experts(self, device: int) -> _Ways:
         extra = np.where(self._need(device) <= 0, 0.0, np.inf)
         most = self.bytes[device] - max(self.offer.room[device].values())
         nbytes = self.bytes[device] * float(self._memory[device] == device)
@@ -263,7 +263,8 @@ class _Table(RangeTable):
     def _costs(
         self, device: int, extra: np.ndarray, freed: np.ndarray | None = None
     ) -> dict[Role | None, Costs]:
-        """Of all ranges: seconds, and before these, if they are to be few, bytes of host memory."""
+        """For all ranges: seconds, and before these, if they are to be few, bytes of host
+        memory."""
         seconds = extra + self.seconds_at([bandwidth(self.budgets[device])])[0]
         first = np.zeros(extra.shape) if freed is None else freed.copy()
         first[np.tril_indices(len(first))] = np.inf
@@ -278,7 +279,8 @@ class _Table(RangeTable):
         return found
 
     def _need(self, device: int) -> np.ndarray:
-        """Bytes that ranges with all their experts have too many, whatever their host's role is."""
+        """Bytes by which ranges with all their experts exceed the device, in any role of its
+        host."""
         return self.bytes[device] - min(self.offer.room[device].values())
 
     def _experts_on(self, device: int) -> _Alike | _Unlike:
@@ -289,7 +291,7 @@ class _Table(RangeTable):
         return self._made[rates]
 
     def _experts_of(self, ranges: Sequence[UnitRange], *, least: bool) -> Chosen:
-        """Those in host memory, of units in these ranges."""
+        """Experts in host memory, for units in these ranges."""
         found: Chosen = {}
         for each in ranges:
             if self._apart_on(each.device):
@@ -300,8 +302,8 @@ class _Table(RangeTable):
         return found
 
     def _room_left(self, ranges: Sequence[UnitRange], experts: Chosen) -> int:
-        """Bytes of host memory beside these, on the host that has fewest; negative where one has
-        too few."""
+        """Bytes of host memory that these leave, on the host that has fewest; negative where one
+        has too few."""
         left = {memory: min(self.offer.room[memory].values()) for memory in self._memories}
         for each in ranges:
             memory = self._memory[each.device]
@@ -325,7 +327,7 @@ class _Alike:
         self.each, self.size = len(unit.experts), unit.experts[0]
         self.seconds = seconds_beyond(unit, rates, range(self.each))
         count = np.arange(1, self.before[-1] * self.each + 1)
-        #: Entry [q - 1, k - 1]: of k experts in host memory, at most of q units.
+        #: Entry [q - 1, k - 1]: for k experts in host memory, at most of q units.
         self.exactly = np.minimum.accumulate(self._spread(count), axis=0)
         self.at_least = np.minimum.accumulate(self.exactly[:, ::-1], axis=1)[:, ::-1]
 
@@ -342,7 +344,8 @@ class _Alike:
         )
 
     def _spread(self, count: np.ndarray) -> np.ndarray:
-        """Seconds of so many experts in host memory, evenly of r units, a row for each r from 1."""
+        """Seconds of that many experts in host memory, spread evenly over r units; a row for each r
+        from 1."""
         units = np.arange(1, self.before[-1] + 1)[:, None]
         each, more = np.divmod(count, units)
         possible = (each > 0) & (each + (more > 0) <= self.each)
@@ -351,7 +354,7 @@ class _Alike:
         return np.where(possible, (units - more) * fewer + more * others, np.inf)
 
     def _least(self, need: np.ndarray) -> np.ndarray:
-        """The number of experts whose bytes make room, for the buffers of the others too."""
+        """The number of experts whose bytes make room, also for the buffers of the others."""
         return np.maximum(-(-(need + 2 * self.size) // self.size), 1)
 
     def ways(self, need: np.ndarray, *, least: bool) -> _Ways:
@@ -388,10 +391,10 @@ class _Coldest:
     """One unit's experts, the coldest first.
 
     Attributes:
-        experts: by this order.
+        experts: in this order.
         freed: bytes of the first k, for k from 0 to all.
         seconds: that the unit takes longer with these in host memory.
-        best: of these, with as many or more.
+        best: minimum of these over the same or more experts.
     """
 
     experts: tuple[int, ...]
@@ -401,7 +404,7 @@ class _Coldest:
 
     @classmethod
     def of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
-        """Of the unit's experts as they are."""
+        """The unit's experts as they are."""
         order = _coldest_first(unit)
         sizes = np.array([unit.experts[each] for each in order])
         seconds = seconds_beyond(unit, rates, order)
@@ -410,8 +413,9 @@ class _Coldest:
 
     @classmethod
     def least_of(cls, unit: UnitCost, rates: Rates) -> _Coldest:
-        """What no set of experts is below: with an entry for the part of one with which host and
-        card take equally long. With as many bytes read as any set, the coldest free the most."""
+        """A lower bound for any set of experts: with an entry for the fractional expert at which
+        host and card take equally long. Of all sets with equally many bytes read, the coldest
+        experts free the most."""
         order = _coldest_first(unit)
         sizes = np.array([unit.experts[each] for each in order])
         shares = np.array([unit.chosen[each] for each in order])
@@ -426,8 +430,8 @@ class _Coldest:
 
     @cached_property
     def parts(self) -> list[tuple[float, int, int]]:
-        """The edges of the lower convex hull of seconds over bytes: seconds a byte, and numbers of
-        experts before and after."""
+        """The edges of the lower convex hull of seconds over bytes: seconds per byte, and numbers
+        of experts before and after."""
         freed, seconds = self.freed.tolist(), self.seconds.tolist()
         parts: list[tuple[float, int, int]] = []
         for after in range(1, len(freed)):
@@ -441,7 +445,7 @@ class _Coldest:
         return parts
 
     def that_free(self, need: np.ndarray | float) -> np.ndarray:
-        """The least numbers of experts that free so many bytes; all where that is too few."""
+        """The fewest experts that free so many bytes; all where even that is too few."""
         return np.minimum(np.searchsorted(self.freed, need), len(self.experts))
 
 
@@ -450,12 +454,12 @@ def _coldest_first(unit: UnitCost) -> list[int]:
 
 
 class _Unlike:
-    """Units whose experts differ: parts of their hulls, of all units by what a byte costs.
+    """Units whose experts differ: the parts of their hulls, over all units, by the cost of a byte.
 
     Attributes:
-        parts: each one's unit, and numbers of its experts in host memory before and after; those
-            that save time come first.
-        freed, seconds: entry [i, l]: of the first l parts, of units before i.
+        parts: each part's unit, and the numbers of its experts in host memory before and after;
+            those that save time come first.
+        freed, seconds: entry [i, l]: of the first l parts, for units before i.
         saving: the number of parts that save time.
         staging, least_staging: of the buffers for a range's experts, at most and at least.
     """
@@ -499,12 +503,12 @@ class _Unlike:
 
     @cached_property
     def least(self) -> _Unlike:
-        """What no experts are below."""
+        """The lower bound for any experts."""
         return _Unlike(*self._of, _Coldest.least_of)
 
     @property
     def saved(self) -> np.ndarray:
-        """As of :class:`_Alike`."""
+        """As in :class:`_Alike`."""
         saved = np.zeros(len(self._of[0]))
         for index, unit in self.least.coldest.items():
             saved[index] = unit.best[0]
@@ -537,7 +541,7 @@ class _Unlike:
         return table[stops, parts] - table[starts, parts]
 
     def _relaxed(self, need: np.ndarray) -> np.ndarray:
-        """Seconds at least: of the last part no more than needed."""
+        """A lower bound of seconds: the last part counts only as far as needed."""
         need = need + self.least_staging
         first = self._first(need)
         whole = np.clip(first - 1, self.saving, None)
@@ -551,7 +555,7 @@ class _Unlike:
         return np.where(first > len(self.parts), np.inf, seconds)
 
     def _rounded_up(self, need: np.ndarray, *, least: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and bytes in host memory: of the last part experts that suffice."""
+        """Seconds, and bytes in host memory, with enough whole experts of the last part."""
         need = need + self.staging
         saving = 0 if least else self.saving
         first = self._first(need)
@@ -591,7 +595,7 @@ class _Unlike:
 
 
 def _over_ranges(values: np.ndarray, most: np.ufunc, nothing: int) -> np.ndarray:
-    """Entry [i, j]: the largest, or smallest, of values i to j - 1."""
+    """Entry [i, j]: the maximum, or minimum, of values i to j - 1."""
     table = np.full((len(values) + 1, len(values) + 1), nothing)
     for start in range(len(values)):
         table[start, start + 1 :] = most.accumulate(values[start:])

@@ -1,12 +1,12 @@
-"""Multiple-choice knapsacks: of every item one option, of bytes and loss, so that the losses' sum
-is least among those that fit.
+"""Multiple-choice knapsacks: choose one option, with bytes and a loss, for every item, so that the
+summed loss is minimal among the choices that fit.
 
-``front`` has all that a few items make together, and ``least_lossy`` the best of many items within
-one number of bytes. Both go item by item with the Pareto front of bytes and loss so far.
+``front`` has all combinations of a few items, and ``least_lossy`` the best choice for many items
+within a number of bytes. Both go item by item with the Pareto front of bytes and loss so far.
 ``least_lossy`` drops states that can't end below a bound, by the linear relaxation of what is left
 (Sinha and Zoltners, 1979: per item the lower convex hull, its steps taken steepest first); the
 bound starts close to the relaxation of the whole and is widened until a solution is below it, which
-is then the least of all.
+is then the optimum.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Options of one item: bytes, int64, and losses, float64, of each."""
+    """An item's options: bytes, int64, and losses, float64."""
 
     sizes: np.ndarray
     losses: np.ndarray
 
 
 class Relaxed:
-    """The least loss of the items from each on, if bytes could be divided at will."""
+    """The least loss of the items from each one on, if bytes could be divided freely."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        steps: list[tuple[float, int, float]] = []  # loss a byte, bytes, loss: of hulls' edges
+        steps: list[tuple[float, int, float]] = []  # loss per byte, bytes, loss: of hulls' edges
         nbytes, loss = 0, 0.0
         self._tables = [(np.zeros(1), np.zeros(1))]
         for item in reversed(items):
@@ -45,7 +45,7 @@ class Relaxed:
         self._tables.reverse()
 
     def least(self, item: int, room: np.ndarray | float) -> np.ndarray:
-        """From this item on, within so many bytes; infinite where they are too few."""
+        """From this item on, within ``room`` bytes; infinite where they are too few."""
         x, y = self._tables[item]
         return np.where(room < x[0], np.inf, np.interp(room, x, y))
 
@@ -63,7 +63,7 @@ def _hull(item: Item) -> list[tuple[int, float]]:
 
 
 def _above(hull: list[tuple[int, float]], point: tuple[int, float]) -> bool:
-    """Whether the hull's last point lies on or above the line from the one before to this."""
+    """Whether the hull's last point lies on or above the line from the one before it to this."""
     if len(hull) < 2:
         return False
     (b0, l0), (b1, l1), (b2, l2) = hull[-2], hull[-1], point
@@ -72,7 +72,7 @@ def _above(hull: list[tuple[int, float]], point: tuple[int, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """After some items: bytes, loss, the state before and the option of the last item; by
+    """After some items: bytes, loss, the previous state and the option of the last item; by
     ascending bytes and falling losses."""
 
     sizes: np.ndarray
@@ -86,7 +86,7 @@ class _States:
         return cls(none, np.zeros(1), none, none)
 
     def plus(self, item: Item) -> _States:
-        """With one more item, in all its options, none worse than another in both."""
+        """The states after one more item, in all its options, none dominated by another."""
         count = len(self.sizes)
         sizes = (self.sizes + item.sizes[:, None]).ravel()
         losses = (self.losses + item.losses[:, None]).ravel()
@@ -100,7 +100,7 @@ class _States:
 
 
 def _walk_back(states: Sequence[_States], row: int) -> list[int]:
-    """The options of all items, in their order, by which a state of the last came about."""
+    """The options of all items, in order, that led to a state of the last."""
     options = []
     for each in reversed(states[1:]):
         options.append(int(each.options[row]))
@@ -109,12 +109,12 @@ def _walk_back(states: Sequence[_States], row: int) -> list[int]:
 
 
 def front(items: Sequence[Item], most: int) -> tuple[Item, list[list[int]]]:
-    """All that the items make together, as one item, and the options of each of that.
+    """All combinations of the items, as one item, and the items' options for each of its own.
 
     Args:
-        most: points, 2 or more. Of a front with more, the bytes between its ends are cut into so
-            many cells less one, and of each the first is kept: whoever would take another point
-            takes one of at most a cell fewer bytes.
+        most: points, 2 or more. A larger front is cut into ``most - 1`` cells of equal bytes, and
+            the first point of each is kept: in place of any other point, one with at most a cell
+            fewer bytes remains.
     """
     states = [_States.first()]
     for item in items:
@@ -128,8 +128,8 @@ def front(items: Sequence[Item], most: int) -> tuple[Item, list[list[int]]]:
 
 
 def least_lossy(items: Sequence[Item], room: int) -> list[int] | None:
-    """The option of each item, so that they fit in so many bytes and the losses' sum is the least
-    there is; None where none fit."""
+    """An option for each item, so that they fit in ``room`` bytes and the summed loss is minimal;
+    None where none fit."""
     relaxed = Relaxed(items)
     least = float(relaxed.least(0, room))
     most = float(sum(item.losses.max() for item in items))

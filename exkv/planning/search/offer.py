@@ -1,5 +1,5 @@
-"""What devices have for ranges of units, beside the units that are pinned and the transport between
-hosts; for ``ranges`` and ``choose``."""
+"""What devices offer for ranges of units, beside pinned units and the transport between hosts; for
+``ranges`` and ``choose``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROLES = tuple(Role(one, two) for one in (True, False) for two in (True, False))
 
 
 def canonical(budgets: Sequence[Budget], costs: Sequence[UnitCost]) -> list[Budget]:
-    """In an order that follows from what they are, host by host: large ones first, but for the host
-    on which units are pinned."""
+    """The budgets in an order that depends only on what they are, host by host: large ones first,
+    except for the host on which units are pinned."""
     homes = {cost.pinned.host for cost in costs if cost.pinned is not None}
 
     def device(budget: Budget) -> tuple:
@@ -38,21 +38,20 @@ def by_host(budgets: Sequence[Budget]) -> list[list[int]]:
 
 
 class Offer:
-    """Devices, and what is on them whichever ranges are placed there.
+    """Devices, and what they hold whichever ranges are placed there.
 
     Args:
         budgets: the devices, those of a host together.
-        costs: of all units, one for each.
-        order: "listed", or "any" where the devices may be filled in any order.
+        costs: of all units.
+        order: "listed", or "any" if the devices may be filled in any order.
 
     Attributes:
         hosts: the positions of each host's devices.
-        limits: bytes for ranges on each device, where its host's role takes none.
+        limits: bytes for ranges on each device, if its host's role takes none.
         floors: workspace that each needs whatever is placed there.
-        room: of each device, by the role of its host where that makes a difference, bytes for
-            ranges.
-        may_be_empty: likewise, whether what is there whatever is placed has room.
-        first: the position of the host on which units are pinned, where there are several.
+        room: for each device, by its host's role if that makes a difference, bytes for ranges.
+        may_be_empty: likewise, whether what the device holds in any case fits.
+        first: the position of the host on which units are pinned, if there are several hosts.
         order: "listed" or "any".
     """
 
@@ -62,7 +61,7 @@ class Offer:
         self.budgets, self.hosts = budgets, by_host(budgets)
         devices = range(len(budgets))
         self.pinned = [[cost for cost in costs if cost.pinned == each.place] for each in budgets]
-        #: Of experts that lie in host memory wherever their units are placed, and of the buffers of
+        #: Bytes of experts in host memory wherever their units are placed, and of the buffers of
         #: any card that has such units.
         self._host_weights = sum(cost.host_weights for cost in costs)
         self._staging = max((cost.staging for cost in costs), default=0)
@@ -97,7 +96,7 @@ class Offer:
         return max([budget.promised_workspace, *peaks])
 
     def _roles(self, host: Sequence[int]) -> Sequence[Role | None]:
-        """Those of a host that make a difference to what its devices have room for."""
+        """The host's roles that affect what its devices have room for."""
         return ROLES if self._has_transport(host) else (None,)
 
     def _has_transport(self, host: Sequence[int]) -> bool:
@@ -118,14 +117,14 @@ class Offer:
         return not held or self.floors[device] <= self._room(device, role)
 
     def _kind(self, device: int) -> tuple:
-        """Devices of one kind are interchangeable; one that units are pinned to is its own."""
+        """A key; devices of one kind are interchangeable, and one with pinned units is unique."""
         budget = self.budgets[device]
         alone = budget.place if self.pinned[device] else None
         limit, floor = self.limits[device], self.floors[device]
         return budget.device.type, budget.segmented, limit, floor, budget.bandwidth, alone
 
     def orders(self) -> Orders | None:
-        """In which the devices may be filled; None where there are too many to try all."""
+        """Orders in which the devices may be filled; None if there are too many to try all."""
         if self.order == "listed":
             return self.in_order(self.hosts)
         by_role = [self._has_transport(host) for host in self.hosts]
@@ -133,7 +132,7 @@ class Offer:
         return any_order(self.hosts, by_role, self.first, kinds)
 
     def in_order(self, hosts: Sequence[Sequence[int]]) -> Orders:
-        """The one order of devices that are listed so, host by host."""
+        """The single order of devices listed this way, host by host."""
         by_role = [self._has_transport(host) for host in hosts]
         home = None if self.first is None else set(self.hosts[self.first])
         first = next((at for at, host in enumerate(hosts) if set(host) == home), None)

@@ -1,6 +1,6 @@
 """The orders in which devices may be filled: host by host, so that no host is entered twice.
 
-An ``Orders`` is a graph of states, each a set of devices that are filled, or passed over, already.
+An ``Orders`` is a graph of states, each a set of devices that are already filled or passed over.
 ``ranges`` and ``choose`` search along its moves.
 """
 
@@ -14,24 +14,23 @@ import numpy as np
 
 from ..plan import Role
 
-#: Sets of unlike devices that a search over all orders may look at; of more, some orders are tried.
+#: Sets of unlike devices that a search over all orders may visit; if more, only some are tried.
 MAX_STATES = 1 << 12
 
-#: Numbers of units, as a part of the numbers from 0 to all.
+#: A subset of the numbers of units from 0 to all.
 _ANY, _NONE, _SOME = slice(None), slice(0, 1), slice(1, None)
 _NOT_ALL, _ALL = slice(0, -1), slice(-1, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """From an earlier state to a state: a device is filled; or a host is entered, left or passed
-    over.
+    """A transition between states: a device is filled; or a host is entered, left or passed over.
 
     Attributes:
         before: the earlier state.
-        device: that is filled, or None.
-        role: of the device's host; None where that makes no difference to what it has room for.
-        placed: the numbers of units, up to here, with which the move is possible; None for all.
+        device: the one that is filled, or None.
+        role: of the device's host; None where it doesn't affect what the device has room for.
+        placed: the numbers of units so far with which the move is possible; None for all.
         pays: those with which it costs the toll of a hop between hosts.
     """
 
@@ -42,7 +41,7 @@ class Move:
     pays: slice | None = None
 
     def masked(self, values: np.ndarray) -> np.ndarray:
-        """Values of the state before, infinite where the move is not possible."""
+        """Values of the earlier state, infinite where the move is not possible."""
         if self.placed is None:
             return values.copy()
         kept = np.full_like(values, np.inf)
@@ -52,12 +51,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """All orders there are.
+    """A set of orders, as a graph.
 
     Attributes:
-        states: the moves to each, all of them from states before it. The first is the start, to
-            which there is no move; in the last all devices are behind. Of moves that are equally
-            good, the first is the one that fills earlier devices.
+        states: the moves to each state, all from earlier states. The first is the start, which no
+            move leads to; in the last, all devices are done. Of equally good moves, the first is
+            the one that fills earlier devices.
         behind: for each state, the devices that are still to be filled.
     """
 
@@ -65,8 +64,8 @@ class Orders:
     behind: list[list[int]]
 
     def generations(self) -> list[list[int]]:
-        """The states but for the start, in groups; all moves to one's states are from groups before
-        it."""
+        """The states except the start, in groups; all moves to a group's states come from earlier
+        groups."""
         steps = [0]
         for moves in self.states[1:]:
             steps.append(1 + max(steps[move.before] for move in moves))
@@ -78,10 +77,10 @@ class Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDevices:
-    """A host's devices in groups, of which each is filled in order.
+    """A host's devices in groups, each filled in order.
 
     Attributes:
-        by_role: whether its role makes a difference to what it has room for.
+        by_role: whether its role affects what it has room for.
     """
 
     groups: Sequence[Sequence[int]]
@@ -92,7 +91,7 @@ class HostDevices:
         return [device for group in self.groups for device in group]
 
     def roles(self, *, receives: bool | None) -> list[Role | None]:
-        """Those that it may have, the ones first in which it is entered late."""
+        """Roles that it may have; those in which it is entered late come first."""
         if not self.by_role:
             return [None]
         entered = [True, False] if receives is None else [receives]
@@ -100,7 +99,7 @@ class HostDevices:
 
 
 def listed(hosts: Sequence[Sequence[int]], by_role: Sequence[bool], first: int | None) -> Orders:
-    """The one order of devices that are listed, host by host."""
+    """The single order of listed devices, host by host."""
     made = [
         HostDevices(groups=[devices], by_role=role)
         for devices, role in zip(hosts, by_role, strict=True)
@@ -114,8 +113,8 @@ def any_order(
     first: int | None,
     kinds: Sequence[Hashable],
 ) -> Orders | None:
-    """Every order of hosts, and of devices within a host; those of one kind count as alike. None
-    where there are too many unlike devices to try all orders.
+    """Every order of hosts, and of devices within a host; devices of one kind are interchangeable.
+    None if there are too many unlike devices to try all orders.
 
     Args:
         first: the host that must come first, or None.
@@ -138,7 +137,7 @@ def _alike(members: Sequence[int], kinds: Sequence[Hashable]) -> list[list[int]]
 
 
 def _count(hosts: Sequence[HostDevices], groups: Sequence[Sequence[int]]) -> int:
-    """Sets of devices that may be filled, some hosts wholly and one in part."""
+    """Sets of devices that may be filled: some hosts completely, and one in part."""
     return sum(
         len(group)
         * math.prod(len(other) + 1 for other in groups if other is not group)
@@ -154,7 +153,7 @@ def by_size(counts: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def less(state: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """The set without one of this kind."""
+    """The set with one member of this kind fewer."""
     return _changed(state, group, -1)
 
 
@@ -163,7 +162,7 @@ def _changed(state: tuple[int, ...], group: int, by: int) -> tuple[int, ...]:
 
 
 class _Builder:
-    """Makes the graph: between sets of hosts that are behind, the sets of one host's devices."""
+    """Build the graph: between sets of finished hosts, the sets of one host's devices."""
 
     def __init__(
         self, hosts: Sequence[HostDevices], groups: Sequence[Sequence[int]], first: int | None
@@ -186,14 +185,14 @@ class _Builder:
         return len(self.orders.states) - 1
 
     def _behind(self, state: tuple[int, ...]) -> list[int]:
-        """The devices of the hosts that this set leaves."""
+        """The devices of the hosts that are not in this set."""
         left = [group[count:] for group, count in zip(self.groups, state, strict=True)]
         return [device for group in left for host in group for device in self.hosts[host].devices]
 
     def _past(
         self, group: int, state: tuple[int, ...], done: Mapping[tuple[int, ...], int]
     ) -> Iterator[Move]:
-        """The moves by which this group's next host is behind: passed over, or filled."""
+        """The moves by which this group's next host is done: passed over, or filled."""
         host, before = self.groups[group][state[group]], done[state]
         if host != self.first:
             yield Move(before)
@@ -202,7 +201,7 @@ class _Builder:
         elif host == self.first:
             receives = False
         elif self.hosts[self.first].devices[0] in self._behind(state):
-            return  # nothing comes before the first
+            return  # nothing precedes the first
         else:
             receives = True
         behind = self._behind(_changed(state, group, 1))
@@ -229,10 +228,10 @@ class _Builder:
 
 
 def _enter(before: int, role: Role | None, receives: bool | None) -> Move:
-    """Into a host that in this role gets hidden states, or not.
+    """The move into a host that receives hidden states in this role, or doesn't.
 
     Args:
-        receives: whether it always does, or never; None for: unless it is the first.
+        receives: whether it always or never does; None: it does unless it is the first.
     """
     if receives is not None:
         return Move(before, pays=_ANY if receives else None)

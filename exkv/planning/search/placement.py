@@ -1,10 +1,10 @@
-"""Where every unit goes: arithmetic on bytes, no device touched, nothing read.
+"""Where every unit goes: arithmetic on bytes; no device is touched, nothing is read.
 
 ``place_units`` finds the best plan under an objective: ``offer`` says what devices have and in
 which orders they may be filled, ``ranges`` finds the best ranges of units, and
-``exkv.planning.ledgers`` writes them down. ``exkv.planning.scenario`` makes costs from models and
-caches; ``exkv.loading.loader`` carries the plan out. Devices may be of several hosts: each host has
-units that follow each other, so that a token enters it once.
+``exkv.planning.ledgers`` writes the ledgers. ``exkv.planning.scenario`` makes costs from models and
+caches; ``exkv.loading.loader`` carries the plan out. Devices may belong to several hosts; each host
+has contiguous units, so that a token enters it once.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ def place_units(
 ) -> Plan:
     """Put every unit on a device: contiguous ranges, the best under the objective.
 
-    The CPU beside other devices is overflow: it takes as few bytes as possible, whatever the
-    objective says.
+    The CPU beside other devices is overflow: it gets as few bytes as possible, whatever the
+    objective.
 
     Args:
         costs: every unit of the model (or of its rest, for a load that goes on elsewhere).
-        budgets: the devices, in the order in which they are filled if ``order`` is "listed"; those
-            of a host follow each other.
+        budgets: the devices, in filling order if ``order`` is "listed"; those of a host are
+            listed together.
         objective: see ``OBJECTIVES``.
-        order: "listed", or "any": then the result does not depend on how they are listed. Hosts
-            and the devices of each are filled in any order, one host after the other. Where they
-            are too many unlike ones to try all orders, the plan's ``gap`` bounds what the best of
-            them could save.
+        order: "listed", or "any", with which the result does not depend on how they are listed:
+            hosts, and the devices of each, are filled in any order, one host after the other. If
+            there are too many unlike devices to try all orders, the plan's ``gap`` bounds what the
+            best of them could save.
         link: what joins the hosts; "speed" over several needs it.
 
     Raises:
         PlacementError: they do not fit. It names the first unit without a place, and its
             ``plan`` is the attempt, with the overfull device's negative headroom.
-        ValueError: an unknown objective or order, "speed" without every bandwidth, or a host's
-            devices that are listed apart.
+        ValueError: an unknown objective or order, "speed" without every bandwidth, or devices of
+            one host that are listed apart.
     """
     one_of("objective", objective, OBJECTIVES)
     one_of("order", order, ORDERS)
@@ -67,14 +67,14 @@ def place_units(
 
 
 def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed") -> bool:
-    """Whether :func:`place_units` finds a plan, under whatever objective. Quicker, for searches."""
+    """Whether :func:`place_units` finds a plan, under any objective. Faster, for searches."""
     if order == "any":
         budgets = canonical(budgets, costs)
     return has_room(RangeTable(costs, Offer(budgets, costs, order)))
 
 
 def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
-    """Fill the devices in order, the last with all that is left, and say what it lacks."""
+    """Fill the devices in order, the last with all that is left, and report what it lacks."""
     where = table.where(table.attempt())
     plan = plan_where(table.costs, table.budgets, where, objective, order)
     steps = placing(table.costs, empty_ledgers(table.costs, table.budgets, where, ALONE), where)
@@ -109,6 +109,6 @@ def _no_place(table: RangeTable, objective: str, order: str) -> PlacementError:
 
 
 def _no_room_for_transport(plan: Plan) -> tuple[str, Ledger]:
-    """The host's memory that has too little, and the first unit of the host."""
+    """The first unit of the host whose memory is too small for transport, and its ledger."""
     ledger = next(each for each in plan.ledgers if each.used and each.headroom < 0)
     return plan.units[plan.units_on(ledger.place.host)[0]].name, ledger

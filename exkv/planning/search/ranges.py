@@ -1,6 +1,6 @@
 """Contiguous ranges of units over devices: the optimum, by dynamic programming on small matrices.
 
-``RangeTable`` says what every range of units takes on every device, and what it costs under an
+``RangeTable`` knows what every range of units takes on every device, and its cost under an
 objective; ``best_ranges`` finds the ranges that cover all units at the least cost, along the orders
 in which the devices may be filled (``orders``).
 """
@@ -33,11 +33,11 @@ class UnitRange:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs in two parts: the sum of the first is to be small before all else.
+    """Costs in two parts; the sum of the first is minimized before all else.
 
-    Of a device float64 (n + 1, n + 1): entry ``[i, j]`` is what it costs to put units ``i`` to
-    ``j - 1`` there, infinity where they do not fit, and on the diagonal, for no unit, what it costs
-    to leave the device empty.
+    For a device, float64 (n + 1, n + 1): entry ``[i, j]`` is the cost of putting units ``i`` to
+    ``j - 1`` there, infinity where they do not fit, and on the diagonal, for no unit, the cost of
+    leaving the device empty.
     """
 
     first: np.ndarray
@@ -51,12 +51,12 @@ ByRole = Mapping[Role | None, Costs]
 class RangeTable:
     """What all ranges of units take on all devices, and the best of them.
 
-    Pinned units have their place and are left out of the ranges.
+    Pinned units have a fixed place and are left out of the ranges.
 
     Attributes:
-        orders: of the devices, among which the best ranges are searched; None until they are asked
-            for.
-        exact: whether these are all that there are.
+        orders: of the devices, over which the best ranges are searched; None until they are
+            needed.
+        exact: whether these are all possible orders.
     """
 
     def __init__(self, costs: Sequence[UnitCost], offer: Offer) -> None:
@@ -73,7 +73,7 @@ class RangeTable:
         self.overflow = [several and budget.device.type == "cpu" for budget in budgets]
 
     def _fits(self, device: int) -> dict[Role | None, np.ndarray]:
-        """By the role of its host: the ranges that fit, and whether there may be none."""
+        """By the role of its host: the ranges that fit, and whether the device may stay empty."""
         fits = {}
         for role, room in self.offer.room[device].items():
             fits[role] = self.bytes[device] <= room
@@ -81,8 +81,8 @@ class RangeTable:
         return fits
 
     def _bytes(self, device: int, memo: dict[tuple, np.ndarray]) -> np.ndarray:
-        """Entry [i, j]: bytes of free units i to j - 1 on this device; devices of one type that
-        nothing is pinned to are alike."""
+        """Entry [i, j]: bytes of free units i to j - 1 on this device; devices of one type without
+        pinned units share one table."""
         budget, floor = self.budgets[device], self.offer.floors[device]
         place = budget.place if self.offer.pinned[device] else None
         key = budget.device.type, budget.segmented, floor, place
@@ -99,7 +99,7 @@ class RangeTable:
         return memo[key]
 
     def _held(self, index: int, budget: Budget) -> int:
-        """What a unit keeps on the device, beside units that are pinned there."""
+        """Bytes that a unit keeps on the device, beside units that are pinned there."""
         cost = self.costs[index]
         beside = cost.shared_on(budget.device).items()
         shared = (n for other, n in beside if self.pinned.get(other) == budget.place)
@@ -125,7 +125,8 @@ class RangeTable:
         return self._packed(found[1]) if (objective, order) == ("pack", "any") else found[1]
 
     def fill_up(self) -> list[UnitRange] | None:
-        """Earlier devices hold what they can, but for what would be left to an overflow device."""
+        """Ranges with earlier devices as full as possible, except for what would fall to an
+        overflow device."""
         found = self._best(self.unweighed(), np.add)
         return None if found is None else found[1]
 
@@ -136,8 +137,8 @@ class RangeTable:
     def _best(
         self, costs: Sequence[ByRole], combine: Combine, toll: float = 0.0
     ) -> tuple[float, list[UnitRange]] | None:
-        """The best ranges in all orders of the devices; where these are too many, in one that is
-        good for the first costs that are asked about."""
+        """The best ranges in all orders of the devices; if these are too many, in one that is good
+        for the first costs asked about."""
         if self.orders is None:
             self.orders = self.offer.orders()
         if self.orders is None:
@@ -146,7 +147,7 @@ class RangeTable:
         return best_ranges(costs, combine, self.orders, toll)
 
     def _packed(self, ranges: Sequence[UnitRange]) -> list[UnitRange]:
-        """The same devices in the same order, the earlier ones full."""
+        """The same devices in the same order, with earlier ones full."""
         rank = {each.device: position for position, each in enumerate(ranges)}
         last, hosts = len(self.budgets), dict[int, int]()
         for number, host in enumerate(self.offer.hosts):
@@ -173,18 +174,18 @@ class RangeTable:
             second = weight.copy()
             np.fill_diagonal(first, 0.0)
             np.fill_diagonal(second, empty)
-            costs.append({role: _where(fit, first, second) for role, fit in fits.items()})
+            costs.append({role: _masked_costs(fit, first, second) for role, fit in fits.items()})
         return costs
 
     def _allow(self, device: int, ranges: np.ndarray) -> None:
-        """Forbid all but these; no unit at all is as possible as it was."""
+        """Forbid all ranges but these; whether the device may stay empty doesn't change."""
         for fits in self.fits[device].values():
             empty = fits.diagonal().copy()
             fits &= ranges
             np.fill_diagonal(fits, empty)
 
     def _keep_headroom_large(self) -> bool:
-        """Forbid every range that leaves less headroom than the smallest one has to be; False where
+        """Forbid every range that leaves less headroom than the best smallest headroom; False where
         nothing fits."""
         weights = [
             np.full(room.shape, -np.inf) if over else -room
@@ -197,7 +198,7 @@ class RangeTable:
         return found is not None
 
     def headrooms(self) -> list[np.ndarray]:
-        """What ranges leave on each device."""
+        """Headroom that ranges leave on each device."""
         return [
             (limit - size).astype(float)
             for limit, size in zip(self.offer.limits, self.bytes, strict=True)
@@ -212,7 +213,7 @@ class RangeTable:
         uneven = self._unevenness()
         if objective == "balance":
             return uneven
-        # One for each device, and among equals the even ones: all of that adds up to less.
+        # One for each device, and evenness decides among equals: all of that sums to less than one.
         worst = [
             np.max(u, where=np.logical_or.reduce(list(fits.values())), initial=0)
             for u, fits in zip(uneven, self.fits, strict=True)
@@ -235,7 +236,7 @@ class RangeTable:
 
     def _unevenness(self) -> list[np.ndarray]:
         """How far below the largest limit a range takes a device's headroom, squared: the sum is
-        least where headrooms are even. In MiB, to keep floats small."""
+        minimal where headrooms are even. In MiB, to keep floats small."""
         largest = max(self.offer.limits)
         return [
             ((largest - room) / 2**20) ** 2 - ((largest - room[0, 0]) / 2**20) ** 2
@@ -243,24 +244,25 @@ class RangeTable:
         ]
 
     def seconds(self) -> list[np.ndarray]:
-        """What a decode step takes on each device: reading, and the hop to it. That is hardly any
-        time, but of two plans that read equally fast the one with fewer hops is the faster. Between
-        hosts the link's time comes on top."""
+        """Seconds of a decode step on each device: reading, and the hop to it. A hop takes hardly
+        any time, but of two plans that read equally fast the one with fewer hops wins. Between
+        hosts, the link's time is added."""
         unknown = [str(b.place) for b in self.budgets if not b.bandwidth]
         if unknown:
             raise ValueError(
-                f"objective='speed' needs the bandwidth of {', '.join(unknown)}, in bytes a second"
+                f"objective='speed' needs the bandwidth of {', '.join(unknown)}, in bytes per "
+                "second"
             )
         return self.seconds_at([budget.bandwidth or 0.0 for budget in self.budgets])
 
     def seconds_at(self, bandwidths: Sequence[float]) -> list[np.ndarray]:
-        """The same where the devices read so many bytes a second."""
+        """Likewise, if the devices read this many bytes per second."""
         read = np.array([0, *(self.costs[i].traffic for i in self.free)], dtype=float).cumsum()
         traffic = read[None, :] - read[:, None]
         return [traffic / bandwidth + HOP_SECONDS for bandwidth in bandwidths]
 
     def where(self, ranges: Sequence[UnitRange]) -> list[Place]:
-        """The place of every unit, once the free ones are in these ranges."""
+        """The place of every unit, with the free ones in these ranges."""
         where = dict(self.pinned)
         for each in ranges:
             place = self.budgets[each.device].place
@@ -268,7 +270,7 @@ class RangeTable:
         return [where[index] for index in range(len(self.costs))]
 
     def attempt(self) -> list[UnitRange]:
-        """Each device takes as many units as it can, the last all that is left."""
+        """Each device takes as many units as it can, and the last all that is left."""
         ranges, start, last = [], 0, len(self.budgets) - 1
         for device in range(last):
             fits = next(iter(self.fits[device].values()))[start, start:]
@@ -279,8 +281,8 @@ class RangeTable:
         return [*ranges, UnitRange(last, start, len(self.free))]
 
 
-def _where(fits: np.ndarray, first: np.ndarray, second: np.ndarray) -> Costs:
-    """Infinite where a range does not fit."""
+def _masked_costs(fits: np.ndarray, first: np.ndarray, second: np.ndarray) -> Costs:
+    """Costs, infinite where a range does not fit."""
     return Costs(np.where(fits, first, np.inf), np.where(fits, second, np.inf))
 
 
@@ -292,11 +294,11 @@ def best_ranges(
 
     Args:
         devices: the costs of each.
-        combine: of the second parts; the first ones are added.
+        combine: how second parts combine; first parts are added.
         toll: added to the second part for every hop between hosts.
 
     Returns:
-        None where no way covers all units. Of several best ways, one that fills earlier devices.
+        None if no ranges cover all units. Of several optima, one that fills earlier devices.
     """
     best = search(devices, combine, orders, toll)
     if best.score[0]:
@@ -305,7 +307,7 @@ def best_ranges(
 
 
 def search(devices: Sequence[ByRole], combine: Combine, orders: Orders, toll: float = 0.0) -> Best:
-    """What :func:`best_ranges` finds of every state of the orders."""
+    """The results of :func:`best_ranges` for every state of the orders."""
     size = len(next(iter(devices[0].values())).first)
     best = Best(len(orders.states), size, 0.0 if combine is np.add else -np.inf)
     for states in orders.generations():
@@ -325,8 +327,8 @@ def search(devices: Sequence[ByRole], combine: Combine, orders: Orders, toll: fl
 def _by_device(
     orders: Orders, states: Sequence[int]
 ) -> dict[tuple[int | None, Role | None], list[tuple[int, int, int]]]:
-    """The moves to these states by the device that they fill: the state before, the state, and
-    which of its moves it is."""
+    """The moves to these states by the device that they fill: the earlier state, the state, and the
+    index of the move among the state's."""
     found: dict[tuple[int | None, Role | None], list[tuple[int, int, int]]] = {}
     for state in states:
         for number, move in enumerate(orders.states[state]):
@@ -336,11 +338,11 @@ def _by_device(
 
 
 class Best:
-    """The least cost of placing the first j units in each state, and how they came to be there.
+    """The least cost of placing the first j units in each state, and the moves that led there.
 
     Attributes:
         first, second: the parts of the cost, float64 (states, n + 1).
-        choice: the move to the state, int (states, n + 1); of equal ones the first.
+        choice: the move to the state, int (states, n + 1); the first of equal ones.
         start: where its range starts, int (states, n + 1).
     """
 
@@ -354,7 +356,7 @@ class Best:
 
     @property
     def score(self) -> tuple[int, float, float]:
-        """Units that have no place in the end, and the cost of all; the less, the better."""
+        """Units without a place in the end, and the total cost; lower is better."""
         first, second = self.first[-1, -1], self.second[-1, -1]
         if first < np.inf:
             return 0, float(first), float(second)
@@ -364,8 +366,8 @@ class Best:
     def improve(
         self, states: np.ndarray | int, choice: np.ndarray | int, costs: Costs, start: np.ndarray
     ) -> None:
-        """Take these costs, (states, n + 1) as all that is said of each state once, where they are
-        less; of equal ones those of the earlier move."""
+        """Take these costs (states, n + 1), given all at once for each state, where they are lower;
+        of equal ones, keep those of the earlier move."""
         first, second = self.first[states], self.second[states]
         earlier = np.asarray(choice)[..., None] < self.choice[states]
         better = (costs.second < second) | ((costs.second == second) & earlier)
@@ -387,7 +389,7 @@ class Best:
 
 
 def _moved(before: Costs, move: Move, toll: float) -> Costs:
-    """What a move to or from a host makes of the costs."""
+    """The costs after a move to or from a host."""
     second = move.masked(before.second)
     if move.pays is not None:
         second[move.pays] += toll

@@ -1,11 +1,10 @@
-"""What no placement betters: bounds that don't ask in which order devices are filled.
+"""Bounds that no placement beats, whatever the order in which devices are filled.
 
 Each unit has a share of the model, and all shares have to be covered. On a device, a range covers
-the sum of its units' shares at a cost; over all ranges that fit there, a device covers at most so
-much, and each share costs at least so much. Whatever covers everything therefore costs at least
-what the devices do that are filled by their cheapest shares first, the last one in part: the
-linear relaxation of a knapsack (Dantzig, 1957). It holds for any shares, so of bounds for several
-the tightest does, too.
+the sum of its units' shares at a cost. Over all ranges that fit there, a device has a maximum
+coverage, and each share a minimum cost. Whatever covers everything therefore costs at least as much
+as filling the devices with the cheapest shares first, the last one in part: the linear relaxation
+of a knapsack (Dantzig, 1957). It holds for any shares, and so does the tightest of several bounds.
 """
 
 from __future__ import annotations
@@ -14,45 +13,45 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Sums of floats are right to this part of themselves.
+#: Relative precision of sums of floats.
 _PRECISION = 1e-12
 
 
 class Relaxation:
-    """Bounds for units of these shares.
+    """Bounds for units with these shares.
 
     Args:
-        shares: of several kinds, one of each unit, float64 (n,); none of them negative.
+        shares: one array per kind of share, with one of each unit, float64 (n,), nonnegative.
     """
 
     def __init__(self, shares: Sequence[np.ndarray]) -> None:
         sums = [np.concatenate([[0.0], each]).cumsum() for each in shares if each.any()]
-        #: Of each kind what ranges cover, (n + 1, n + 1).
+        #: For each kind, what ranges cover, (n + 1, n + 1).
         self._covered = [np.maximum(each[None, :] - each[:, None], 0.0) for each in sums]
 
     def least(self, costs: Sequence[np.ndarray]) -> float:
-        """The least that it costs to cover all units; infinite where they can't be covered.
+        """The minimum cost of covering all units; infinite where they can't be covered.
 
         Args:
-            costs: of each device, of ranges of units, (n + 1, n + 1); infinite where they don't
-                fit, and never negative.
+            costs: for each device, of ranges of units, (n + 1, n + 1); nonnegative, infinite where
+                they don't fit.
         """
         return max((_least(covered, costs) for covered in self._covered), default=0.0)
 
     def fewest(self, groups: Sequence[Sequence[np.ndarray]]) -> int:
-        """The fewest groups of devices that cover all units; more than there are where none do.
+        """The fewest groups of devices that cover all units; more than there are if none do.
 
         Args:
-            groups: of each group's devices, which ranges fit, bool (n + 1, n + 1).
+            groups: for each group's devices, which ranges fit, bool (n + 1, n + 1).
         """
         return max((_fewest(covered, groups) for covered in self._covered), default=0)
 
     def most_left(self, left: Sequence[np.ndarray]) -> float:
-        """The most that every device may have left while they cover all units; -inf where they
+        """The most that every device can have left while they cover all units; -inf where they
         can't.
 
         Args:
-            left: of each device, what ranges leave there, (n + 1, n + 1); -inf where they don't
+            left: for each device, what ranges leave there, (n + 1, n + 1); -inf where they don't
                 fit.
         """
         return min((_most_left(covered, left) for covered in self._covered), default=np.inf)
@@ -77,7 +76,7 @@ def _fewest(covered: np.ndarray, groups: Sequence[Sequence[np.ndarray]]) -> int:
 
 
 def _most_left(covered: np.ndarray, left: Sequence[np.ndarray]) -> float:
-    steps = []  # of each device: what is left, falling, and what is covered at most
+    steps = []  # for each device: what is left, falling, and the most that is covered
     for each in left:
         there = (each > -np.inf) & (covered > 0)
         down = np.argsort(-each[there])
@@ -89,7 +88,7 @@ def _most_left(covered: np.ndarray, left: Sequence[np.ndarray]) -> float:
         most = (c[n - 1] for n, (_, c) in zip(counts, steps, strict=True) if n)
         return sum(most) >= _all(covered)
 
-    low, high = -1, len(levels)  # levels[low] does, levels[high] doesn't
+    low, high = -1, len(levels)  # levels[low] can be covered, levels[high] can't
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if covers(levels[middle]) else (low, middle)
