@@ -152,8 +152,9 @@ class Layers:
         config = replace(self.config, path=None, mtp=mtp)
         named = _names_without_files(self.config)
         formats = {named(name): format for name, format in self.formats(kept).items()}
-        specs = unit_specs(config, dtype)
-        floats = {name for spec in specs for name in spec.matrices.values()} - formats.keys()
+        floats = {*map(named, (*self.floats, *self.matrices))} - formats.keys()
+        heads = (spec for spec in unit_specs(config, dtype) if spec.is_mtp)
+        floats.update(name for spec in heads for name in spec.matrices.values())
         settings = compressed_tensors.settings_of_packed(formats, sorted(floats))
         found = unit_specs(replace(config, quantization=settings), dtype)
         return tuple(Unit(index, spec) for index, spec in enumerate(found))

@@ -21,7 +21,7 @@ from exkv.batch import Batch, Factors, Lengths, RotaryTables, real_tokens
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.state import StateLayer
-from exkv.checkpoint import ExpertsConfig, ModelConfig
+from exkv.checkpoint import ExpertsConfig, LinearAttentionConfig, ModelConfig
 from exkv.layers.descriptions import (
     AttentionBlock,
     EmbeddingTable,
@@ -63,7 +63,7 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     heads = max(map(config.query_heads, range(config.num_hidden_layers)))
     item = dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    made = 2 * q  # with gates
+    made = 2 * q if isinstance(config.specific, LinearAttentionConfig) else 0  # queries and gates
     if (latent := config.latent) is not None:
         made = heads * latent.qk_head_dim
         q = max(q, heads * latent.v_head_dim, latent.q_lora_rank or 0)

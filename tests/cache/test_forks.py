@@ -217,7 +217,7 @@ def test_converted_cache_equals_one_stored_that_way(model, storage, forked):
     stores = [(mine.shared.tensors, theirs.shared.tensors)] if forked else []
     for one, two in [*stores, (mine.tensors, theirs.tensors)]:
         assert all(torch.equal(one[name], two[name]) for name in two)
-    assert near(model.forward(ids, cache), model.forward(ids, expected), 0.2)
+    assert near(model.forward(ids, cache), model.forward(ids, expected), tolerance=0.2)
 
 
 def test_forks_are_converted_with_their_owner(model):
@@ -229,7 +229,7 @@ def test_forks_are_converted_with_their_owner(model):
     logits = model.forward(IDS[:, 30:36], first)
     assert torch.equal(model.forward(IDS[:, 30:36], second), logits)
     model.forward(IDS[:2, 30:36], cache)
-    assert near(logits, model.forward(IDS[:, 30:36], plain(model, Cache8bit)), 0.05)
+    assert near(logits, model.forward(IDS[:, 30:36], plain(model, Cache8bit)), tolerance=0.05)
 
 
 def test_windows_are_converted_but_retention_is_fixed(model):
@@ -287,7 +287,7 @@ def converted_without_room(folder):
         finally:
             sim.fail_allocation(None)
         logits = model.forward(ids, twin).cpu()
-        seen["same"] &= near(logits, expected, 0.05)
+        seen["same"] &= near(logits, expected, tolerance=0.05)
         del twin
         if done:
             break

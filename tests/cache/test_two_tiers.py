@@ -96,7 +96,7 @@ def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
 def test_old_tokens_are_rounded_and_evicted_ones_gone(model):
     """Otherwise the comparison above would be empty."""
     everything = written_out(model, IDS[:1], Storage())
-    assert near(everything, model.forward(IDS[:1], Cache(model, LENGTH)), 1e-5)
+    assert near(everything, model.forward(IDS[:1], Cache(model, LENGTH)), tolerance=1e-5)
     for storage, retention in [(KIVI, KeepAll()), (KIVI, Window(100)), (KIVI, Sinks(70, 5))]:
         found = model.forward(IDS[:1], KVCache(model, LENGTH, storage=storage, retention=retention))
         assert not near(found, everything)
@@ -254,7 +254,7 @@ def test_conversion_to_tiers_and_back(model, retention, lens, growth, values):
     before = go_on(model, cache)
     for properties in ({"residence": OnHost()}, {"growth": Dynamic(64)}, {"growth": Static()}):
         cache.convert(**properties)
-        assert near(go_on(model, cache), before, 1e-5)
+        assert near(go_on(model, cache), before, tolerance=1e-5)
     cache.convert(storage=Storage())
     for layer, was in zip(cache.layers, exact, strict=True):
         for name, kind in (("k", storage.keys), ("v", storage.values)):
@@ -285,7 +285,7 @@ def test_tiers_are_converted_to_others(model, retention):
     cache.convert(storage=other)
     assert cache.layers[1].spec.storage == other
     # 4 and 8 bits keep what 2 bits left; the one that leaves the window is then rounded to 4.
-    assert near(go_on(model, cache, 1), expected, 0.06)
+    assert near(go_on(model, cache, 1), expected, tolerance=0.06)
 
 
 def go_on(model, cache, tokens: int = 20) -> Tensor:
@@ -384,7 +384,7 @@ def test_bytes_are_those_of_the_shapes(model):
     short = KVCache(model, 30, storage=KIVI)  # no group is ever complete
     assert short.nbytes() == {torch.device("cpu"): 2 * 2 * 2 * 32 * 30 * 4}
     assert near(
-        model.forward(IDS[:1, :30], short), model.forward(IDS[:1, :30], Cache(model, 30)), 1e-6
+        model.forward(IDS[:1, :30], short), model.forward(IDS[:1, :30], Cache(model, 30)), tolerance=1e-6
     )
 
 
