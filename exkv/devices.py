@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import mmap
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exkv import overhead
+from exkv import host_memory, overhead
 from exkv.caching_allocator import Rules
 from exkv.errors import Attempt
 
@@ -211,20 +210,10 @@ def _add_mapped(nbytes: int) -> None:
 
 
 def _host_memory() -> Memory:
-    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = max(_kibibytes("/proc/meminfo", "MemAvailable:", capacity) - _mapped, 0)
-    anonymous = _kibibytes("/proc/self/status", "RssAnon:", 0)
-    mine = min(anonymous + _mapped, capacity - available)
+    capacity, free = host_memory.total_and_free()
+    available = max(free - _mapped, 0)
+    mine = min(host_memory.anonymous() + _mapped, capacity - available)
     return Memory(capacity=capacity, in_use=mine, in_use_by_others=capacity - available - mine)
-
-
-def _kibibytes(file: str, key: str, default: int) -> int:
-    """A line of a /proc file, in bytes; the default if there is no such line."""
-    with contextlib.suppress(FileNotFoundError), open(file) as lines:
-        for line in lines:
-            if line.startswith(key):
-                return int(line.split()[1]) * 1024
-    return default
 
 
 def allocated_memory(device: torch.device) -> int | None:

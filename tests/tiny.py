@@ -805,7 +805,7 @@ def reference(
     torch.manual_seed(seed)
     of_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     kind = AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText
-    with _without_towers(config):
+    with without_towers(config):
         model = kind.from_config(config, dtype=torch.float32).eval()
     if hasattr(config, "rescale_prenorm_residual"):  # by which its own numbers are more or fewer
         torch.manual_seed(seed)
@@ -828,7 +828,7 @@ def reference(
     return cast(model, dtype)
 
 
-def _without_towers(config: PretrainedConfig) -> contextlib.AbstractContextManager[object]:
+def without_towers(config: PretrainedConfig) -> contextlib.AbstractContextManager[object]:
     """Makes a Gemma 3n without its models of images and sounds, the first of which is another
     library's (timm)."""
     if config.model_type != "gemma3n":

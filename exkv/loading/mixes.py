@@ -24,7 +24,7 @@ from exkv.planning.best import item_of, planned
 from exkv.planning.search.knapsack import Relaxed, least_lossy
 from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.choice import Choice, Losses
-from exkv.weights.expert_groups import name_among
+from exkv.weights.expert_groups import expert_of, name_among
 from exkv.weights.format import Size
 from exkv.weights.hadamard import HADAMARD, NONE, block_of
 from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, class_of, mixed, options_of
@@ -151,11 +151,13 @@ class Layers:
         exkv could not load it."""
         config = replace(self.config, path=None, mtp=mtp)
         named = _names_without_files(self.config)
-        formats = {named(name): format for name, format in self.formats(kept).items()}
-        floats = {*map(named, (*self.floats, *self.matrices))} - formats.keys()
-        heads = (spec for spec in unit_specs(config, dtype) if spec.is_mtp)
-        floats.update(name for spec in heads for name in spec.matrices.values())
-        settings = compressed_tensors.settings_of_packed(formats, sorted(floats))
+        written = self.formats(kept)
+        formats = {named(name): format for name, format in written.items()}
+        floats = {named(name) for name in (*self.floats, *self.matrices.keys() - written.keys())}
+        for spec in unit_specs(config, dtype):  # experts may be stacked, and then are floats
+            names = spec.matrices.values()
+            floats.update(n for n in names if spec.is_mtp or expert_of(n) is not None)
+        settings = compressed_tensors.settings_of_packed(formats, sorted(floats - formats.keys()))
         found = unit_specs(replace(config, quantization=settings), dtype)
         return tuple(Unit(index, spec) for index, spec in enumerate(found))
 

@@ -37,7 +37,15 @@ from .fp8 import MXFP8_ROWS, Fp8Format
 from .groups import GroupFormat
 from .methods import FormatOf, register
 from .rounding import Rounded
-from .settings import ROUTERS, Headers, Settings, headers_of, stays_float
+from .settings import (
+    ROUTERS,
+    Headers,
+    Settings,
+    float_stacks,
+    headers_of,
+    in_stack,
+    stays_float,
+)
 from .targets import check_pattern, names_layer, patterns_of
 from .transforms import TRANSFORMS, blocks_of, transform_settings, unknown_transform
 
@@ -220,13 +228,13 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     groups, ignored = _groups(settings), settings.names("ignore")
     for name in (*ignored, *(target for group in groups for target in group.targets)):
         check_pattern(settings.where, name)
-    scale = config.dtype or dtype
+    scale, stacks = config.dtype or dtype, float_stacks(headers)
 
     def format_of(layer: str, size: Size) -> WeightFormat:
         group = _group_of(layer, groups)
         if group is None or group.weights is None or any(names_layer(n, layer) for n in ignored):
             return floats(layer, size)
-        if _is_float(layer, headers):
+        if _is_float(layer, headers, stacks):
             return floats(layer, size)
         kinds = _KINDS[group.format]
         made = kinds[str(group.weights.choice("type", tuple(kinds), "int"))]
@@ -247,13 +255,13 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     return format_of
 
 
-def _is_float(layer: str, headers: Headers | None) -> bool:
+def _is_float(layer: str, headers: Headers | None, stacks: frozenset[str]) -> bool:
     """Whether the checkpoint has the layer as floats. Packers only quantize an ``nn.Linear``, which
     routers and fused experts are not in transformers 5."""
     if headers is None:
         return stays_float(layer, ROUTERS)
     quantized = any(f"{layer}.{marker}" in headers for marker in _MARKERS)
-    return f"{layer}.weight" in headers and not quantized
+    return (f"{layer}.weight" in headers or in_stack(layer, stacks)) and not quantized
 
 
 def _check_dense(settings: Settings) -> None:

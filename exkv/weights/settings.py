@@ -14,11 +14,14 @@ from exkv.checkpoint.files import quoted
 from exkv.checkpoint.opening import open_if_sound
 from exkv.checkpoint.value_checks import is_int, stated_once
 
+from .expert_groups import expert_of
+
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 #: Routers of mixtures of experts, and other layers that weigh experts or several hidden states.
 ROUTERS = (
     *("block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate", "router.proj"),
     *("mlp.router", "mlp.shared_expert_gate", "altup.modality_router"),
+    *("feed_forward.gate", "feed_forward.router", "mixer.gate", "moe.gate"),
     *("altup.prediction_coefs", "altup.correction_coefs"),
 )
 #: The table of per-layer embeddings.
@@ -64,7 +67,13 @@ class Settings:
         self, headers: Headers | None, ignored: Iterable[str], *markers: str
     ) -> Quantized:
         """The layers that these settings quantize; arguments as of :class:`Quantized`."""
-        return Quantized(where=self.where, ignored=tuple(ignored), markers=markers, headers=headers)
+        return Quantized(
+            where=self.where,
+            ignored=tuple(ignored),
+            markers=markers,
+            headers=headers,
+            stacks=float_stacks(headers),
+        )
 
     def bad(self, key: str, needed: str) -> ValueError:
         """The error for an unsupported value, which says what is needed."""
@@ -164,6 +173,28 @@ def headers_of(config: ModelConfig) -> Headers | None:
         return {name: checkpoint.info(name) for name in checkpoint.names()}
 
 
+_DECODER_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+
+def float_stacks(headers: Headers | None) -> frozenset[str]:
+    """Names of decoder layers whose experts lie stacked in tensors of floats (E, ., .)."""
+    wide: dict[str, bool] = {}
+    for name, info in (headers or {}).items():
+        if len(info.shape) != 3 or info.shape[1] == 1:  # 1 in a convolution
+            continue
+        if layer := _DECODER_LAYER.match(name):
+            floats = info.dtype.is_floating_point and info.dtype.itemsize > 1
+            wide[layer[0]] = wide.get(layer[0], True) and floats
+    return frozenset(layer for layer, floats in wide.items() if floats)
+
+
+def in_stack(layer: str, stacks: frozenset[str]) -> bool:
+    """Whether a layer is an expert's in such a stack, if the checkpoint doesn't have it by
+    itself."""
+    found = _DECODER_LAYER.match(layer)
+    return found is not None and found[0] in stacks and expert_of(layer) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
     """Which layers of a checkpoint are quantized, for methods whose settings say so only roughly.
@@ -173,12 +204,14 @@ class Quantized:
         ignored: names of modules that the settings leave as floats.
         markers: names of tensors of which every quantized layer, and no other, has one.
         headers: the checkpoint's tensors, which decide if known.
+        stacks: as of :func:`float_stacks`.
     """
 
     where: str
     ignored: tuple[str, ...]
     markers: tuple[str, ...]
     headers: Headers | None
+    stacks: frozenset[str]
 
     def __call__(self, layer: str) -> bool:
         """Raise ValueError if the checkpoint contradicts the settings."""
@@ -192,4 +225,6 @@ class Quantized:
                 f"{self.where} says that {quoted(name)} is not quantized, and {info.file} has "
                 f"{info.name}: they contradict each other, download the model again"
             )
-        return marker is not None or f"{layer}.weight" not in self.headers
+        if marker is not None:
+            return True
+        return f"{layer}.weight" not in self.headers and not in_stack(layer, self.stacks)

@@ -1,0 +1,143 @@
+"""Quantized weights of every architecture, on load and from checkpoints, beside transformers with
+the floats that their codes stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from on_cpu import on_cpu
+from packers import write
+from packers.compressed import RECIPES as COMPRESSED
+from packers.fp8 import RECIPES as FP8
+from packers.integers import RECIPES as INTEGERS
+from safetensors.torch import load_file, save_file
+from tiny import TINY, reference, save, without_towers
+from transformers import PreTrainedModel
+
+from exkv import Cache, Model
+from exkv.layers.linear import Matrix
+
+Tensors = dict[str, torch.Tensor]
+
+IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(3))
+RECIPES = {**COMPRESSED, **FP8, **INTEGERS}
+#: Sizes with which matrices that are narrow in TINY have whole groups of inputs.
+WIDER = {
+    **{"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16, "laurel_rank": 32},
+    **{"linear_head_dim": 32, "linear_num_heads": 2, "intermediate_size_mlp": 64},
+    **{"shared_expert_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
+    **{"shared_intermediate_size": 64, "share_expert_dim": 64},
+}
+#: What stays in floats in units: tables (but one that is the head too), what weighs experts or
+#: hidden states, and the matrices of latent attention's heads.
+FLOATS = re.compile(
+    r"embed_tokens(_per_layer)?|(mlp|shortcut)\.(gate|shared_expert_gate)|altup\.\w+"
+    r"|self_attn\.(key|value)_up"
+)
+#: What tools quantize in a checkpoint: linear layers of the text's layers, without routers.
+LINEAR = re.compile(
+    r"(?!.*(vision|visual)).*\.layers\."
+    r"(?!.*\.(gate|router|router\.\w+|shared_expert_gate|altup\.\w+)\.weight).*\.weight"
+)
+
+#: Their files have queries, keys and values in one matrix, or gates and ups of an MLP, which are
+#: read from floats alone.
+REFUSED = {
+    *("GPTNeoXForCausalLM", "GraniteMoeHybridForCausalLM"),
+    *("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
+}
+
+
+@pytest.fixture
+def theirs(name) -> PreTrainedModel:
+    """transformers' model of an architecture."""
+    has = TINY[name]().get_text_config()
+    wider = {key: size for key, size in WIDER.items() if getattr(has, key, None)}
+    return reference(TINY[name](**wider))
+
+
+@pytest.fixture
+def floats(theirs, tmp_path) -> Path:
+    """Its checkpoint."""
+    return save(theirs, tmp_path / "floats")
+
+
+def assert_same_logits(
+    model: Model, theirs: PreTrainedModel, folder: Path, tensors: Tensors
+) -> None:
+    """As transformers' model of a folder whose tensors are replaced: of a prompt, a token alone and
+    a few."""
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with torch.no_grad(), without_towers(theirs.config):
+        plain = type(theirs).from_pretrained(folder, dtype=torch.float32).eval()
+        expected = plain(IDS).logits
+    cache = Cache(model, 64, 2)
+    found = torch.cat([model.forward(part, cache) for part in IDS.split([36, 1, 3], 1)], 1)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def put_values(model: Model, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Overwrite a checkpoint's tensors by what the model's integers stand for; their names."""
+    changed = set()
+    for unit in model.units:
+        for source in unit.spec.sources:
+            for matrix in source.matrices:
+                module = unit.module.get_submodule(matrix.layer)
+                if module.format.names == ("weight",):
+                    continue
+                values = module.format.dequantize(dict(module.named_parameters()), torch.float32)
+                name = next(each for each in source.stored if each.startswith(matrix.name))
+                place = torch.arange(tensors[name].numel()).view(tensors[name].shape)
+                place = place if matrix.rows is None else matrix.rows(place)
+                assert place.shape == values.shape
+                tensors[name].view(-1)[place.flatten()] = values.flatten()
+                changed.add(name)
+    return changed
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", TINY)
+def test_integers_on_load(weights, theirs, floats):
+    model = on_cpu(floats, weights=weights)
+    tied = model.units[-1].spec.tied
+    for unit in model.units:
+        for path, matrix in unit.module.named_modules():
+            if isinstance(matrix, Matrix):
+                meant = FLOATS.fullmatch(path) and not (tied and path == "embed_tokens")
+                kept = bool(meant or matrix.size[1] % 32)
+                assert (matrix.format.names == ("weight",)) == kept, path
+    stored = load_file(floats / "model.safetensors")
+    tensors = {key: value.clone() for key, value in stored.items()}
+    for key in put_values(model, tensors):
+        error = (tensors[key] - stored[key]).abs().max() / stored[key].abs().max()
+        assert 0 < error < {"int8": 0.008, "int4": 0.2}[weights], key
+    assert_same_logits(model, theirs, floats, tensors)
+
+
+@pytest.mark.sweep(18)
+@pytest.mark.parametrize("format", ["compressed 4", "gptq 4", "fp8 blocks bf16"])
+@pytest.mark.parametrize("name", TINY)
+def test_checkpoints(name, format, theirs, floats, tmp_path):
+    tensors = load_file(floats / "model.safetensors")
+    whole = 1 if format.startswith("fp8") else 32
+    linear = {
+        key.removesuffix(".weight")
+        for key, tensor in tensors.items()
+        if LINEAR.fullmatch(key) and tensor.dim() == 2 and tensor.shape[1] % whole == 0
+    }
+    recipe = replace(RECIPES[format], takes=linear.__contains__)
+    settings = {**theirs.config.to_dict(), "dtype": "float32"}
+    plain = write(tmp_path / "packed", settings, tensors, recipe)
+    changed = [key for key, value in plain.items() if not torch.equal(value, tensors[key])]
+    assert len(changed) >= 6
+    if name in REFUSED:
+        with pytest.raises(ValueError, match="not supported for matrices stored together in one"):
+            Model(tmp_path / "packed")
+        return
+    assert_same_logits(on_cpu(tmp_path / "packed"), theirs, floats, plain)
