@@ -335,7 +335,7 @@ def test_a_line_that_was_wrong_is_logged_with_both_numbers(folders):
     lines, surprises = run_sim(surprised, "64M", args=[folders["wide"], 0.5])
     assert lines == surprises
     assert len(lines) == 1 and lines[0].startswith("sim:0: workspace took")
-    assert "where the plan said" in lines[0]
+    assert "and the plan has" in lines[0]
     assert run_sim(surprised, "64M", args=[folders["wide"], 1]) == [[], []]
 
 
