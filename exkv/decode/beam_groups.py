@@ -63,7 +63,7 @@ class Group:
             self._finish(float(best[rank]), tokens[rank])
         going = (~ended).nonzero().flatten()[:size]
         self.tokens, self.scores = tokens[going], best[going]
-        self.closed = self._is_through(float(best[0]))
+        self.closed = self._is_done(float(best[0]))
         return source[going]
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Group:
             del self.finished[worst]
             self.finished.append((score, tokens))
 
-    def _is_through(self, best: float) -> bool:
+    def _is_done(self, best: float) -> bool:
         """Whether no beam can beat the finished ones; ``best`` is the step's best sum."""
         if len(self.finished) < len(self.scores):
             return False

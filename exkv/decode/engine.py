@@ -218,9 +218,9 @@ class Engine:
         with self._stepping:
             with self._lease:
                 events = self._scheduler.iterate()
-            return events + self._tell(events)
+            return events + self._notify(events)
 
-    def _tell(self, events: Sequence[Event]) -> list[Event]:
+    def _notify(self, events: Sequence[Event]) -> list[Event]:
         """Call the jobs' ``on_event``; the ends of jobs for which it raised."""
         ended: list[Event] = []
         for event in events:
@@ -264,7 +264,7 @@ class Engine:
             events = self._scheduler.fail_all(reason)
         if not events:
             raise reason
-        return events + self._tell(events)
+        return events + self._notify(events)
 
 
 def _check_pages(cache: KVCache) -> None:

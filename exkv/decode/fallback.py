@@ -153,7 +153,7 @@ class Rescue:
                 return moved_to_devices(offloaded, specs)
             if step is not None:
                 before, specs = specs, [replace(spec, **STEPS[step]) for spec in specs]
-                self._tell(
+                self._report(
                     Fallback(
                         step=step,
                         during="building the cache",
@@ -180,11 +180,11 @@ class Rescue:
         with Attempt() as attempt:
             step(cache) if callable(step) else cache.convert(**STEPS[step])
         if attempt.why:
-            logger.warning("%s itself ran out of memory half-way: %s", _name(step), attempt.why)
+            logger.warning("%s itself ran out of memory: %s", _step_name(step), attempt.why)
         devices.release_idle_memory()
-        self._tell(
+        self._report(
             Fallback(
-                step=_name(step),
+                step=_step_name(step),
                 during=during,
                 why=why,
                 token=cache.current_seq_len,
@@ -194,7 +194,7 @@ class Rescue:
         )
         self._warn_if_rounded(specs, specs_of(cache))
 
-    def _tell(self, taken: Fallback) -> None:
+    def _report(self, taken: Fallback) -> None:
         logger.warning(
             "out of memory while %s at token %d; the step %s changes the cache from %s to %s, and "
             "generation goes on. What ran out: %s",
@@ -266,7 +266,7 @@ def moved_to_devices(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
     return cache
 
 
-def _name(step: Step) -> str:
+def _step_name(step: Step) -> str:
     return step if isinstance(step, str) else getattr(step, "__name__", repr(step))
 
 

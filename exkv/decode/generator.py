@@ -294,7 +294,7 @@ class Generator:
             pieces = [""] * len(handles)
             for event in scheduler.iterate():
                 if event.reason == "error":
-                    raise _taken_error(event.handle)
+                    raise _pop_error(event.handle)
                 pieces[event.handle.number] += event.text
             now = time.perf_counter()
             if scheduler.stats.steps == 1:
@@ -308,7 +308,7 @@ class Generator:
             yield pieces
 
 
-def _taken_error(handle: Handle) -> BaseException:
+def _pop_error(handle: Handle) -> BaseException:
     """Take the error from its handle, which the error's frames are going to hold."""
     error, handle.error = handle.error, None
     assert error is not None

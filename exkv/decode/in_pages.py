@@ -138,17 +138,17 @@ class InPages(Rows[PagedGroup]):
         return needed + rows <= self._table.pool.available
 
     def _pages_to_begin(self, part: Row) -> int:
-        found = self._reusable(self._known(part))
+        found = self._reusable(self._cached_pages(part))
         others = self._table.pages_for(len(part.before_newest)) - len(found)
         return others + self._table.pool.needed_for(found)
 
-    def could_leave(self, rows: Sequence[Row]) -> bool:
+    def could_swap_out(self, rows: Sequence[Row]) -> bool:
         first, table = min(rows), self._table
         parts = [part for row in rows if row is not first for part in row.parts]
         pages = sum(table.pages_for(part.total) for part in parts)
         return self.away_tokens is None or pages * table.pool.size <= self.away_tokens
 
-    def in_the_way_of(self, row: Row) -> list[Row]:
+    def blockers(self, row: Row) -> list[Row]:
         if self.filling is not None and not self.can_decode(row):
             return [self.filling]
         return self.jobs
@@ -177,7 +177,7 @@ class InPages(Rows[PagedGroup]):
         return min(self.groups[: groups_for(self._model)], key=lambda group: len(group.parts))
 
     def _begin(self, handle: Row, cache: KVCache, row: int) -> None:
-        known, size = self._known(handle), self._table.pool.size
+        known, size = self._cached_pages(handle), self._table.pool.size
         found, handle.shared_len = self._reusable(known), len(known) * size
         stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
         table = cache.pages
@@ -203,7 +203,7 @@ class InPages(Rows[PagedGroup]):
             self._remember(handle, cache, row, at)
         handle.away = None
 
-    def _known(self, handle: Row) -> list[KnownPage]:
+    def _cached_pages(self, handle: Row) -> list[KnownPage]:
         """The prompt's pages in the prefix cache, without its last token's, whose logits are
         needed, and within what a preempted job had stored."""
         pool, known = self._table.pool, list[KnownPage]()
@@ -261,13 +261,13 @@ class InPages(Rows[PagedGroup]):
             if self.lost:
                 part.away = None
             elif row is self.filling:
-                part.away = self._copied(prompt, 0)
+                part.away = self._swapped_out(prompt, 0)
             else:
                 group = self._group_of(part)
-                part.away = self._copied(group.cache, group.parts.index(part))
+                part.away = self._swapped_out(group.cache, group.parts.index(part))
         self.leave(row)
 
-    def _copied(self, cache: KVCache, row: int) -> SwappedRow | None:
+    def _swapped_out(self, cache: KVCache, row: int) -> SwappedRow | None:
         """Swap out a row, as far as it is valid; None if it has to run again."""
         assert cache.pages is not None
         stale = row in cache.stale
@@ -307,10 +307,10 @@ class InPages(Rows[PagedGroup]):
             return None
         parts = handle.parts
         for part, cache in zip(parts, self._prompts, strict=False):
-            if not self._is_through(part, cache):
+            if not self._is_prefilled(part, cache):
                 self._run_chunk(part, cache)
                 break
-        if not all(map(self._is_through, parts, self._prompts)):
+        if not all(map(self._is_prefilled, parts, self._prompts)):
             return None
         known = [part.logits for part in parts if part.logits is not None]
         # A job that runs again has its next token already.
@@ -321,21 +321,21 @@ class InPages(Rows[PagedGroup]):
         self.filling = None
         if handle.tokens:
             return None
-        return [handle], lambda: logits_of_jobs(parts, _together([each() for each in known]))
+        return [handle], lambda: logits_of_jobs(parts, _joined([each() for each in known]))
 
     def join(self, rows: Sequence[Row]) -> None:
         for handle in rows:
             if (group := self._smallest()) is not self._arrived:
                 group.take_from(self._arrived, handle)
 
-    def even_out(self, idle: Sequence[PagedGroup]) -> None:
+    def balance(self, idle: Sequence[PagedGroup]) -> None:
         for group in idle if len(self.groups) > 1 else ():
             for handle in reversed(group.decoding):
                 other = self._smallest()
                 if len(group.parts) - len(other.parts) > len(handle.parts):
                     other.take_from(group, handle)
 
-    def _is_through(self, part: Row, cache: KVCache) -> bool:
+    def _is_prefilled(self, part: Row, cache: KVCache) -> bool:
         """Whether all tokens before the newest are stored."""
         return cache.seq_lens[0] == len(part.before_newest)
 
@@ -357,13 +357,15 @@ class InPages(Rows[PagedGroup]):
             wanted = {"each_token": True}
         if through and not scored:
             begun = self._model.begin_forward(ids, cache, adapter=handle.job.adapter, **wanted)
-            handle.logits = self._kept(handle, begun)
+            handle.logits = self._deferred(handle, begun)
         else:
             logits = self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
             if scored and logits is not None:
                 self._score(handle, done, logits[:, 0])
                 if through:
-                    handle.logits = self._kept(handle, partial(logits.__getitem__, slice(-1, None)))
+                    handle.logits = self._deferred(
+                        handle, partial(logits.__getitem__, slice(-1, None))
+                    )
         if end % size == 0 and end <= prompt and self._finds:
             known = self._remember(handle, cache, 0, end // size - 1)
             if self._states is not None and end in (handle.shared_len, (prompt - 1) // size * size):
@@ -378,7 +380,7 @@ class InPages(Rows[PagedGroup]):
             found = token_logprobs(logits[: len(following)], following, most)
             handle.prompt_logprobs[done:] = found
 
-    def _kept(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _deferred(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A function that gives a prompt's logits (1, V); on the host if they wait for another
         part's, for which no plan has room."""
         if handle.job.guidance_scale == 1:
@@ -418,7 +420,7 @@ class InPages(Rows[PagedGroup]):
             group.drop_rejected(parts)
 
 
-def _together(logits: Sequence[Tensor]) -> Tensor:
+def _joined(logits: Sequence[Tensor]) -> Tensor:
     return logits[0] if len(logits) == 1 else torch.cat(list(logits))
 
 

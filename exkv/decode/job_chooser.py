@@ -53,7 +53,7 @@ class JobChooser(Chooser[Handle]):
                 row.error, row.reason = error.with_traceback(None), "error"
                 events += self.ended(row)
             else:
-                events += _told(row, pieces)
+                events += _events_of(row, pieces)
         return events
 
     def ended(self, row: Handle) -> list[Event]:
@@ -81,7 +81,7 @@ class JobChooser(Chooser[Handle]):
         return guess
 
 
-def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
+def _events_of(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
     """Events of final pieces; the last one has the reason, if the job has ended."""
     events = []
     row.reason = row.completion.reason
@@ -104,7 +104,7 @@ def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
 def choose(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], Tensor | None]:
     """A token for each job, or the reason why there is none, by logits (jobs, V); and the tokens on
     the logits' device, int64 (jobs,), if one call chose all there."""
-    groups = _alike(jobs)
+    groups = _grouped(jobs)
     if len(groups) == 1:
         return _sampled(jobs, logits)
     chosen: list[Token] = [0] * len(jobs)
@@ -134,7 +134,7 @@ def logprobs_of(
     return found
 
 
-def _alike(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
+def _grouped(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
     """Group jobs by settings: one call chooses for each group."""
     first = jobs[0].settings
     if all(handle.settings is first for handle in jobs):

@@ -59,18 +59,18 @@ class Pressure:
         """The rows that have room; asks the devices if the last look is :data:`INTERVAL` ago."""
         if self._clock() >= self._due:
             self._due = self._clock() + INTERVAL
-            self._set(self._fitting())
+            self._change_rows(self._fitting())
         return self.rows
 
     def _fitting(self) -> int:
         """Rows whose calls fit: at most one rung more than now."""
         rows = min(self._most, 2 * self.rows)
-        free = {device: devices.available_memory(device) for device in self._bytes(rows)}
-        while rows > 1 and any(need > free[d] for d, need in self._bytes(rows).items()):
+        free = {device: devices.available_memory(device) for device in self._call_bytes(rows)}
+        while rows > 1 and any(need > free[d] for d, need in self._call_bytes(rows).items()):
             rows //= 2
         return rows
 
-    def _bytes(self, rows: int) -> Mapping[torch.device, int]:
+    def _call_bytes(self, rows: int) -> Mapping[torch.device, int]:
         """What the largest call of so many rows takes on each accelerator."""
         plan: Plan | None = getattr(self._model, "plan", None)
         if plan is None:
@@ -81,11 +81,11 @@ class Pressure:
             self._needed[rows] = call_bytes(self._model, plan, self._calls(), most_rows=rows)
         return self._needed[rows]
 
-    def _set(self, rows: int) -> None:
+    def _change_rows(self, rows: int) -> None:
         if rows < self.rows:
             self.raised += 1
         if rows != self.rows:
-            free = [f"{human(devices.available_memory(d))} on {d}" for d in self._bytes(rows)]
+            free = [f"{human(devices.available_memory(d))} on {d}" for d in self._call_bytes(rows)]
             logger.warning(
                 "%d rows at once have room for their calls, %d before: %s are free",
                 rows,

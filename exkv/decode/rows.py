@@ -193,11 +193,11 @@ class Rows(ABC, Generic[G]):
     def begin(self, row: Row) -> None:
         """Give it a place."""
 
-    def could_leave(self, rows: Sequence[Row]) -> bool:
+    def could_swap_out(self, rows: Sequence[Row]) -> bool:
         """Whether all of these but the first could be preempted at full length."""
         return True
 
-    def in_the_way_of(self, row: Row) -> list[Row]:
+    def blockers(self, row: Row) -> list[Row]:
         """Rows one of which must leave before it can begin."""
         return []
 
@@ -226,7 +226,7 @@ class Rows(ABC, Generic[G]):
     def join(self, rows: Sequence[Row]) -> None:
         """Have these rows decode from now on."""
 
-    def even_out(self, idle: Sequence[G]) -> None:
+    def balance(self, idle: Sequence[G]) -> None:
         """Move rows of these groups to smaller ones, before their calls."""
 
     @abstractmethod

@@ -127,7 +127,7 @@ class Scheduler:
         """End all rows."""
         for row in [*self._submitted, *self.waiting, *self.rows.jobs]:
             self.cancel(row)
-        self._sort_in()
+        self._take_submitted()
         self._events.clear()
         self.waiting.clear()
         self._under_way.clear()
@@ -186,10 +186,10 @@ class Scheduler:
 
     def _schedule(self) -> None:
         """Decide which rows run."""
-        self._sort_in()
+        self._take_submitted()
         if self.rows.lost:
             self._start_over()
-        self._ease()
+        self._relieve_pressure()
         self._admit()
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
 
@@ -197,10 +197,10 @@ class Scheduler:
         """Begin a call of each group without one under way."""
         busy = [call.group for call in self._under_way]
         idle = [group for group in self.rows.groups if group not in busy]
-        self.rows.even_out(idle)
+        self.rows.balance(idle)
         for group in idle:
             while group.pages_missing():
-                self._make_room()
+                self._free_pages()
             if group.decoding:
                 self._begin(group)
 
@@ -312,7 +312,7 @@ class Scheduler:
 
     # Coming and going -------------------------------------------------------------------------
 
-    def _sort_in(self) -> None:
+    def _take_submitted(self) -> None:
         """Queue the submitted rows, and end the cancelled ones."""
         while self._submitted:
             heapq.heappush(self.waiting, self._submitted.popleft())
@@ -321,7 +321,7 @@ class Scheduler:
             if not row.done:
                 self._events += self.end(row, "cancelled")
 
-    def _ease(self) -> None:
+    def _relieve_pressure(self) -> None:
         """Preempt rows whose calls have no room any more, before one fails."""
         while self.rows.crowded:
             if self._under_way:  # a row is preempted with all its tokens known; some may end
@@ -343,7 +343,7 @@ class Scheduler:
             elif rows.can_begin(first):
                 rows.begin(heapq.heappop(self.waiting))
                 self.away.discard(first)
-            elif not self._make_way(first):
+            elif not self._preempt_for(first):
                 return
 
     def _may_begin(self, row: Row) -> bool:
@@ -351,20 +351,20 @@ class Scheduler:
         always runs. A preempted row was admitted before."""
         if row.begun or self.rows.away_tokens is None:
             return True
-        return self.rows.could_leave([row, *self.rows.jobs, *self.away])
+        return self.rows.could_swap_out([row, *self.rows.jobs, *self.away])
 
-    def _make_way(self, first: Row) -> bool:
+    def _preempt_for(self, first: Row) -> bool:
         """Preempt a row of lower priority for this one; False if there is none."""
-        in_its_way = self.rows.in_the_way_of(first)
-        if not in_its_way or max(in_its_way).job.priority >= first.job.priority:
+        blockers = self.rows.blockers(first)
+        if not blockers or max(blockers).job.priority >= first.job.priority:
             return False
         if self._under_way:  # a row in its way may end
             self._settle_all()
         else:
-            self._preempt(max(in_its_way))
+            self._preempt(max(blockers))
         return True
 
-    def _make_room(self) -> None:
+    def _free_pages(self) -> None:
         """Free pages: settle a call, by which rows may end, or preempt the last row."""
         if self._under_way:
             self._settle()

@@ -57,10 +57,10 @@ class Streams:
             for index, job in enumerate(jobs):
                 handles.append(engine.submit(job))
                 self._listeners[handles[-1]] = index, queue
-            self._keep_driving(engine)
+            self._ensure_driving(engine)
             left = len(handles)
             while left:
-                found = await _waiting_in(queue)
+                found = await _next_events(queue)
                 left -= sum(bool(event.reason) for _, event in found)
                 yield found
                 for _, event in found:
@@ -72,9 +72,9 @@ class Streams:
                 if not handle.done:
                     handle.cancel()
             if engine.busy and not (self._driver is not None and self._driver.cancelled()):
-                self._keep_driving(engine)  # the next step frees the pages
+                self._ensure_driving(engine)  # the next step frees the pages
 
-    def _keep_driving(self, engine: Engine) -> None:
+    def _ensure_driving(self, engine: Engine) -> None:
         """Run steps in a task, if none does."""
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(engine))
@@ -84,7 +84,7 @@ class Streams:
 
         def steps() -> None:
             while engine.busy and not over.is_set():
-                loop.call_soon_threadsafe(self._tell, engine.iterate_for_streams())
+                loop.call_soon_threadsafe(self._wake, engine.iterate_for_streams())
 
         try:
             while engine.busy:
@@ -95,7 +95,7 @@ class Streams:
         finally:
             over.set()
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _wake(self, events: Sequence[Event]) -> None:
         """Wake each stream with any of these events once."""
         found: dict[int, tuple[asyncio.Queue[Step | BaseException], Step]] = {}
         for event in events:
@@ -106,7 +106,7 @@ class Streams:
             queue.put_nowait(step)
 
 
-async def _waiting_in(queue: asyncio.Queue[Step | BaseException]) -> Step:
+async def _next_events(queue: asyncio.Queue[Step | BaseException]) -> Step:
     """Wait for events, and take all that are there; an error raises after those before it."""
     found = await queue.get()
     if isinstance(found, BaseException):
