@@ -1,9 +1,9 @@
 """Events of jobs for coroutines: steps run in one thread while there are jobs, and each step's
-events come to the event loop in one call.
+events reach the event loop in one call.
 
 The thread never waits for the loop. It should be the one that loaded the model: OpenMP keeps a team
-of threads for each caller, and with more threads than processors they sleep between two operations
-instead of spinning, and have to be woken.
+of threads for each calling thread, and if there are more threads than processors they sleep between
+two operations instead of spinning, and have to be woken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .job import Event, Handle, Job
 if TYPE_CHECKING:
     from .engine import Engine
 
-#: Events of a step, each with the index of its job in the stream.
+#: The events of a step, each with the index of its job in the stream.
 Step: TypeAlias = list[tuple[int, Event]]
 
 
@@ -38,19 +38,19 @@ class Streams:
         self._driver: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """End a thread of its own after its step."""
+        """End its own thread, if any, after its step."""
         if self._own is not None:
             self._own.shutdown(wait=False)
 
     def fail(self, error: BaseException) -> None:
-        """Have every stream raise this error, and cancel its jobs."""
+        """Raise this error in every stream, and cancel its jobs."""
         for queue in {id(queue): queue for _, queue in self._listeners.values()}.values():
             queue.put_nowait(error)
 
     async def steps(self, engine: Engine, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
         """Submit jobs, and yield their events until all have ended, those of several steps at once
-        if the reader is slower. Raises what ended a job, a step or the submission; then, or when it
-        is dropped, it cancels the jobs that are left."""
+        if the reader is slower. Raises the error that ended a job, a step or the submission; then,
+        or when it is dropped, cancels the remaining jobs."""
         queue: asyncio.Queue[Step | BaseException] = asyncio.Queue()
         handles: list[Handle] = []
         try:
@@ -72,10 +72,10 @@ class Streams:
                 if not handle.done:
                     handle.cancel()
             if engine.busy and not (self._driver is not None and self._driver.cancelled()):
-                self._ensure_driving(engine)  # the next step frees the pages
+                self._ensure_driving(engine)  # the next step frees their pages
 
     def _ensure_driving(self, engine: Engine) -> None:
-        """Run steps in a task, if none does."""
+        """Start a task that runs steps, if there is none."""
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(engine))
 
@@ -107,7 +107,7 @@ class Streams:
 
 
 async def _next_events(queue: asyncio.Queue[Step | BaseException]) -> Step:
-    """Wait for events, and take all that are there; an error raises after those before it."""
+    """Wait for events, and take all that are queued; an error raises after the events before it."""
     found = await queue.get()
     if isinstance(found, BaseException):
         raise found

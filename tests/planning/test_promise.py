@@ -547,5 +547,5 @@ def test_a_call_that_meets_a_real_oom_says_what_changed_and_a_shorter_one_goes_o
     assert seen["long enough"] and seen["is torch's"] and seen["cache"] and seen["shorter"]
     taken = -(-seen["taken"] // 512) * 512
     assert f"Since loading, on sim:0: this process {taken:+,} bytes" in seen["error"]
-    assert "others +0" in seen["error"] and "a shorter call can go on" in seen["error"]
+    assert "others +0" in seen["error"] and "a shorter call can continue" in seen["error"]
     assert "sim out of memory" in seen["error"]
