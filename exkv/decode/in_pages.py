@@ -363,9 +363,8 @@ class InPages(Rows[PagedGroup]):
             if scored and logits is not None:
                 self._score(handle, done, logits[:, 0])
                 if through:
-                    handle.logits = self._deferred(
-                        handle, partial(logits.__getitem__, slice(-1, None))
-                    )
+                    last = partial(logits.__getitem__, slice(-1, None))
+                    handle.logits = self._deferred(handle, last)
         if end % size == 0 and end <= prompt and self._finds:
             known = self._remember(handle, cache, 0, end // size - 1)
             if self._states is not None and end in (handle.shared_len, (prompt - 1) // size * size):
