@@ -25,8 +25,8 @@ class Lengths:
     """Tokens per row: ``past`` in the cache, ``new`` in this chunk of the call, ``later`` in the
     following chunks of the same call; () for none. ``pages`` is the block table, int32 (B, P) on
     the host (``exkv.ops.pages``); None for contiguous rows. ``adapters`` are the rows' adapters
-    (``exkv.models.adapters``). ``snapshot_at`` are new tokens of each row behind which
-    a snapshot of recurrent states is taken, 0 for a row without; () for none."""
+    (``exkv.models.adapters``). ``snapshot_at`` are the numbers of new tokens of each row after
+    which a snapshot of recurrent states is taken, 0 for a row without; () for none."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
@@ -89,7 +89,7 @@ class Batch:
     """The rows of one forward call as tensors on one device: B rows, T tokens each.
 
     Attributes:
-        lengths: the same on the host.
+        lengths: the rows' lengths, on the host.
         past_lens: int32 (B,).
         rotary: kind of layer -> rotary factors cos, sin (B, T, R) in the model's dtype.
         write_index: int64 ``(row, token, position)`` of every real token; None unless ragged.
@@ -116,8 +116,8 @@ class Batch:
     def on(
         cls, device: torch.device, lengths: Lengths, rotary: RotaryTables, dtype: torch.dtype
     ) -> Batch:
-        """Build the tensors on the host and copy them to the device, the rotary factors in one
-        copy; equal lengths are filled in there, without a copy."""
+        """Build the tensors on the host and copy them to the device, all rotary factors in one
+        copy; equal lengths are filled in on the device, without a copy."""
         tables = _moved_together(rotary(lengths, dtype), device)
         write_index = last_index = new_lens = snapshot_at = None
         if lengths.snapshot_at:
@@ -151,7 +151,7 @@ class Batch:
         return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
     def without(self, first: int) -> Batch:
-        """The batch without the first ``first`` tokens of each row, for retentions, which read only
+        """The batch without the first ``first`` tokens of each row, for retentions, which only read
         its lengths."""
         return replace(
             self,
@@ -198,7 +198,7 @@ def _moved_together(tables: Mapping[str, Factors], device: torch.device) -> Mapp
 def pad_rows(
     rows: Sequence[Sequence[int]], *, fill: int = 0, left: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Pad rows of token ids to one tensor -> int64 (B, T), and the rows' lengths.
+    """Pad rows of token ids into one tensor -> int64 (B, T), and the rows' lengths.
 
     Args:
         fill: the padding id.

@@ -29,14 +29,14 @@ Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 Tensors = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")
-#: The device of what another process holds.
+#: The device of a unit that another process holds.
 ELSEWHERE = torch.device("meta")
 
 #: Bytes to which accelerator allocators round a request up (CUDA's caching allocator's rule).
 ALLOCATION_BLOCK = 512
 
-#: Bytes that no arithmetic sees on a device: kernels that the driver loads when they first run, the
-#: temporaries of libraries, and blocks that fit no request.
+#: Bytes that no arithmetic sees on a device: kernels that the driver loads when they first run,
+#: temporary memory of libraries, and blocks that fit no request.
 _MARGINS = {"cuda": 160 << 20, "xpu": 160 << 20}
 #: Bytes of a huge page of host memory, on x86-64 and most ARM.
 _HUGE_PAGE = 2 << 20
@@ -48,22 +48,22 @@ def rounded(nbytes: int) -> int:
 
 
 def allocator_rules(device_type: str) -> Rules | None:
-    """The rules by which this process is given memory of such devices in segments; None where a
-    device gives what is asked for, rounded."""
+    """The rules by which devices of this type give this process memory in segments; None if they
+    give the requested bytes, rounded."""
     if device_type in ("cuda", "xpu"):
         return Rules.from_env()
     return getattr(getattr(torch, device_type, None), "allocator_rules", None)
 
 
 def allocation_bytes(nbytes: int, device_type: str) -> int:
-    """Bytes to ask for to hold ``nbytes`` in one allocation that lives long."""
+    """Bytes to request for ``nbytes`` in one long-lived allocation."""
     rules = allocator_rules(device_type)
     return nbytes if rules is None else rules.request_size(nbytes)
 
 
 def present_devices() -> list[torch.device]:
-    """All accelerators in order, or the CPU if there is none that reports its memory (Apple's
-    doesn't, and planning needs it). Counts them only: none gets a context by that."""
+    """All accelerators in order, or the CPU if none reports its memory (Apple's don't, and planning
+    needs it). Only counts them, which creates no context."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type == "mps":
         return [CPU]
@@ -73,10 +73,10 @@ def present_devices() -> list[torch.device]:
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why a device can't be used now, in its driver's words; None if it can.
+    """The driver's reason why a device can't be used now; None if it can.
 
-    A GPU that is full, or that another process has in exclusive mode, has no room for this
-    process's context, and answers no question. One that answers has a context from then on.
+    A GPU that is full, or in another process's exclusive mode, has no room for this process's
+    context, and any query fails. A successful query creates a context.
     """
     if device.type == "cpu":
         return None
@@ -88,13 +88,13 @@ def refusal(device: torch.device) -> str | None:
 
 
 def check_usable(device: torch.device) -> None:
-    """ValueError with the driver's reason where a device can't be used now."""
+    """ValueError with the driver's reason if a device can't be used now."""
     if (why := refusal(device)) is not None:
         raise ValueError(f"device {device} can't be used now: {why}")
 
 
 def usable_devices(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Those of the devices that can be used now. A warning says why others are left out.
+    """The devices that can be used now. A warning says why others are left out.
 
     Raises:
         ValueError: none of them can.
@@ -103,7 +103,7 @@ def usable_devices(devices: Sequence[torch.device]) -> list[torch.device]:
     reasons = [f"{device}: {why}" for device, why in refusals.items() if why is not None]
     if len(reasons) == len(devices):
         raise ValueError(
-            f"no device can be used now ({'; '.join(reasons)}); free one of them, or give "
+            f"no device can be used now ({'; '.join(reasons)}): free one of them, or give "
             'devices=["cpu"] for the host'
         )
     for reason in reasons:
@@ -112,8 +112,8 @@ def usable_devices(devices: Sequence[torch.device]) -> list[torch.device]:
 
 
 def resolve_devices(devices: Sequence[str | torch.device]) -> list[torch.device]:
-    """Devices with an index each, from names; ``"cpu"`` may come last, for overflow. Doesn't ask
-    whether they can be used now.
+    """Resolve names to devices with an index each; ``"cpu"`` may come last, for overflow. Doesn't
+    check whether they can be used now.
 
     Raises:
         ValueError: an unknown or absent device, a duplicate, or the CPU before the end.
@@ -148,15 +148,15 @@ def _present() -> str:
 
 
 def default_margin(device: torch.device) -> int:
-    """Bytes to plan for what no arithmetic sees; 0 for the simulated accelerator and the host."""
+    """Default margin in bytes; 0 for the simulated accelerator and the host."""
     return _MARGINS.get(device.type, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """A device's memory at one moment, in bytes. This process's idle allocator cache counts as
-    free; ``fragments`` are the part of it that lies in segments in use, where only requests that
-    are small enough find room."""
+    free; ``fragments`` are the part of it in segments in use, where only requests that are small
+    enough fit."""
 
     capacity: int
     in_use: int
@@ -194,7 +194,7 @@ _mapped = 0
 
 def count_mapped(owner: object, nbytes: int) -> None:
     """Count bytes of a mapped file as in use while their owner lives: weights are read for every
-    token, but to the system they are reclaimable pages."""
+    token, though the system sees reclaimable pages."""
     _add_mapped(nbytes)
     weakref.finalize(owner, _add_mapped, -nbytes).atexit = False
 
@@ -224,7 +224,7 @@ def allocated_memory(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[list[int]]:
-    """Measure the peak above the level at entry, in bytes; appended to the list at exit."""
+    """Measure the peak above the level at entry, in bytes; it is appended to the list at exit."""
     peaks: list[int] = []
     if device.type == "cpu":
         yield peaks
@@ -281,20 +281,20 @@ def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _pinned(make: Callable[..., torch.Tensor], near: torch.device) -> torch.Tensor:
-    """A tensor in pinned memory if that speeds up copies to a device, and if there is room: the
-    system may allow less pinned memory than it has memory."""
+    """Make a tensor in pinned memory if that speeds up copies to a device and there is room: the
+    system may allow less pinned memory than it has."""
     if not _pins_for(near):
         return make()
-    # Pinning makes a context on the current device, which may be one that the user left out.
+    # Pinning creates a context on the current device, which the user may have left out.
     with torch.accelerator.device_index(near.index), Attempt() as attempt:
         return make(pin_memory=True)
-    logger.warning("copies to %s are slower, host memory can't be pinned: %s", near, attempt.why)
+    logger.warning("host memory can't be pinned, copies to %s are slower: %s", near, attempt.why)
     return make()
 
 
 def _pins_for(device: torch.device) -> bool:
-    """Whether copies to and from the device run beside it: on a GPU, and on a simulated device
-    whose streams lag (``exkv.sim.let_streams_lag``)."""
+    """Whether copies to and from the device overlap with its work: on a GPU, and on a simulated
+    device whose streams lag (``exkv.sim.let_streams_lag``)."""
     if device.type in ("cuda", "xpu"):
         return torch.accelerator.is_available()
     return getattr(getattr(torch, device.type, None), "lags", False)
@@ -312,7 +312,7 @@ def layout_bytes(layout: Layout) -> int:
 
 def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
     """The tensors of a layout, one after another in uint8 memory; each starts at a multiple of
-    :data:`ALLOCATION_BLOCK`, as if it was allocated by itself."""
+    :data:`ALLOCATION_BLOCK`, as if it were allocated by itself."""
     made, start = {}, 0
     for name, (shape, dtype) in layout.items():
         nbytes = math.prod(shape) * dtype.itemsize
@@ -324,8 +324,8 @@ def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
 def empty_tensors(shapes: Mapping[str, torch.Tensor], device: torch.device) -> Tensors:
     """Uninitialised tensors like these in one allocation on a device.
 
-    On the host it is backed by huge pages where the system has them: all weights are read for every
-    token, and hardware prefetching stops at page boundaries: 1.02 to 1.08 times as fast.
+    On the host it is backed by huge pages where the system has them, which is 1.02 to 1.08 times as
+    fast: all weights are read for every token, and hardware prefetching stops at page boundaries.
     (madvise(2), MADV_HUGEPAGE.)
     """
     layout = layout_of(shapes)
@@ -336,7 +336,7 @@ def empty_tensors(shapes: Mapping[str, torch.Tensor], device: torch.device) -> T
 
 
 def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> Tensors:
-    """Zeros like these in one allocation; on the host, memory is committed when it is written
+    """Zeroed tensors like these in one allocation; on the host, memory is committed when written
     to."""
     if device.type != "cpu":
         return zeros(layout_of(shapes), device, near=device)
@@ -415,7 +415,7 @@ class SideStream:
 
 
 def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies on the host of tensors of one device, for which the host waits once."""
+    """Copy tensors of one device to the host, which waits once for all of them."""
     device = tensors[0].device
     made = []
     for tensor in tensors:
@@ -428,7 +428,7 @@ def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on an accelerator of a tensor on the host, for which the host doesn't wait."""
+    """Copy a tensor from the host to an accelerator without waiting."""
     if not _pins_for(device):
         return tensor.to(device)
     memory = staging_buffer(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape)
@@ -439,7 +439,7 @@ _direct_copy_works: dict[tuple[torch.device, torch.device], bool] = {}
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``; itself if it is there already.
+    """Return ``tensor`` on ``device``; the tensor itself if it is there already.
 
     A copy between two accelerators goes through the host if a check, made once per pair, shows that
     direct copies fail (with some drivers they silently yield zeros).

@@ -1,4 +1,4 @@
-"""The errors that exkv raises beyond Python's own; everything else is ValueError and its kin."""
+"""The errors that exkv raises beside Python's own, such as ValueError."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 if TYPE_CHECKING:
     from exkv.planning.plan import Plan
 
-#: What a full device or a full host is called in errors that have no type of their own.
+#: Phrases for a full device or host in errors without a type of their own.
 _OUT_OF_MEMORY = re.compile(
     "out of memory"  # the CUDA and HIP runtimes: pinned memory, streams, and exkv's own launches
     "|cudaErrorMemoryAllocation|hipErrorOutOfMemory|OUT_OF_(DEVICE|HOST)_MEMORY"
     "|CU[A-Z]+_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"
-    # A handle takes memory, and this is what cuBLAS says where there is none for it.
+    # A cuBLAS handle takes memory; this is its error if there is none.
     "|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate"
     "|CPUAllocator: (can't allocate|not enough) memory"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left, in whatever words.
+    """Whether an error says that a device or the host is out of memory, in whatever words.
 
     torch's caching allocator raises ``torch.OutOfMemoryError``. Everything else that allocates on a
     GPU (cuBLAS and cuDNN handles, pinned memory, a kernel's launch, a graph) raises a plain
@@ -34,24 +34,24 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # Exact types: other errors may quote these words, and have a meaning of their own.
+    # Exact types: errors of other types may quote these words, but mean something else.
     return type(error) in (RuntimeError, torch.AcceleratorError) and bool(
         _OUT_OF_MEMORY.search(str(error))
     )
 
 
 class Attempt:
-    """A context manager that ends its block where memory runs out; other errors pass through.
+    """A context manager that ends its block when memory runs out; other errors pass through.
 
     >>> with Attempt() as attempt:
     ...     return call()
     >>> logger.warning("no room: %s", attempt.why)  # the error's frames and tensors are gone
 
     Args:
-        passing: errors that pass through although they speak of memory.
+        passing: errors that pass through although they are about memory.
 
     Attributes:
-        why: the error's message; "" if the block went through.
+        why: the error's message; "" if the block ran to its end.
     """
 
     why = ""
@@ -69,26 +69,26 @@ class Attempt:
         return True
 
 
-#: Programs look for these words of torch and of ExLlamaV2 in the text of an error.
+#: Programs search errors for these words of torch and ExLlamaV2.
 _SEARCHED = "out of memory: Insufficient VRAM"
 
 
 class PlacementError(torch.OutOfMemoryError):
     """The model, its caches and their workspace do not fit on the devices given.
 
-    Raised before anything is loaded when the plan says so, or after a real out-of-memory error
-    on the last device; either way every device is left as it was found. It stands for that error,
-    so ``except torch.OutOfMemoryError`` catches both. The message names the
-    unit, the device, the bytes needed and available there, and changes that would make it fit.
+    Raised before anything is loaded if the plan doesn't fit, or after a real out-of-memory error
+    on the last device; either way every device is left as it was found. It is a subclass of
+    ``torch.OutOfMemoryError``, so handlers of that catch both. The message names the unit, the
+    device, the bytes needed and available there, and changes that would make it fit.
 
     Attributes:
-        unit: name of the first unit that found no place, e.g. ``"model.layers.17"``.
+        unit: name of the first unit without room, e.g. ``"model.layers.17"``.
         device: the last device that was considered for it, as a string.
         needed: bytes that the device would have to hold.
         available: bytes that it has for this model.
-        suggestions: changes that were computed to fit, cheapest in quality first. Each is planned
-            itself, so they are found when they are first asked for, here or in the message, and a
-            refusal takes no longer than a plan.
+        suggestions: changes that fit, the least loss of quality first. Each takes a plan of its
+            own, so they are computed when first requested, here or in the message, and a refusal
+            takes no longer than a plan.
         plan: the attempt, whose overfull device has negative headroom; None after a real
             out-of-memory error.
     """
@@ -111,7 +111,7 @@ class PlacementError(torch.OutOfMemoryError):
         self.available = available
         self.plan = plan
         self._suggestions = suggestions
-        self._lists_them = callable(suggestions)  # else the message says what there is to say
+        self._lists_them = callable(suggestions)  # else the message has its own remedy
 
     @property
     def suggestions(self) -> tuple[str, ...]:
@@ -137,21 +137,21 @@ class OutOfMemoryError(torch.OutOfMemoryError):
 class MissingKernelsWarning(RuntimeWarning):
     """A model is loaded to a device that exkv's kernels don't serve, and runs many times slower.
 
-    The message says what is missing, what a token costs without it, and the line that mends it.
+    The message says what is missing, what a token costs without it, and the command that fixes it.
     """
 
 
 class UnsupportedArchitecture(ValueError):
-    """A model of an architecture that has no file here; another program may run it."""
+    """A model of an architecture that exkv doesn't have; another program may run it."""
 
 
 class ContentsLostError(RuntimeError):
-    """Keys and values in a cache's pages are gone, with the host that held them. Rows have their
-    tokens, which the next call runs again first; an engine has its jobs run again by itself."""
+    """Keys and values in a cache's pages were lost with the host that held them. Rows keep their
+    tokens, which the next call recomputes first; an engine reruns its jobs by itself."""
 
 
 class CacheUseError(RuntimeError):
-    """A cache has one user at a time: another has it, or it was freed under the one that had it.
+    """A cache, which has one user at a time, is in use by another one, or was freed while in use.
 
-    The message says who uses it. The cache is as it was.
+    The message says who uses it. The cache is unchanged.
     """

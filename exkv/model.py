@@ -1,6 +1,6 @@
-"""The model for users: ``load`` and ``load_autosplit`` take ExLlamaV2's arguments.
+"""The model that users load: ``load`` and ``load_autosplit`` take ExLlamaV2's arguments.
 
-Both make budgets for ``exkv.loading.loader.load_units``, and differ in nothing else.
+They differ only in the budgets that they make for ``exkv.loading.loader.load_units``.
 """
 
 from __future__ import annotations
@@ -95,20 +95,20 @@ class Model(Transformer):
 
         Args:
             weights: "int8", "int6", "int5", "int4" or "int3" for integers (see
-                ``exkv.weights.on_load``); "best" to choose for each unit, by a text for each
-                matrix, when the model is planned or loaded, the least lossy of these that fits;
-                None for floats.
-            calibration: a text in the model's language. Integers are rounded for what it gives the
-                layers as inputs, which takes the host a pass of the text through the model at each
-                load (see ``exkv.loading.calibration``); and "best" measures on it, by the model's
-                outputs, what fewer bits lose. Without one, the weights' own error counts. Of a
-                mixture of experts it also tells how often each is chosen (``exkv.loading.usage``),
-                and of a cache whose bits a plan chooses, what fewer lose by layer.
+                ``exkv.weights.on_load``); "best" to choose the least lossy of these that fit, when
+                the model is planned or loaded, for each unit (with a calibration text for each
+                matrix); None for floats.
+            calibration: a text in the model's language. Integers are rounded for the inputs that it
+                gives each layer, for which the host runs the text through the model at each load
+                (see ``exkv.loading.calibration``); and "best" measures the loss of fewer bits on
+                it, by the model's outputs. Without one, the weights' own error counts. In a mixture
+                of experts it also tells how often each is chosen (``exkv.loading.usage``), and for
+                a cache whose bits a plan chooses, the loss of fewer bits by layer.
             transform: "hadamard" for integers of matrices whose inputs go through the Hadamard
                 transform, which lose less (see ``exkv.weights.hadamard``).
-            mtp: load the checkpoint's head for multi-token prediction, too, which proposes tokens
-                (``exkv.MTP``). "best" weighs what its proposals lose as it does what the model's
-                tokens do; by a text it isn't rounded, but as without one.
+            mtp: also load the checkpoint's head for multi-token prediction, which proposes tokens
+                (``exkv.MTP``). "best" gives the loss of its proposals the same weight as that of
+                the model's tokens; it is always rounded as without a calibration text.
         """
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
@@ -126,7 +126,7 @@ class Model(Transformer):
         self._chooses, self._calibration = weights == BEST, calibration
         self._losses: Losses | None = None
         self._cache_losses: CacheLosses | None = None
-        #: Of experts, with nothing in it until it is asked for.
+        #: Memo of :meth:`usage`, empty until it is first called.
         self._usage: tuple[Mapping[str, tuple[float, ...]] | None, ...] = ()
         self._calibrated: CalibratedUnits | None = None
         self.plan: Plan | None = None
@@ -144,11 +144,11 @@ class Model(Transformer):
         mtp: bool = False,
         **without_meaning: Any,
     ) -> Model:
-        """Build and load a model, in the words of transformers' ``from_pretrained``.
+        """Build and load a model, with the arguments of transformers' ``from_pretrained``.
 
         Args:
-            dtype, torch_dtype: as of ``Model``; "auto" for the checkpoint's.
-            mtp: as of ``Model``; for ``generate(..., use_mtp=True)``.
+            dtype, torch_dtype: as for ``Model``; "auto" for the checkpoint's.
+            mtp: as for ``Model``; for ``generate(..., use_mtp=True)``.
             device_map: None, "auto" or "sequential" for every device in order, or one device. For
                 anything else build a ``Model`` and ``load`` it.
             without_meaning: ``low_cpu_mem_usage``, ``attn_implementation`` and ``use_safetensors``.
@@ -160,8 +160,8 @@ class Model(Transformer):
         unknown = without_meaning.keys() - _WITHOUT_MEANING
         if unknown:
             raise TypeError(
-                f"from_pretrained() knows no {', '.join(sorted(unknown))}: see Model(), which "
-                'rounds weights with weights="int4" or "int8", and load()'
+                f"from_pretrained() has no argument {', '.join(sorted(unknown))}: see Model(), "
+                'which rounds weights with weights="int4" or "int8", and load()'
             )
         devices = None
         if isinstance(device_map, Mapping) or device_map in ("balanced", "balanced_low_0"):
@@ -178,13 +178,13 @@ class Model(Transformer):
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding lies, the host before loading. Ids may lie anywhere."""
+        """The embedding's device, the host before loading. Input ids may be on any device."""
         return self.units[0].device or torch.device("cpu")
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """How ``generate`` decodes where a call says nothing: the checkpoint's recommendation with
-        its token ids, or what was assigned."""
+        """Defaults of ``generate``: the checkpoint's recommendation with its token ids, or the
+        config that was assigned."""
         return resolve(self, None, {})
 
     @generation_config.setter
@@ -192,11 +192,11 @@ class Model(Transformer):
         self.own_generation_config = config
 
     def to(self, *_: Any, **__: Any) -> Model:
-        """Return the model as it is: ``load`` says where it lies, and ``dtype`` how."""
+        """Return the model unchanged: ``load`` determines its devices, and ``Model`` its dtype."""
         return self
 
     def eval(self) -> Model:
-        """Return the model as it is: there is no training."""
+        """Return the model unchanged: there is no training mode."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -206,17 +206,18 @@ class Model(Transformer):
         )
 
     def losses(self) -> Losses | None:
-        """The loss of each unit in each weight format, for ``weights="best"``, of experts by how
-        often they are chosen; measured at the first call, see ``exkv.loading.losses``."""
+        """The loss of each unit in each weight format, for ``weights="best"``; that of experts by
+        how often they are chosen. Measured at the first call, see ``exkv.loading.losses``."""
         if self._chooses and self._losses is None:
             found = losses_of(self, self._calibration)
             self._losses = with_usage(found, self, self.usage())
         return self._losses
 
     def cache_losses(self) -> CacheLosses | None:
-        """What each layer loses by keys and values of fewer bits, for a cache to be chosen by;
+        """The loss of each layer with keys and values in fewer bits, by which a cache is chosen;
         measured at the first call, see ``exkv.loading.cache_losses``. None without a text, unless
-        ``weights="best"`` is chosen by the weights' own error, beside which theirs counts."""
+        ``weights="best"`` is chosen by the weights' own error, with which the caches' is
+        compared."""
         if self._calibration is None and not self._chooses:
             return None
         if self._cache_losses is None:
@@ -232,7 +233,7 @@ class Model(Transformer):
 
     @property
     def calibrates(self) -> bool:
-        """Whether loading rounds the weights by a calibration text."""
+        """Whether loading rounds the weights for a calibration text."""
         return self._calibration is not None and self.weights is not None and not self._chooses
 
     def precomputed(self, unit: Unit) -> Mapping[str, torch.Tensor]:
@@ -255,27 +256,27 @@ class Model(Transformer):
         plan: Plan | None = None,
         progress: bool = False,
     ) -> Generator[Any, None, LoadReport | None]:
-        """Load with a manual split, or by a plan. ``load_gen`` is a generator of what
-        ``callback_gen`` yields, and with ``stats`` of the report at the end; dropped half-way, it
-        leaves nothing loaded. ``load`` runs it to the end.
+        """Load with a manual split, or by a plan. ``load_gen`` is a generator that yields what
+        ``callback_gen`` does, and with ``stats`` the report at the end; if it is dropped half-way,
+        nothing stays loaded. ``load`` runs it to the end.
 
         Args:
             gpu_split: GB (2**30 bytes) to use on each device for weights, existing caches and
                 workspace. A zero skips the device; devices beyond the list are not used. None, or
-                an empty list, for all that is free.
+                an empty list, for all free memory.
             lazy: place the units, and read each at its first use.
             stats: return the report.
             callback: called as ``callback(index, total)`` before each unit and once at the end.
             callback_gen: the same, its result iterated over.
             devices: in filling order; None for every accelerator, or the CPU if there is none.
                 ``"cpu"`` may come last, as overflow.
-            plan: from :func:`exkv.place`, made for this model with its existing caches; instead of
-                ``gpu_split`` and ``devices``.
+            plan: from :func:`exkv.place`, made for this model with its existing caches; takes the
+                place of ``gpu_split`` and ``devices``.
             progress: show a progress bar.
 
         Raises:
-            ValueError: a negative, empty or overlong split, a plan for something else, or a model
-                that is loaded already.
+            ValueError: a negative, empty or overlong split, a plan for another model or caches, or
+                a model that is already loaded.
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
@@ -314,32 +315,32 @@ class Model(Transformer):
         cluster: Hosts | None = None,
     ) -> Generator[Any]:
         """Load over the devices, filling one after the other or by an objective.
-        ``load_autosplit_gen`` is a generator of what ``callback_gen`` yields; ``load_autosplit``
-        runs it to the end.
+        ``load_autosplit_gen`` is a generator that yields what ``callback_gen`` does;
+        ``load_autosplit`` runs it to the end.
 
         It plans before it reads anything. The plan is a promise: a forward call within the caches'
         rows and lengths finds its memory, while the caller keeps the last call's logits. The plan
-        leaves room for this process's other memory, and for promises to loaded models.
+        leaves room for this process's other memory, and for the promises of loaded models.
 
         Args:
-            cache: planned, with every other existing cache of this model.
+            cache: planned together with every other existing cache of this model.
             reserve_vram: bytes to leave free, on each device or as a list, beside the margin of
                 256 MiB that a plan leaves on every real GPU.
-            last_id_only: promise logits of each row's last token only, which saves the rest; False
-                promises those of a whole chunk on the device, None also in slices that are gathered
-                in host memory, where only these fit.
+            last_id_only: promise logits of each row's last token only, which saves memory; False
+                promises those of a whole chunk on the device, None those in slices gathered in host
+                memory if only these fit.
             objective, order, host_experts, disk_experts: as for :func:`exkv.place`; "speed" first
                 measures each device's bandwidth.
             callback, callback_gen, devices, progress: as for :meth:`load`.
             draft: the cache of a draft model (``exkv.Draft``), which is placed and loaded after
                 this one: both are planned before anything is read, and the draft's plan holds both
                 promises.
-            cluster: hosts over which to spread the model, too; ``devices`` and a list of reserves
-                are this machine's. See docs/cluster.md.
+            cluster: hosts over which to spread the model as well; ``devices`` and a list of
+                reserves are this machine's. See docs/cluster.md.
 
         Raises:
-            ValueError: a negative or overlong reserve, an unknown objective, or the cache is of
-                another model.
+            ValueError: a negative or overlong reserve, an unknown objective, or a cache of another
+                model.
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
@@ -366,7 +367,7 @@ class Model(Transformer):
     load_autosplit = finished(load_autosplit_gen)
 
     def load_by(self, options: LoadOptions) -> Iterator[Any]:
-        """Load; a generator of what ``callback_gen`` yields, on which all other forms stand."""
+        """Load, yielding what ``callback_gen`` does; all other ways to load end here."""
         if self._chooses and options.plan is not None and not self.loaded:
             self.choose(options.plan.choice)
         if self._calibration is not None and self.calibrates and self._calibrated is None:
@@ -380,7 +381,7 @@ class Model(Transformer):
             yield from self._carry_out(scenario, options)
 
     def _scenario_of(self, options: LoadOptions) -> Scenario:
-        """This model with its existing caches, and the devices."""
+        """The scenario of this model with its existing caches, and the devices."""
         plan = options.plan
         if plan is None:
             workload = Workload.of(self, self.caches, last_id_only=options.last_id_only)
@@ -409,10 +410,10 @@ class Model(Transformer):
         yield from options.announce(steps, len(self.units))
 
     def _load_with(self, cache: KVCache, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
-        """Load this model, and then the draft."""
+        """Load this model, then the draft."""
         draft = cache.model
         if not isinstance(draft, Model) or draft is self:
-            raise ValueError("draft is a cache of this model: give one of another, smaller model")
+            raise ValueError("draft is a cache of this model: give that of another, smaller model")
         workload = Workload.of(draft, draft.caches)
         both = replace(scenario, workloads=(*scenario.workloads, workload))
         _, (own, its), _ = planned(both)
@@ -433,7 +434,7 @@ class Model(Transformer):
         gpu_split: Sequence[float] | None = None,
         reserve: int | Sequence[int] | None = None,
     ) -> list[Budget]:
-        """The devices' budgets now; arguments and errors as of :meth:`load` and
+        """The devices' current budgets; arguments and errors as of :meth:`load` and
         :meth:`load_autosplit`."""
         if gpu_split is not None:
             return split_budgets(devices, gpu_split)
@@ -450,7 +451,7 @@ class Model(Transformer):
         self.plan = self.report = None
 
     def full_report(self) -> LoadReport | None:
-        """The report, of all hosts of a spread model; None before loading."""
+        """The report, covering all hosts of a spread model; None before loading."""
         return self.report
 
     def take_in(self) -> list[str]:
@@ -458,7 +459,7 @@ class Model(Transformer):
         return []
 
     def unread_bytes(self, device: torch.device) -> int:
-        """Bytes of weights that ``load(lazy=True)`` placed there and has not read yet."""
+        """Bytes of weights that ``load(lazy=True)`` placed on a device and has not read yet."""
         if self.plan is None:
             return 0
         pairs = zip(self.units, self.plan.units, strict=True)
@@ -476,14 +477,14 @@ class Model(Transformer):
     # In use -------------------------------------------------------------------------------
 
     def check_cache(self, cache: KVCache) -> None:
-        """Plan a new cache for a loaded model; PlacementError if a device has no room for it, or
-        for its calls."""
+        """Plan a new cache for a loaded model; PlacementError if a device has no room for it or its
+        calls."""
         if self.plan is not None:
             check_new_cache(self, self.plan, cache)
 
     def check_adapter(self, adapter: Adapter) -> None:
-        """Plan a new adapter for a loaded model; PlacementError if a device has no room for it, or
-        for its calls."""
+        """Plan a new adapter for a loaded model; PlacementError if a device has no room for it or
+        its calls."""
         if self.plan is not None:
             check_new_adapter(self, self.plan, adapter)
 
@@ -505,7 +506,7 @@ class Model(Transformer):
             return
         if self.caches:
             self.plan = with_caches(self, self.plan)
-        else:  # the promise at loading, with today's adapters
+        else:  # back to the promise made at loading, with the current adapters
             now = with_caches(self, self.plan)
             ledgers = tuple(
                 replace(row.ledger, weights=ledger.weights)
@@ -530,20 +531,20 @@ class Model(Transformer):
         """:meth:`Transformer.forward`, also with transformers' arguments.
 
         Args:
-            past_key_values: another name of ``cache``.
+            past_key_values: another name for ``cache``.
             attention_mask, position_ids, cache_position: as transformers' loops pass them; checked
-                against what the cache says.
-            logits_to_keep: 1 is ``last_id_only``, 0 is all.
-            use_cache: True makes a :class:`exkv.DynamicCache` where none is given.
-            return_dict: True returns a :class:`ForwardOutput`, False a tuple of its two, as in
-                transformers; None the logits alone.
+                against the cache's lengths.
+            logits_to_keep: 1 for ``last_id_only``, 0 for all.
+            use_cache: True makes a :class:`exkv.DynamicCache` if none is given.
+            return_dict: True returns a :class:`ForwardOutput`, False a tuple of its two fields, as
+                in transformers; None the logits alone.
             options: those of :meth:`Transformer.forward`.
 
         Raises:
-            ValueError: also for one of these that contradicts the call.
+            ValueError: as of :meth:`Transformer.forward`, or an argument that contradicts the call.
             OutOfMemoryError: memory ran out in spite of the plan; the message says what has changed
                 since loading, and the cache keeps the tokens that it had.
-            PlacementError: the cache has no storage, and a device no room for it.
+            PlacementError: the cache has no storage yet, and a device no room for it.
         """
         if past_key_values is not None:
             cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
@@ -574,10 +575,10 @@ class Model(Transformer):
             return logits
         return ForwardOutput(logits=logits, cache=cache) if return_dict else (logits, cache)
 
-    def __call__(  # type: ignore[override] # as forward does
+    def __call__(  # type: ignore[override] # as for forward
         self, *args: Any, return_dict: bool | None = None, **options: Any
     ) -> ForwardOutput | tuple[torch.Tensor | None, KVCache | None]:
-        """:meth:`forward` with what transformers' models return: a :class:`ForwardOutput`, or a
+        """:meth:`forward` with the results of transformers' models: a :class:`ForwardOutput`, or a
         tuple with ``return_dict=False``."""
         answer: Any = self.forward(*args, return_dict=return_dict is not False, **options)
         return cast(ForwardOutput, answer)
@@ -588,8 +589,8 @@ class Model(Transformer):
         accelerators.release_idle_memory()
         changes = "" if self.report is None else f"{'. '.join(self.report.changes())}. "
         raise OutOfMemoryError(
-            f"a forward call ran out of memory; the cache has the tokens that it had before, and a "
-            f"shorter call can go on. {changes}What torch said: {attempt.why}"
+            f"a forward call ran out of memory; the cache has the tokens that it had before, so a "
+            f"shorter call can continue. {changes}torch's error: {attempt.why}"
         )
 
     def generate(
@@ -617,10 +618,10 @@ def split_budgets(
 
 
 def split_caps(gpu_split: Sequence[float], offered: Sequence[str]) -> list[int]:
-    """Bytes on each of the first devices, of a split in GB of 2**30 bytes.
+    """Bytes for each of the first devices, from a split in GB of 2**30 bytes.
 
     Raises:
-        TypeError, ValueError: not a list of sizes, more than there are devices, or all 0.
+        TypeError, ValueError: not a list of sizes, more sizes than devices, or all 0.
     """
     if isinstance(gpu_split, str) or not isinstance(gpu_split, Sequence):
         raise TypeError(f"gpu_split is {gpu_split!r}: give a list of GB, one for each device")

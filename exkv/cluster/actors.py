@@ -46,7 +46,7 @@ class Actors:
         self._simulated, self._folder = tuple(simulated), folder
         self._began = not self._ray.is_initialized()
         if self._began:
-            _begin(self._ray, address)
+            _connect(self._ray, address)
         self._actors: dict[str, Any] = {}
         self._machines: dict[str, str] = {}  # name -> node id
         self._pings: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def _ray() -> Any:
     return ray
 
 
-def _begin(ray: Any, address: str | None) -> None:
+def _connect(ray: Any, address: str | None) -> None:
     """Connect to a Ray cluster; None for the one that this machine belongs to, or a new local
     one."""
     quiet = {"log_to_driver": False, "logging_level": "WARNING"}

@@ -1,5 +1,5 @@
 """Adapters over hosts: the driver sends an adapter's files, and every host stores them in a
-temporary folder while the adapter is loaded, from which it reads its own units' part."""
+temporary folder while the adapter is loaded, and reads its own units' part from there."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def give(
 
 
 def _pieces(file: Path, size: int) -> Iterator[torch.Tensor]:
-    """The first ``size`` bytes of a file, in pieces; zeros if it has become shorter, which the
-    adapter's key reveals."""
+    """The first ``size`` bytes of a file, in pieces, padded with zeros if it has become shorter
+    (the adapter's key then differs)."""
     with file.open("rb") as stream:
         for first in range(0, size, PIECE):
             count = min(PIECE, size - first)
@@ -106,7 +106,7 @@ class AdapterFiles:
 
 
 def chosen_again(model: Transformer, made_with: list[str | None]) -> list[str | None]:
-    """Adapter names with which to recompute rows that were computed under these keys; None for a
-    row of several adapters, or of one that is no longer loaded."""
+    """Adapter names with which to recompute rows, from the keys of those they were computed with;
+    None for a row of several adapters, or of one that is no longer loaded."""
     names = {adapter.key: name for name, adapter in model.adapters.items()}
     return [None if key is None else names.get(key) for key in made_with]

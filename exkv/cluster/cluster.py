@@ -77,7 +77,7 @@ class Cluster:
         self._simulated = False
         self._caps: dict[str, Sequence[int]] = {}
         self._offered: dict[str, Sequence[Budget]] = {}
-        self._memory = False  # whether hosts offer theirs beside their cards
+        self._memory = False  # whether hosts offer their memory beside their cards
         self._holds: weakref.ref[Model] | None = None
         self.gone: list[str] = []
         self.came: list[str] = []
@@ -287,7 +287,7 @@ class Cluster:
         """:meth:`send` with arguments for each host by rank; None skips a host."""
         self._commands += 1
         concerned = [n for n, its in zip(self.names[1:], args, strict=True) if its is not None]
-        # A wait of minutes would exceed the wire's time-out, and count the host as dead.
+        # A wait of minutes would exceed the wire's time-out, and the host would count as dead.
         where = f"answer/{self._commands}" if do in _SLOW else "wire"
         self._awaited = where, concerned
         self._send(do, args, where)
@@ -337,7 +337,7 @@ class Cluster:
 
     def offers(self, own: Sequence[Budget], *, now: bool = False) -> list[list[Budget]]:
         """Budgets of every process's devices by rank; the driver's are ``own``. If these include
-        its memory beside cards, so do the others'.
+        host memory beside cards, so do the others'.
 
         Args:
             now: ask every host again, which must have no model loaded; else only those whose
@@ -365,7 +365,7 @@ class Cluster:
 
     @property
     def model(self) -> Model | None:
-        """The model that the hosts have built; None for none, or if it has been collected."""
+        """The model that the hosts have built; None if there is none, or it has been collected."""
         return None if self._holds is None else self._holds()
 
     @model.setter
@@ -381,21 +381,21 @@ class Cluster:
 
     @property
     def waiting(self) -> list[str]:
-        """Hosts that wait to join with the next plan: ``model.replan()`` makes one. Their secret is
-        checked then."""
+        """Hosts that wait to join with the next plan, which ``model.replan()`` makes. Their secret
+        is checked then."""
         return [] if self._admission is None else self._admission.waiting()
 
     def restore(self) -> list[str]:
-        """Restart hosts that ended, if this program or Ray had started them -> their names. They
-        wait until the next plan admits them."""
+        """Restart hosts that ended, if this program or Ray started them -> their names. They wait
+        until the next plan admits them."""
         return self.launcher.start_missing(self.names[1:])
 
     def regroup(self, *, welcome: bool = False) -> dict[str, str]:
-        """Form a new group of the hosts that are left after the wire broke; the others are added
-        to ``gone``. Admits waiting hosts if one is gone, or if ``welcome`` is set.
+        """Form a new group of the remaining hosts after the wire broke; the others are added to
+        ``gone``. Admits waiting hosts if one is gone, or if ``welcome`` is set.
 
         Returns:
-            The failures on the hosts that are left, by name.
+            The failures on the remaining hosts, by name.
         """
         self.came = []
         for _ in range(_MOST_GROUPS):

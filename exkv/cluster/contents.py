@@ -1,5 +1,5 @@
 """A cache's contents on other hosts, for saving and restoring it: each tensor is sent between its
-host and the driver, which reads and writes the file as on one machine."""
+host and the driver, which reads and writes the file as it does on one machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RemotePart:
     """A tensor of a cache layer on another host.
 
     Attributes:
-        which: cache, layer and tensor, as arguments of the host's commands.
+        which: cache, layer and tensor, as arguments of the hosts' commands.
     """
 
     cluster: Cluster
@@ -77,7 +77,7 @@ class RemotePart:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def values(self) -> torch.Tensor:
-        rank = self._tell("send_rows")
+        rank = self._send_command("send_rows")
         found = torch.empty(self.shape, dtype=self.dtype)
         for piece in pieces(found):
             self.cluster.wire.receive_into(piece, rank, tag=WEIGHTS)
@@ -85,12 +85,12 @@ class RemotePart:
         return found
 
     def become(self, values: torch.Tensor) -> None:
-        rank = self._tell("take_rows")
+        rank = self._send_command("take_rows")
         for piece in pieces(values.contiguous()):
             self.cluster.wire.send(piece, rank, tag=WEIGHTS)
         self.cluster.answers()
 
-    def _tell(self, do: str) -> int:
+    def _send_command(self, do: str) -> int:
         """Send a command to the host -> its rank."""
         names = self.cluster.names
         args = [dict(self.which) if name == self.host else None for name in names[1:]]

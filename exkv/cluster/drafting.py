@@ -1,5 +1,5 @@
-"""Proposals by an MTP head over hosts: the driver has every host take each step, of which the one
-with the embedding, the one with the MTP head and the one with the model's head do their part."""
+"""Proposals by an MTP head over hosts: the driver has every host take part in each step, in which
+the hosts of the embedding, the MTP head and the model's head compute."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class HostsDrafting(Drafting):
-    """The driver's :class:`Drafting`. Where a host dies, the others go on as after any call, and
-    nothing more is proposed."""
+    """The driver's :class:`Drafting`. If a host dies, the others recover as after any call, and no
+    more tokens are proposed."""
 
     model: ClusterModel
 

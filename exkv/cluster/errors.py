@@ -6,17 +6,17 @@ import torch
 
 
 class WireError(RuntimeError):
-    """A message did not arrive or could not be sent: a host is dead, stopped or unreachable, or
+    """A message did not arrive or could not be sent: a host is dead, stopped or unreachable, or has
     left the group after a failure."""
 
 
 class ClusterError(RuntimeError):
-    """The remaining hosts can't go on. Nothing is loaded on them any more; the message names the
+    """The remaining hosts can't continue. Nothing is loaded on them any more; the message names the
     hosts that are gone, and what was missing."""
 
 
 def raise_failures(failed: dict[str, str]) -> None:
-    """Raise one error for the failures on hosts, by name; nothing if there are none."""
+    """Raise one error for the failures on hosts, given by name; do nothing if there are none."""
     if not failed:
         return
     kind = "out of memory: "

@@ -1,5 +1,5 @@
 """Hidden states between hosts with NVIDIA GPUs: NCCL copies them from one host's first GPU to the
-other's, not through host memory.
+other's, bypassing host memory.
 
 Hosts announce in the store whether they have GPUs when a group is formed. Between other hosts gloo
 carries hidden states, and it carries commands and answers in any case. NCCL doesn't detect a dead
@@ -37,7 +37,7 @@ def kind_of_host() -> str:
 
 def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """An NCCL group without a watchdog: its user must detect dead peers."""
-    # Else a thread of NCCL's ends this process when a message takes too long.
+    # With a watchdog, a thread of NCCL's ends this process when a message takes too long.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl.Options()
@@ -90,7 +90,7 @@ class GpuWire:
         sends = self._sends.setdefault(to, Sends(taken))
         sends.make_room(x.nbytes)
         data = x.detach().to(self._device).contiguous()
-        sends.add(self._made().send([data], to, 0), data)
+        sends.add(self._nccl().send([data], to, 0), data)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         """Receive the next tensor from a process, on this process's device.
@@ -99,10 +99,10 @@ class GpuWire:
             WireError: none arrived in time.
         """
         x = torch.empty(shape, dtype=dtype, device=self._device)
-        self._wait(self._made().recv([x], source, 0), f"no hidden state came from rank {source}")
+        self._wait(self._nccl().recv([x], source, 0), f"no hidden state came from rank {source}")
         return x
 
-    def _made(self) -> Any:
+    def _nccl(self) -> Any:
         if self._group is None:
             store = distributed.PrefixStore("gpus", self._store)
             limit = timedelta(seconds=self._timeout)

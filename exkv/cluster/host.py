@@ -78,7 +78,7 @@ def follow(
     address: str,
     folder: Path | None = None,
 ) -> None:
-    """Run the loop of a host that needs no admission, as under torchrun."""
+    """Run the loop of a host that needs no admission, such as one under torchrun."""
     beat(connect, name)
     Follower(store, name, address, 0).run(folder)
 
@@ -86,7 +86,7 @@ def follow(
 class Follower:
     """Runs the driver's commands.
 
-    If a command without an answer fails, the host leaves the group: every process notices on the
+    If a command without an answer fails, the host leaves the group: every process notices it on the
     wire, and they form the next group, in which the driver learns the reason.
     """
 
@@ -131,7 +131,7 @@ class Follower:
             replica.wire = self._join_next_group(failed)
 
     def _execute(self, replica: Replica, command: dict[str, Any]) -> str | None:
-        """Run a command -> the failure for which the host must leave the group, if any."""
+        """Run a command -> the failure because of which the host must leave the group, if any."""
         do, args = command["do"], command["args"]
         if do not in COMMANDS:
             raise ClusterError(f"unknown command {do!r}: the driver runs another version of exkv")
@@ -162,5 +162,5 @@ class Follower:
 
 
 def _kind(error: Exception) -> str:
-    """The prefix by which the driver tells kinds of failures apart."""
+    """The prefix by which the driver recognizes the kind of a failure."""
     return "out of memory: " if is_out_of_memory(error) else ""

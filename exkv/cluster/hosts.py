@@ -40,7 +40,7 @@ def owners(plan: Plan, names: Sequence[str]) -> list[int]:
 
 
 def part(plan: Plan, host: str) -> Plan:
-    """A process's part of a plan: its own units under local device names, all others elsewhere."""
+    """A process's part of a plan: its own units with local device names, all others elsewhere."""
     ledgers = (each for each in plan.ledgers if each.place.host == host)
     return replace(
         plan,

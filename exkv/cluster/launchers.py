@@ -34,23 +34,23 @@ class Launcher(Protocol):
         """Restart the hosts that aren't among these -> their names."""
 
     def close(self, told: Collection[str] = ()) -> None:
-        """End all hosts; those in ``told`` were told to, and exit by themselves."""
+        """End all hosts; those in ``told`` have been told to, and exit by themselves."""
 
 
 class ByHand:
-    """Hosts that somebody else starts and ends."""
+    """Hosts that users start and end."""
 
     def has_ended(self, name: str) -> bool:
         return False
 
     def end(self, name: str) -> None:
-        """Nothing: it notices by itself."""
+        """Do nothing: the host notices by itself."""
 
     def start_missing(self, present: list[str]) -> list[str]:
         return []
 
     def close(self, told: Collection[str] = ()) -> None:
-        """Nothing: hosts exit by themselves after the driver."""
+        """Do nothing: hosts exit by themselves after the driver."""
 
 
 class Processes:
@@ -100,7 +100,7 @@ def _spawn(address: str, name: str, devices: str, secret: str) -> int:
     command = [sys.executable, "-m", "exkv", "cluster", "up", address, "--name", name]
     with tempfile.TemporaryFile() as nothing:
         child = subprocess.Popen(command, env=environment, stdin=nothing)
-    child.returncode = 0  # Popen must not wait for it: _end does
+    child.returncode = 0  # keep Popen from waiting for it: _end does
     return child.pid
 
 

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Calls of paged caches for whose answers the driver waits, since they allocate. A host on which
+#: Calls of paged caches whose answers the driver waits for, since they allocate. A host on which
 #: another call fails leaves the group, and the pages' contents count as lost.
 _ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "swap_out", "free"))
 
@@ -84,25 +84,25 @@ class ClusterModel(Model):
         if self.calibrates:
             raise ValueError(
                 "calibration rounds weights on one host: write the integers once, with `exkv "
-                "quantize IN OUT --calibration FILE`, and load that folder over hosts"
+                "quantize IN OUT --calibration FILE`, and load that folder over the hosts"
             )
-        self.exchange_experts = False  # a new plan counts on them where the last one had them
+        self.exchange_experts = False  # recovery relies on experts being where the plan has them
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []
         self._budgets: tuple[Budget, ...] = ()
-        #: Caps of a manual split, and bytes to leave free on each device.
+        #: Caps of a manual split, and the reserves of the devices.
         self._caps: dict[Place, int | None] | None = None
         self._reserve: int | None = None
         self._places: tuple[Place, ...] = ()
         self._whole: Plan | None = None  # of all hosts
         self._moved = False  # whether units have moved since the load
-        #: For each unit, whether its cache layers hold what they should.
-        self._kept: list[bool] = []
+        #: For each unit, whether the contents of its cache layers are intact.
+        self._intact: list[bool] = []
         self._numbers: weakref.WeakKeyDictionary[KVCache | SwappedPages, int]
         self._numbers = weakref.WeakKeyDictionary()
         self._next = 0
-        self._gone: deque[int] = deque()  # numbers of collected objects
+        self._collected: deque[int] = deque()  # numbers of collected objects
         self._depth = 0
         if self.config.path is None:
             raise ValueError("the config has no folder: hosts need one to read weights from")
@@ -127,7 +127,7 @@ class ClusterModel(Model):
         return self.cluster.model is self
 
     def _build(self) -> None:
-        """Have the hosts build the model and its caches, replacing any other model.
+        """Have the hosts build the model and its caches in place of any other model.
 
         Raises:
             ValueError: another model is loaded on them.
@@ -141,10 +141,10 @@ class ClusterModel(Model):
                 "its unload() first"
             )
         self.cluster.model = None
-        self._with_those_left(lambda: self._build_on(self.cluster.names[1:]))
+        self._retrying(lambda: self._build_on(self.cluster.names[1:]))
         self.cluster.model = self
 
-    def _with_those_left(self, call: Callable[[], T]) -> T:
+    def _retrying(self, call: Callable[[], T]) -> T:
         """Make a call; if a host dies, recover and make it again on the remaining hosts."""
         while True:
             try:
@@ -172,14 +172,14 @@ class ClusterModel(Model):
             self.cluster.ask_some(names, "add_cache", **described, owner=number)
 
     def _sending_weights(self) -> AbstractContextManager[None]:
-        """Send hosts without a copy of the checkpoint the tensors that they request, within the
-        context."""
+        """Within the context, send hosts without a copy of the checkpoint the tensors that they
+        request."""
         ranks = [r for r in self.cluster.others if self.cluster.names[r] in self._streamed]
         return serving(Path(self._built["path"]), self.cluster.wire, ranks)
 
     @property
     def host_map(self) -> dict[str, str]:
-        names = dict(enumerate(self.cluster.names))  # once it is closed the driver's alone
+        names = dict(enumerate(self.cluster.names))  # only the driver once the cluster is closed
         pairs = zip(self.units, self._owners, strict=False)
         return {unit.name: names[owner] for unit, owner in pairs if owner in names}
 
@@ -189,27 +189,27 @@ class ClusterModel(Model):
         """:meth:`Model._scenario_of` over all hosts' devices, the driver's first. ``gpu_split``
         covers all of them; ``devices`` and a list of reserves are the driver's."""
         if options.lazy:
-            raise ValueError("a model over hosts is not loaded lazily: leave lazy out")
+            raise ValueError("a model over hosts can't be loaded lazily: leave lazy out")
         if options.objective == "speed":
             raise ValueError(
-                "objective is 'speed', and what devices of other hosts read a second is not "
-                "measured: take pack, balance or fewest, or a plan of exkv.place with bandwidth"
+                "objective is 'speed', and the bandwidth of other hosts' devices is not measured: "
+                "use pack, balance or fewest, or a plan of exkv.place with bandwidth"
             )
         if options.plan is None:
-            self._be_ready()
+            self._prepare_plan()
         return super()._scenario_of(options)
 
-    def _be_ready(self) -> None:
-        """Prepare for a plan: admit waiting hosts, build the model on all, and update budgets."""
+    def _prepare_plan(self) -> None:
+        """Prepare to plan: admit waiting hosts, build the model on all, and update budgets."""
         self._check_unloaded()
         if self.cluster.waiting:
             self.replan()
         self._build()
-        self._with_those_left(self._update_offers)
+        self._retrying(self._update_offers)
 
     def _update_offers(self) -> None:
         """Ask all hosts for their current budgets."""
-        self._tell_gone()
+        self._forget_collected()
         self.cluster.offers((), now=True)
 
     def _check_unloaded(self) -> None:
@@ -223,9 +223,9 @@ class ClusterModel(Model):
         gpu_split: Sequence[float] | None = None,
         reserve: int | Sequence[int] | None = None,
     ) -> list[Budget]:
-        """Budgets of all hosts' devices, this process's first and current; others' are as of the
-        last load there. ``gpu_split`` covers all; ``devices`` and a list of reserves are this
-        process's."""
+        """Budgets of all hosts' devices: this process's first, as they are now, then the others' as
+        of the last load there. ``gpu_split`` covers all; ``devices`` and a list of reserves are
+        this process's."""
         self._check_unloaded()
         own = make_budgets(devices, reserve=reserve)
         budgets = by_host(self.cluster.names, self.cluster.offers(own))
@@ -233,18 +233,18 @@ class ClusterModel(Model):
         if gpu_split:
             budgets = _capped(budgets, gpu_split)
             self._caps = {budget.place: budget.cap for budget in budgets}
-        self._budgets = self._as_asked(budgets)
+        self._budgets = self._limited(budgets)
         return list(self._budgets)
 
-    def _as_one(self) -> ModelShape:
-        """The model with all units, wherever they are."""
+    def _whole_shape(self) -> ModelShape:
+        """The shape of the model with the units of all hosts."""
         return replace(ModelShape.of(self), elsewhere=frozenset())
 
     def _plan_anew(self, budgets: Sequence[Budget]) -> Plan:
         """Plan the loaded model over these devices, with the objective of its first plan."""
         plan = self._whole
         assert plan is not None
-        workload = Workload.under(plan, self._as_one(), self.caches)
+        workload = Workload.under(plan, self._whole_shape(), self.caches)
         workload = replace(workload, model=workload.model.with_host_experts({}))
         scenario = Scenario(
             workloads=(workload,),
@@ -260,26 +260,26 @@ class ClusterModel(Model):
         plan = options.plan or planned(scenario)[1][0]
         offered = {budget.place for budget in self._budgets} | {Place(CPU)}
         if not {unit.place for unit in plan.units} <= offered:
-            raise ValueError("the plan is for other devices: make one over model.budgets()")
+            raise ValueError("the plan is for other devices: make one with model.budgets()")
         self._build()
         there = {host_name(self.cluster.names, r) for r in range(len(self.cluster.names))}
         if missing := {unit.host for unit in plan.units} - there:
             raise ClusterError(
-                f"{', '.join(sorted(missing))} is gone, and the plan counts on it: make a new one"
+                f"{', '.join(sorted(missing))} is gone, and the plan uses it: make a new one"
             )
         if self._chooses:
             self.choose(plan.choice)
-        # What a draft leaves of these devices.
+        # The devices' budgets beside a draft.
         self._budgets = tuple(
             ledger.budget for ledger in plan.ledgers if ledger.budget.capacity < UNBOUNDED
         )
-        self._kept = [True] * len(self.units)
-        own, self._moved = self._hand_out("load", plan), False
+        self._intact = [True] * len(self.units)
+        own, self._moved = self._send_parts("load", plan), False
         complete = False
         sending = contextlib.ExitStack()
         try:
             sending.enter_context(self._sending_weights())
-            with self._alone():
+            with self._unmirrored():
                 own_options = replace(options, plan=own, gpu_split=None, devices=None)
                 own_scenario = super()._scenario_of(own_options)
                 yield from super()._carry_out(own_scenario, own_options)
@@ -299,16 +299,16 @@ class ClusterModel(Model):
                     self.unload()
 
     def _abort_load(self, reason: str) -> None:
-        """Handle a host's death during a load: nothing stays loaded, and the others can load
+        """Unload everything after a host's death during a load, so that the others can load
         again."""
         self._owners = []
         raise_failures(self.recover(reason))
         raise ClusterError(
             f"{', '.join(self.cluster.gone)} is gone ({reason}), and nothing is loaded: load again "
-            "over the hosts that are left"
+            "over the remaining hosts"
         )
 
-    def _hand_out(self, do: str, plan: Plan) -> Plan:
+    def _send_parts(self, do: str, plan: Plan) -> Plan:
         """Tell each host to load, or move to, its part of a plan -> this process's part."""
         names = self.cluster.names
         self._whole, self._places, self._owners = plan, plan.places, owners(plan, names)
@@ -321,12 +321,12 @@ class ClusterModel(Model):
         return parts[0]
 
     def _in_flight(self) -> float:
-        """See :class:`Transformer`: bytes that a decode step reads on all hosts, by those of the
-        busiest host, which limits further calls. 1 if calls end on this host, since only those that
-        end elsewhere run on by themselves."""
+        """See :class:`Transformer`: bytes that a decode step reads on all hosts, divided by those
+        of the busiest host, which limits further calls. 1 if calls end on this host, since only
+        those that end elsewhere continue without it."""
         if not self._owners[-1]:
             return 1.0
-        workload, read = Workload.of(self._as_one(), self.caches), Counter[int]()
+        workload, read = Workload.of(self._whole_shape(), self.caches), Counter[int]()
         costs = workload.costs(workload.no_peaks(self._budgets))
         for owner, cost in zip(self._owners, costs, strict=True):
             read[owner] += cost.traffic
@@ -344,17 +344,17 @@ class ClusterModel(Model):
 
     def unload(self) -> None:
         """Release all memory, on all hosts."""
-        with self._alone():
+        with self._unmirrored():
             super().unload()
-        with contextlib.suppress(WireError):  # then nothing arrives any more
+        with contextlib.suppress(WireError):  # the logits won't arrive any more
             self.cluster.wire.take_all()
         self.transport, self.elsewhere, self._owners = None, frozenset(), []
         self.in_flight = 1.0
         if self._depth == 0 and self._is_built:
-            self._with_those_left(self._unload_hosts)
+            self._retrying(self._unload_hosts)
 
     def _unload_hosts(self) -> None:
-        self._tell_gone()
+        self._forget_collected()
         self.cluster.ask("unload")
 
     # Adapters -----------------------------------------------------------------------------
@@ -364,11 +364,11 @@ class ClusterModel(Model):
     ) -> Adapter:
         """:meth:`Model.load_adapter` on all hosts, which are sent its files; unloaded everywhere if
         one host has no room."""
-        with self._alone():
+        with self._unmirrored():
             adapter = super().load_adapter(folder, name, strength=strength)
         try:
             if self._is_built:
-                self._with_those_left(lambda: self._give(adapter, self.cluster.names[1:]))
+                self._retrying(lambda: self._give(adapter, self.cluster.names[1:]))
         except BaseException:
             self.unload_adapter(adapter.name)
             raise
@@ -376,10 +376,10 @@ class ClusterModel(Model):
 
     def unload_adapter(self, name: str) -> None:
         """:meth:`Model.unload_adapter` on all hosts."""
-        with self._alone():
+        with self._unmirrored():
             super().unload_adapter(name)
         if self._is_built:
-            self._with_those_left(lambda: self.cluster.ask("unload_adapter", name=name))
+            self._retrying(lambda: self.cluster.ask("unload_adapter", name=name))
 
     def _give(self, adapter: Adapter, names: Sequence[str]) -> None:
         give(self.cluster, names, adapter, self._sending_weights())
@@ -402,7 +402,7 @@ class ClusterModel(Model):
         self._numbers[made] = self._next
         if isinstance(made, KVCache):
             made.mirror, made.elsewhere = self._mirror, Away(self.cluster, self._next)
-        weakref.finalize(made, self._gone.append, self._next).atexit = False
+        weakref.finalize(made, self._collected.append, self._next).atexit = False
         self._next += 1
 
     def _add_cache(self, cache: KVCache, number: int) -> None:
@@ -413,7 +413,7 @@ class ClusterModel(Model):
         except WireError as error:
             reason = str(error)
         except BaseException:
-            self._gone.append(number)
+            self._collected.append(number)
             raise
         raise_failures(self.recover(reason))
         self.cluster.ask("add_cache", **args)
@@ -441,18 +441,18 @@ class ClusterModel(Model):
         if self._depth or not self._is_built:
             return own()
         if name in ("save", "load"):
-            return self._with_those_left(own)  # layer by layer, wherever each is
+            return self._retrying(own)  # layer by layer, on each layer's host
         assert name in CACHE_CALLS, name
         call = {"number": self._numbers[cache], "name": name, "kwargs": kwargs, "made": self._next}
         call["args"] = [self._numbered(each) for each in args]
         waits, broken = cache.pages is None or name in _ANSWERED, ""
         try:
-            self._tell_gone()
+            self._forget_collected()
             (self.cluster.send if waits else self.cluster.tell)("call_cache", **call)
         except WireError as error:
             broken = str(error)
         try:
-            with self._alone():
+            with self._unmirrored():
                 made = own()
         finally:
             try:
@@ -475,18 +475,18 @@ class ClusterModel(Model):
         """Recover from a host's death during a call of a cache that is complete here."""
         raise_failures(self.recover(reason))
         if name in ("fork", "clone", "convert", "sharing_pool"):
-            raise ClusterError(f"a host died during cache.{name}: the others go on, call it again")
+            raise ClusterError(f"a host died during cache.{name}: the others continue; repeat it")
         if cache.pages is not None:
             return  # their contents count as lost
-        if name not in ("crop", "trim", "reset", "free"):  # not all hosts have moved their rows
+        if name not in ("crop", "trim", "reset", "free"):  # some hosts may not have moved rows
             self._rebuild([cache], len(self.units) - 1)
 
-    def _tell_gone(self) -> None:
-        while self._gone and self._is_built:
-            self.cluster.tell("forget", number=self._gone.popleft())
+    def _forget_collected(self) -> None:
+        while self._collected and self._is_built:
+            self.cluster.tell("forget", number=self._collected.popleft())
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _unmirrored(self) -> Iterator[None]:
         """Mirror no calls within the context: hosts make them by themselves."""
         self._depth += 1
         try:
@@ -507,14 +507,14 @@ class ClusterModel(Model):
         self._check_input(input_ids, cache, options.get("new_lens"), options.get("adapter"))
         before = [] if cache is None else cache.seq_lens
         while True:
-            _check_kept(cache)
+            _check_contents(cache)
             try:
                 return self._forward_once(input_ids, cache, options)
             except WireError as error:
                 reason, failure = str(error), None
             except BaseException as error:
                 reason, failure = "the call failed here", error
-            if cache is not None:  # chunks that are complete here may not be so elsewhere
+            if cache is not None:  # chunks that are complete here may not be complete elsewhere
                 cache.rollback(before, cache.written)
             failed = self.recover(reason)
             if failure is not None:
@@ -522,7 +522,7 @@ class ClusterModel(Model):
             raise_failures(failed)
 
     def begin_forward(self, input_ids: Tensor, cache: KVCache, **options: Any) -> Callable[[], Any]:
-        """:meth:`Transformer.begin_forward`; with a paged cache the call runs on on the hosts."""
+        """:meth:`Transformer.begin_forward`; with a paged cache the hosts continue the call."""
         hops = self.transport
         if cache.pages is None or not isinstance(hops, Hops) or not self._owners[-1]:
             return super().begin_forward(input_ids, cache, **options)
@@ -549,8 +549,8 @@ class ClusterModel(Model):
             reason = str(error)
         if reason:
             raise_failures(self.recover(reason))
-        _check_kept(cache)
-        raise ContentsLostError("the hosts have formed another group since: make the call again")
+        _check_contents(cache)
+        raise ContentsLostError("the hosts have formed a new group since: make the call again")
 
     def _forward_once(
         self, input_ids: Tensor, cache: KVCache | None, options: dict[str, Any]
@@ -558,12 +558,12 @@ class ClusterModel(Model):
         sent = {name: each for name, each in options.items() if name != "placed_ids"}
         call = {"number": None if cache is None else self._numbers[cache], "options": sent}
         pages = self._give_pages(input_ids, cache, options)
-        self._tell_gone()
-        # Logits from another host imply that all have finished; pages need no waiting.
+        self._forget_collected()
+        # Logits from another host imply that all have finished; nobody waits for pages.
         waits = pages is None and (options.get("preprocess_only") or not self._owners[-1])
         tell = self.cluster.send if waits else self.cluster.tell
         tell("forward", ids=input_ids.tolist(), pages=pages, **call)
-        with self._alone():
+        with self._unmirrored():
             logits = super()._forward(input_ids, cache, **options)
         if waits:
             self.cluster.answers()
@@ -585,15 +585,15 @@ class ClusterModel(Model):
     # When a host dies ---------------------------------------------------------------------
 
     def replan(self) -> list[str]:
-        """Admit the waiting hosts (``cluster.waiting``), and carry out a new plan over all. Units
-        that move are read anew, and generations continue with the same tokens. Call it between two
-        calls of the model, loaded or not.
+        """Admit the waiting hosts (``cluster.waiting``), and carry out a new plan over all hosts.
+        Units that move are read anew, and generations continue with the same tokens. Call it
+        between two calls of the model, loaded or not.
 
         Returns:
             The names of the admitted hosts.
 
         Raises:
-            ClusterError: as when a host dies; or a fork's prefix can't be recomputed.
+            ClusterError: as when a host dies, or if a fork's prefix can't be recomputed.
         """
         check_forks(self)
         came: set[str] = set()
@@ -607,7 +607,7 @@ class ClusterModel(Model):
     def recover(
         self, reason: str, *, welcome: bool = False, came: set[str] | None = None
     ) -> dict[str, str]:
-        """Continue with the remaining hosts, with rows as they are here -> failures by host.
+        """Continue on the remaining hosts, with this process's rows -> failures by host.
 
         Args:
             welcome: admit waiting hosts even if none is gone.
@@ -637,41 +637,41 @@ class ClusterModel(Model):
         if not self._is_built:
             return
         away = {*lost, *came}
-        self._note_lost([place.host not in away for place in self._places])
+        self._mark_lost([place.host not in away for place in self._places])
         if came:
-            self._introduce(came)
+            self._set_up_new(came)
         if self._owners and away:
             logger.warning("%s (gone: %s; new: %s)", reason, ", ".join(lost), ", ".join(came))
             self._replace(lost)
         elif self._owners:
             self.cluster.ask("connect", owners=self._owners)
             connect(self, self.cluster.wire, self._owners)
-        self._tell_gone()
+        self._forget_collected()
         for cache in self.caches:
             if cache.pages is not None:
-                _lose(cache)
+                _invalidate_pages(cache)
             self.cluster.ask("set_rows", number=self._numbers[cache], state=rows_of(cache))
         if stop := self._lost_before():
             self._rebuild([cache for cache in self.caches if cache.pages is None], stop)
-        self._kept = [True] * len(self.units)
+        self._intact = [True] * len(self.units)
 
-    def _note_lost(self, stays: Sequence[bool]) -> None:
-        """Record that caches lost the layers of units that don't stay. It holds until they are
-        recomputed, even if that is interrupted."""
-        self._kept = [kept and stay for kept, stay in zip(self._kept, stays, strict=False)]
+    def _mark_lost(self, stays: Sequence[bool]) -> None:
+        """Mark the cache layers of units that don't stay as lost, until they are recomputed, even
+        if that is interrupted."""
+        self._intact = [kept and stay for kept, stay in zip(self._intact, stays, strict=False)]
 
-    def _introduce(self, came: Sequence[str]) -> None:
-        """Have new hosts build what the others have, and add their devices' budgets."""
+    def _set_up_new(self, came: Sequence[str]) -> None:
+        """Have new hosts build the model and caches of the others, and add their budgets."""
         self._build_on(came)
         offered = by_host(self.cluster.names, self.cluster.offers(()))
         new = [budget for budget in offered if budget.host in came]
         old = [budget for budget in self._budgets if budget.host not in came]
         order = [host_name(self.cluster.names, r) for r in range(len(self.cluster.names))]
-        known = [budget for budget in (*old, *self._as_asked(new)) if budget.host in order]
+        known = [budget for budget in (*old, *self._limited(new)) if budget.host in order]
         self._budgets = tuple(sorted(known, key=lambda budget: order.index(budget.host)))
 
-    def _as_asked(self, offered: Sequence[Budget]) -> tuple[Budget, ...]:
-        """Budgets within the caps or the reserve that the load was given."""
+    def _limited(self, offered: Sequence[Budget]) -> tuple[Budget, ...]:
+        """Budgets with the caps or the reserve of the load."""
         if self._caps is not None:
             known = (budget for budget in offered if budget.place in self._caps)
             return tuple(replace(budget, cap=self._caps[budget.place]) for budget in known)
@@ -681,7 +681,7 @@ class ClusterModel(Model):
 
     def _lost_before(self) -> int:
         """Number of units up to the last one whose cache layers have lost their contents."""
-        pairs = zip(self._kept, self.units, strict=False)
+        pairs = zip(self._intact, self.units, strict=False)
         wrong = [u.index for kept, u in pairs if not kept and u.spec.layer is not None]
         return max(wrong, default=-1) + 1 if self._owners else 0
 
@@ -693,13 +693,13 @@ class ClusterModel(Model):
             budgets = [budget for budget in self._budgets if budget.host in left]
             before, plan = self._whole, self._plan_anew(budgets)
             assert before is not None
-            self._note_lost(
+            self._mark_lost(
                 [
                     (a.place, a.host_experts) == (b.place, b.host_experts)
                     for a, b in zip(before.units, plan.units, strict=True)
                 ]
             )
-            own = self._hand_out("move", plan)
+            own = self._send_parts("move", plan)
             self.measured, self._moved = [], True
             with self._sending_weights():
                 try:
@@ -714,7 +714,7 @@ class ClusterModel(Model):
         with contextlib.suppress(WireError):
             self.unload()
         raise ClusterError(
-            f"{', '.join(lost) or 'nobody'} is gone, and the remaining hosts can't hold the model, "
+            f"{', '.join(lost) or 'no host'} is gone, and the others can't hold the model, "
             f"which is unloaded on all of them: {reason}"
         )
 
@@ -723,31 +723,31 @@ class ClusterModel(Model):
         the caches whose prefix they share."""
         for cache in sorted(caches, key=lambda cache: bool(cache.prefix_rows)):
             self.cluster.send("rebuild", number=self._numbers[cache], stop=stop)
-            with self._alone():
+            with self._unmirrored():
                 rebuild(self, cache, stop)
             self.cluster.answers()
 
 
-def _lose(cache: KVCache) -> None:
-    """Invalidate a cache's pages: some hosts made calls that others didn't, or are gone."""
+def _invalidate_pages(cache: KVCache) -> None:
+    """Invalidate a cache's pages: some hosts are gone, or made calls that others didn't."""
     assert cache.pages is not None
     cache.pages.pool.lose()
     cache.stale = {row for row, ids in enumerate(cache.sequences) if ids}
     cache.snapshot_lens = [0] * cache.batch_size
 
 
-def _check_kept(cache: KVCache | None) -> None:
+def _check_contents(cache: KVCache | None) -> None:
     """Raise ContentsLostError, once, if a cache's pages lost their contents with a host."""
     if cache is None or cache.pages is None or not cache.pages.pool.lost:
         return
     cache.pages.pool.lost = False
     raise ContentsLostError(
-        f"the contents of {cache!r} were lost with a host; the next call recomputes its tokens"
+        f"the contents of {cache!r} were lost with a host: the next call recomputes its tokens"
     )
 
 
 def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budget, ...]:
-    """Budgets of a manual split, without the devices that it gives nothing."""
+    """Budgets of a manual split, without the devices to which it gives nothing."""
     caps = split_caps(gpu_split, [str(budget.place) for budget in budgets])
     return tuple(replace(b, cap=cap) for b, cap in zip(budgets, caps, strict=False) if cap)
 
@@ -755,10 +755,12 @@ def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budg
 def spread(model: Model, cluster: Cluster) -> None:
     """Distribute an unloaded model and its caches over the hosts of a cluster."""
     if model.loaded or type(model) is not Model:
-        raise ValueError("a model is spread over hosts once, before it is loaded: build another")
+        raise ValueError(
+            "a model can be spread over hosts only once, before it is loaded: build another"
+        )
     if shared := [cache for cache in model.caches if cache.layers[0].borrowed]:
         raise ValueError(
-            f"{shared[0]!r} shares pages: build it once the model is spread over hosts"
+            f"{shared[0]!r} shares pages: build it after the model is spread over hosts"
         )
     try:
         model.__class__ = ClusterModel

@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds between two heartbeats, and without one until a host counts as dead.
+#: Seconds between two heartbeats, and seconds without one after which a host counts as dead.
 BEAT, _PATIENCE = 0.5, 6.0
 #: Seconds to wait for a store that isn't there yet.
 _CONNECT = 60.0
-#: Join requests to examine; anybody who can reach the store can add some.
+#: Most join requests to examine; anybody who can reach the store can add some.
 _MOST_REQUESTS = 1000
 
 
@@ -55,7 +55,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to this address only, for :func:`serve_store`; OSError if it is
+    """Bind a socket to this address only, for :func:`serve_store`; OSError if it is
     unavailable."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,8 +69,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve_store(listening: socket.socket) -> distributed.Store:
-    """Serve the store in this process, on a socket that it takes over; by default it would listen
-    on all interfaces."""
+    """Serve the store in this process, on a socket that the store takes over; by default it would
+    listen on all interfaces."""
     host, port = listening.getsockname()
     store = distributed.TCPStore(
         host,
@@ -124,8 +124,8 @@ def digest(secret: str, *parts: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A join request: the host's name, a nonce, a proof that it knows the secret, and its software
-    versions."""
+    """A join request: the host's name, a nonce, the proof that it knows the secret, and its
+    software versions."""
 
     name: str
     nonce: str
@@ -134,7 +134,7 @@ class Request:
 
     @classmethod
     def read(cls, text: bytes) -> Request | None:
-        """Parse a request; None if it is malformed: anybody who reaches the store can write it."""
+        """Parse a request; None if it is malformed: anybody who reaches the store can write one."""
         try:
             values = json.loads(text)
             name, nonce, proof = (values[key] for key in ("name", "nonce", "proof"))
@@ -186,10 +186,10 @@ class Admission:
             if time.monotonic() > deadline:
                 there = ", ".join(names) or "none"
                 raise ClusterError(
-                    f"{wanted} hosts were to join within {timeout:g} s; came: {there}"
+                    f"{wanted} hosts were expected to join within {timeout:g} s; joined: {there}"
                 )
             new = self._open()
-            for number, request in new[:1]:  # a second one may be one too many
+            for number, request in new[:1]:  # a second one might exceed the number wanted
                 names += self._welcome(number, request, names, 0)
             if not new:
                 time.sleep(0.01)
@@ -240,14 +240,14 @@ class Admission:
         return [request.name]
 
     def _refusal(self, request: Request | None, names: Sequence[str]) -> str:
-        """Why a host is refused; "" if it is admitted."""
+        """The reason to refuse a host; "" to admit it."""
         if request is None:
             return "its request can't be read"
         expected = digest(self._secret, "host", self._challenge, request.nonce, request.name)
         if not hmac.compare_digest(expected.encode(), request.proof.encode()):
             return "its secret differs from the driver's"
         if request.name in names or request.name == "driver":
-            return f"there is already a host {request.name!r}"
+            return f"a host {request.name!r} has joined already"
         own = own_build()
         if (version := request.build.get("exkv", "of an older version")) != own["exkv"]:
             return f"it runs exkv {version}, and the driver {own['exkv']}: install the same on both"
@@ -277,7 +277,7 @@ def join(store: distributed.Store, name: str, secret: str) -> int:
     epoch = int(answer.get("epoch", 0))
     expected = digest(secret, "driver", nonce, challenge, str(epoch))
     if not hmac.compare_digest(expected, str(answer["proof"])):
-        raise ClusterError("whoever answers there doesn't know the secret: it is not the driver")
+        raise ClusterError("the process that answers doesn't know the secret: it is not the driver")
     return epoch
 
 
@@ -293,7 +293,7 @@ def asking(store: distributed.Store) -> dict[int, str]:
 def silent(
     store: distributed.Store, members: Collection[str], asking: Mapping[int, str]
 ) -> set[str]:
-    """The members and waiting hosts that send no heartbeat for a second."""
+    """The members and waiting hosts that sent no heartbeat for a second."""
     keys = {f"beat/{name}": name for name in members}
     keys |= {f"waits/{number}": name for number, name in asking.items()}
     before = {key: store.add(key, 0) for key in keys}
@@ -302,7 +302,7 @@ def silent(
 
 
 def _awaited(store: distributed.Store, number: int) -> bytes:
-    """Wait for the driver's answer; a host that comes back gets it with the next plan."""
+    """Wait for the driver's answer; a returning host gets it with the next plan."""
     key, beaten = f"welcome/{number}", 0.0
     try:
         while not store.check([key]):
@@ -335,19 +335,19 @@ def beat(connect: Callable[[], distributed.Store], name: str) -> None:
         over.set()
         thread.join(_PATIENCE)
 
-    # An interpreter that ends while a thread is within the store's code aborts the process.
+    # If the interpreter ends while a thread is in the store's native code, the process aborts.
     atexit.register(end)
 
 
 class Heartbeats:
-    """Hosts' heartbeats, as they are looked at."""
+    """Hosts' heartbeats, as of the last look at each."""
 
     def __init__(self, store: distributed.Store) -> None:
         self._store = store
         self._last: dict[str, tuple[int, float]] = {}
 
     def silent(self, name: str) -> bool:
-        """Whether no new heartbeat came for :data:`_PATIENCE` seconds."""
+        """Whether no new heartbeat has come for :data:`_PATIENCE` seconds."""
         count, now = self._store.add(f"beat/{name}", 0), time.monotonic()
         if self._last.get(name, (-1, 0.0))[0] != count:
             self._last[name] = count, now
@@ -371,7 +371,7 @@ def group_now(store: distributed.Store) -> list[str]:
 
 
 def members(store: distributed.Store, epoch: int, name: str, timeout: float) -> list[str]:
-    """The members of the group that this host is in, by rank.
+    """Wait for the members of this host's group, by rank.
 
     Raises:
         LeftOut: the group presumed it dead.
@@ -393,12 +393,12 @@ def while_alive(
     ended: Callable[[str], bool],
     make: Callable[[], T],
 ) -> T:
-    """What ``make`` returns or raises, unless one of these hosts dies meanwhile: who connects to a
-    host that has died waits for minutes.
+    """Return or raise what ``make`` does, unless one of these hosts dies meanwhile: connecting to a
+    dead host waits for minutes.
 
     Raises:
-        WireError: a host has ended, or sends no heartbeat; ``make`` goes on in a thread of its own,
-            and what it makes is dropped.
+        WireError: a host has ended, or sends no heartbeat; ``make`` continues in a thread of its
+            own, and its result is dropped.
         ClusterError: the driver is gone.
     """
     made: Future[T] = Future()
@@ -422,7 +422,7 @@ def while_alive(
 
 
 def report(store: distributed.Store, epoch: int, name: str, failed: str | None) -> None:
-    """Register for the next group, with what failed here in the last one, if anything."""
+    """Register for the next group, with this host's failure in the last one, if any."""
     try:
         store.set(f"here/{epoch}/{name}", json.dumps({"failed": failed}))
     except RuntimeError:
@@ -441,7 +441,7 @@ def roll_call(
     timeout: float,
     ended: Callable[[str], bool],
 ) -> dict[str, str | None]:
-    """The hosts that register for the next group, with what failed on each, if anything. They have
+    """Wait for hosts to register for the next group -> each one's failure, if any. They have
     ``timeout`` seconds while they send heartbeats. ``ended`` is as for :func:`await_values`."""
     there = await_values(store, f"here/{epoch}", names, ended, timeout + _PATIENCE)
     return {name: json.loads(text)["failed"] for name, text in there.items()}
@@ -454,9 +454,9 @@ def await_values(
     ended: Callable[[str], bool],
     limit: float = float("inf"),
 ) -> dict[str, bytes]:
-    """Wait for hosts' values under ``what/NAME`` in the store -> values by name. Hosts are left out
-    if ``ended`` says that they ended, if they send no heartbeat for :data:`_PATIENCE` seconds, or
-    after ``limit`` seconds."""
+    """Wait for hosts' values under ``what/NAME`` in the store -> values by name. Leaves out hosts
+    that have ended according to ``ended``, that send no heartbeat for :data:`_PATIENCE` seconds, or
+    that take longer than ``limit`` seconds."""
     beats = Heartbeats(store)
     missing, started = set(names), time.monotonic()
     while missing and time.monotonic() - started < limit:

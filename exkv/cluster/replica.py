@@ -113,18 +113,18 @@ class Replica:
             weights_are: its fingerprint.
         """
         self._asked_first = self._asked_first or weights_are
-        there = [] if self.stream else [each for each in self._places(path) if each.exists()]
+        there = [] if self.stream else [each for each in self._candidates(path) if each.exists()]
         self._copy = next((each for each in there if fingerprint(each) == weights_are), None)
-        # --model names the copy of the first model, and need not be that of a later one.
+        # --model names the copy of the first model, not necessarily that of a later one.
         others = [each for each in there if each != self.folder or weights_are == self._asked_first]
         if others and self._copy is None:
             raise ClusterError(
-                f"{others[0]} is another model than the driver's {path}: give the folder of its "
-                "copy with --model, or have the weights sent with --stream"
+                f"{others[0]} is not the driver's model {path}: give the folder of its copy with "
+                "--model, or have the weights sent with --stream"
             )
         return self._copy is not None
 
-    def _places(self, path: str) -> list[Path]:
+    def _candidates(self, path: str) -> list[Path]:
         """Possible places for a copy of the driver's checkpoint."""
         if self.folder is None:
             return [Path(path)]
@@ -192,7 +192,7 @@ class Replica:
         lender: int | None = None,
     ) -> None:
         """Build a cache like one of the driver's. For a fork, ``owner`` is the number of the cache
-        whose tokens it begins with, and ``lender`` of the one whose pages it shares."""
+        with whose tokens it begins, and ``lender`` that of the one whose pages it shares."""
         lends = None if lender is None else self.caches[lender]
         made = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len, lends)
         if owner is not None:
@@ -209,7 +209,7 @@ class Replica:
     def call_cache(
         self, number: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], made: int
     ) -> None:
-        """Call a method of a cache; a returned cache gets the number ``made``."""
+        """Call a method of a cache; a cache that it returns gets the number ``made``."""
         if name not in CACHE_CALLS:
             raise ClusterError(f"{name!r} is not a cache method that the driver may call")
         result = getattr(self.caches[number], name)(*map(self._numbered, args), **kwargs)
@@ -219,7 +219,7 @@ class Replica:
             self.away[made] = result
 
     def _numbered(self, value: Any) -> Any:
-        """The object that an argument refers to."""
+        """Resolve an argument that refers to an object by number; others pass through."""
         if not isinstance(value, Numbered):
             return value
         return self.caches[value.number] if value.number in self.caches else self.away[value.number]
@@ -227,7 +227,7 @@ class Replica:
     def load(
         self, plan: Plan, owners: Sequence[int], choice: Choice | None
     ) -> list[dict[str, Any]]:
-        """Load this host's units -> predicted and measured bytes of each device."""
+        """Load this host's units -> each device's predicted and measured bytes."""
         model = self._model
         if choice != model.choice:
             model.choose(choice)
@@ -245,7 +245,7 @@ class Replica:
         ]
 
     def move(self, plan: Plan, owners: Sequence[int], choice: Choice | None) -> None:
-        """Move this host's units to another plan; units that stay are not reloaded."""
+        """Move this host's units as another plan has them; units that stay are not reloaded."""
         if not self._model.loaded:  # a host that joined later
             self.load(plan, owners, choice)
             return
@@ -253,7 +253,7 @@ class Replica:
         move_model(self._model, plan)
 
     def connect(self, owners: Sequence[int]) -> None:
-        """Connect the model's units, which are on these ranks."""
+        """Connect the model's units across processes; ``owners`` are their ranks."""
         connect(self._model, self.wire, owners)
 
     def unload(self) -> None:
@@ -294,7 +294,7 @@ class Replica:
             self._drafting.step(*step)
 
     def set_rows(self, number: int, state: dict[str, Any]) -> None:
-        """Set a cache's rows to the driver's state, after a failed call or when they were read from
+        """Set a cache's rows to the driver's state, after a failed call or after reading them from
         a file."""
         cache = self.caches[number]
         cache.rollback([len(ids) for ids in state["sequences"]], state["written"])
@@ -311,7 +311,7 @@ class Replica:
     def describe_rows(
         self, number: int, lens: Sequence[int], pages: Sequence[Sequence[int]] | None
     ) -> list[Any]:
-        """Layer, name, dtype and shape of each tensor that this host stores of rows of these
+        """Layer, name, dtype and shape of each tensor that this host stores for rows of these
         lengths."""
         cache = self.caches[number]
         if pages is not None:
@@ -354,7 +354,7 @@ class Replica:
 
 
 def connect(model: Transformer, wire: Wire, owners: Sequence[int]) -> None:
-    """Connect a model's units, which are on these ranks."""
+    """Connect a model's units across processes; ``owners`` are their ranks."""
     model.elsewhere = frozenset(i for i, owner in enumerate(owners) if owner != wire.rank)
     config = model.config
     model.transport = Hops(wire, owners, config.handed_on, config.vocab_size, model.dtype)
@@ -383,7 +383,8 @@ def check_forks(model: Model) -> None:
     for fork in model.caches:
         if fork.prefix_rows and fork.owner() is None:
             raise ClusterError(
-                f"{fork!r} began with tokens of a cache that has changed since: they are lost"
+                f"{fork!r} began with tokens of a cache that has changed since: they can't be "
+                "recomputed"
             )
 
 
@@ -396,7 +397,7 @@ def move_model(model: Model, plan: Plan) -> None:
 
 
 def rebuild(model: Transformer, cache: KVCache, stop: int) -> None:
-    """Recompute a cache by running its token log through the units before ``stop``; of a fork only
+    """Recompute a cache by running its token log through the units before ``stop``; for a fork only
     its own tokens. The cache holds the same tokens afterwards."""
     tokens = [list(ids) for ids in cache.sequences]
     written, stale = list(cache.written), set(cache.stale)

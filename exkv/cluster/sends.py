@@ -12,9 +12,9 @@ import torch
 class Sends:
     """Asynchronous sends, whose tensors are kept alive until they are received.
 
-    Their bytes in flight are bounded by ``room``, or by ``most`` of the largest tensor so far. So
-    the sender can queue the small hidden states of decode steps behind the large one of a prefill
-    chunk, which the receiver takes only when it has finished the one before, and go on.
+    Their bytes in flight are bounded by ``room``, or by ``most`` times the largest tensor so far.
+    So the sender can queue the small hidden states of decode steps behind the large one of a
+    prefill chunk, which the receiver takes only after the chunk before, and continue.
 
     Args:
         wait: waits for one of the group's sends.
@@ -26,7 +26,7 @@ class Sends:
         self._nbytes = 0
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may be in flight; errors are those of ``wait``."""
+        """Wait until ``nbytes`` more may be in flight; errors as of ``wait``."""
         self._room = max(self._room, self._most * nbytes)
         while self._nbytes + nbytes > self._room:
             self._wait(self._in_flight[0][0])

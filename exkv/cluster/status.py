@@ -1,6 +1,6 @@
 """The status of a running cluster: ``exkv cluster status HOST:PORT``, from any machine that reaches
 the driver. Each host publishes its free memory in the driver's store when it asks to join, and
-again whenever it changes.
+whenever it changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def announce(store: distributed.Store, name: str) -> None:
 
 def cluster_status(address: str, *, patience: float = 5.0) -> list[HostStatus]:
     """The hosts of the driver at ``HOST:PORT``: the driver, the members, then those that wait for
-    the next plan. It takes a second, to watch for heartbeats.
+    the next plan. Takes a second, to watch for heartbeats.
 
     Args:
         patience: seconds to wait for the driver.

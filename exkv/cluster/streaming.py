@@ -1,9 +1,9 @@
 """Weights for hosts without a copy of the checkpoint: the driver reads and sends each tensor on
 request.
 
-A host knows every tensor's shape beforehand, and the sample of its bytes from which the
-checkpoint's fingerprint is made, and verifies what it receives. It holds only the tensors of the
-unit that it is loading.
+A host knows every tensor's shape beforehand, and the sample of its bytes that goes into the
+checkpoint's fingerprint, and verifies what it receives. It holds only the tensors of the unit that
+it is loading.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _serve(path: Path, wire: Wire, ranks: Sequence[int], stop: threading.Event) 
             for rank in list(left):
                 try:
                     idle &= not _answer(checkpoint, wire, rank)
-                except RuntimeError:  # it is gone, as waiting for its answer will report
+                except RuntimeError:  # the host is gone; waiting for its answer will report it
                     left.remove(rank)
             if idle:
                 stop.wait(_POLL)
@@ -152,7 +152,7 @@ class StreamedCheckpoint(Checkpoint):
         return {name: bytes.fromhex(each.sample) for name, each in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor on the CPU, fetched unless it is held.
+        """A tensor on the CPU, fetched unless this host holds it.
 
         Raises:
             CheckpointError: the driver can't read it, or its file has changed.
@@ -180,7 +180,7 @@ class StreamedCheckpoint(Checkpoint):
 
     def _changed_error(self, info: TensorInfo) -> str:
         return (
-            f"{self.folder}: the driver's {info.name!r} is not what it said it has: the model was "
+            f"{self.folder}: the driver's {info.name!r} is not what it announced: the model was "
             "replaced meanwhile, build and load it again"
         )
 
@@ -189,13 +189,13 @@ class StreamedCheckpoint(Checkpoint):
         target.copy_(data[first : first + len(target)])
 
     def mapping(self, name: str) -> None:
-        """None: nothing is mapped, tensors are received."""
+        """None: tensors are received, not mapped."""
 
     def fetch(self, name: str, first: int, nbytes: int) -> None:
         raise AssertionError("nothing is mapped")
 
     def check(self, names: Iterable[str]) -> None:
-        """Nothing: the driver checks before it sends."""
+        """Do nothing: the driver checks before it sends."""
 
     def unmap(self) -> None:
         """Release the tensors received for the unit just loaded."""

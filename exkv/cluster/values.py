@@ -1,6 +1,6 @@
 """Serialization of commands between hosts, as JSON.
 
-Numbers, strings, lists, and the frozen dataclasses listed here; nothing else is sent, and nothing
+Only numbers, strings, lists and the frozen dataclasses listed here are sent, and nothing that is
 received is executed.
 """
 
@@ -44,7 +44,7 @@ from exkv.weights.choice import Choice
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Numbered:
-    """A reference by number to an object of which the driver and every host have a part."""
+    """A reference by number to an object that the driver and every host have a part of."""
 
     number: int
 

@@ -6,8 +6,8 @@ states are their tensors' bytes. Sends are asynchronous: hidden states may be in
 while the next one is computed (``sends.py`` bounds them).
 
 There is no deadlock: every process goes through the same commands in the same order, and within a
-call through the units in order. Take the process that is farthest behind. What it waits to receive
-was sent by one that is ahead; what it waits to have received goes to one that is ahead, which has
+call through the units in order. Consider the process that is farthest behind. What it waits to
+receive was sent by one ahead of it, and what it waits to deliver goes to one ahead, which has
 received it. That includes logits, although the driver reads them later: their receive is posted
 with their call (:class:`Expected`).
 """
@@ -39,7 +39,7 @@ _COMMAND, _HIDDEN, WEIGHTS, _LOGITS, EMBEDDED = range(5)  # tags
 #: Bytes of weights per message.
 PIECE = 8 << 20
 #: Bytes in flight to one host; for hidden states and logits those of the largest tensor, and for
-#: embeddings on their way to an MTP head, which takes them last, those of a few, as a plan counts.
+#: embeddings sent to an MTP head, which takes them last, those of a few, as in the plan's ledger.
 _ROOM = {_COMMAND: 64 * _FRAME, WEIGHTS: 2 * PIECE}
 
 
@@ -56,7 +56,7 @@ class Expected:
     Attributes:
         into: the receive buffer, in host memory.
         work: the receive; None once it is complete, or was aborted.
-        x: the logits on the target device, once they were waited for.
+        x: the logits on the target device, once they have arrived.
     """
 
     def __init__(self, into: Tensor, work: distributed.Work) -> None:
@@ -107,7 +107,7 @@ class Wire:
             self._send(_bytes(x), to, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
-        """Receive the next hidden state from a host, on a GPU if both have some, else in host
+        """Receive the next hidden state from a host, on a GPU if both hosts have one, else in host
         memory."""
         if self._gpus.reaches(source):
             return self._gpus.receive(shape, dtype, source)
@@ -138,7 +138,7 @@ class Wire:
         """
         while expected.x is None:
             if expected.work is None:
-                raise WireError("the logits were lost: the hosts have formed another group")
+                raise WireError("the logits were lost: the hosts have formed a new group")
             self._take_first()
         return expected.x
 
@@ -248,7 +248,7 @@ def form_group(
         WireError: not all members connected in that time, or one died meanwhile.
         ClusterError: the driver is gone.
     """
-    # A connection of its own: gloo waiting there for a dead host must not block other requests.
+    # A connection of its own, so that gloo's waiting for a dead host doesn't block other requests.
     own = distributed.PrefixStore(f"wire/{epoch}", store.clone())
     others = [other for other in names[1:] if other != name]
     at = names.index(name), len(names), address, timeout

@@ -1,4 +1,4 @@
-"""From prompts to tokens, by one loop of rows that join and leave.
+"""From prompts to tokens: one loop, in which rows join and leave.
 
 ``scheduler`` is the loop: it decides which rows run, and hands out the tokens that were chosen.
 Rows run in pages of a shared pool (``in_pages``), or in place in any cache (``in_place``). A

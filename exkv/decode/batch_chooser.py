@@ -32,9 +32,9 @@ _GOES = torch.ones(1, dtype=torch.bool)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
-    """New tokens of N sequences, int64 (N, n), padded on the right; the number of each sequence's
-    own; the beams' scores (N,) and the rows that their tokens were chosen from (N, n); the numbers
-    of proposed and accepted tokens."""
+    """New tokens of N sequences, int64 (N, n), padded on the right, and their numbers without
+    padding; the beams' scores (N,) and the rows that their tokens were chosen from (N, n); the
+    numbers of proposed and accepted tokens."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -46,7 +46,7 @@ class Completions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One call of ``generate``: N sequences, N / B of each of B prompts.
+    """One call of ``generate``: N sequences, N / B for each of B prompts.
 
     Scores stay on the logits' device unless the caller looks at them; random numbers are drawn
     there, too, as in transformers.
@@ -55,10 +55,10 @@ class Task:
         processors: applied to scores, in order.
         criteria: end sequences, beside token ids and the length.
         ends: int64, ids that end a sequence.
-        generators: of each device that numbers were drawn on, if the call has a seed.
+        generators: one for each device on which numbers are drawn, if the call has a seed.
         scores, logits: of the steps so far, if the call asks for them.
-        is_watched: whether the caller, or a function of theirs, sees scores or logits.
-        takes_likeliest: whether a token is the argmax of logits that nobody sees.
+        is_watched: whether the caller, or one of their functions, sees scores or logits.
+        takes_likeliest: whether tokens are the argmax of logits that are not watched.
     """
 
     prompts: Prompts
@@ -129,8 +129,8 @@ class Task:
 
     def draw(self, scores: Tensor, count: int) -> Tensor:
         """Draw ``count`` columns of each row without replacement: (N, K) -> int64 (N, count). A row
-        without probabilities gives any; its scores are refused when they are checked."""
-        # NaN would be an assertion on a GPU, after which it takes no more calls.
+        without valid probabilities gives any; its scores are refused when they are checked."""
+        # NaN would trip an assertion on the GPU, after which every call fails.
         probabilities = scores.softmax(-1).nan_to_num_(nan=1.0)
         generator = self._generator(scores.device)
         return torch.multinomial(probabilities, count, generator=generator)
@@ -144,8 +144,8 @@ class Task:
         return self.generators[device]
 
     def copied_generator(self, device: torch.device) -> torch.Generator:
-        """A generator that draws the numbers that :meth:`draw` will on this device; an unrelated
-        one on an accelerator without a seed."""
+        """A copy of the generator that :meth:`draw` will use on this device; an unrelated one on an
+        accelerator without a seed."""
         source = self._generator(device)
         if source is None and device.type == "cpu":
             source = torch.default_generator
@@ -176,8 +176,8 @@ class Task:
 
 
 class BatchChooser(Chooser[Row]):
-    """Base of ``generate``'s choosers. A choice's details are the source row of each row, or None,
-    and which rows continue, bool (N,).
+    """Base of ``generate``'s choosers. A choice's details are each row's source row, or None, and
+    which rows continue, bool (N,).
 
     Args:
         place: where the rows run; beams fork there.
@@ -215,8 +215,8 @@ class BatchChooser(Chooser[Row]):
 class Together(BatchChooser):
     """Greedy decoding and sampling: one token of every sequence in each step.
 
-    A sequence that has ended is not run any more. Random numbers are still drawn for it, as in
-    transformers, so that the others' stay the same.
+    A sequence that has ended does not run any more. Random numbers are still drawn for it, as in
+    transformers, so that those of the others stay the same.
     """
 
     def __init__(self, task: Task, place: InPlace, rows: int) -> None:
@@ -234,9 +234,9 @@ class Together(BatchChooser):
 
 
 class OneByOne(BatchChooser):
-    """Greedy decoding and sampling with proposed tokens: sequences run ahead of each other, so each
-    chooses by itself. They share one generator; for several sequences greedy tokens equal those of
-    :class:`Together`, and sampled ones have the same distribution."""
+    """Greedy decoding and sampling with proposed tokens: sequences progress at different rates, so
+    tokens are chosen for each alone. They share one generator; for several sequences greedy tokens
+    equal those of :class:`Together`, and sampled ones have the same distribution."""
 
     def __init__(self, task: Task, place: InPlace, rows: int) -> None:
         super().__init__(task, place)
@@ -266,7 +266,7 @@ class OneByOne(BatchChooser):
             over = bool(self._alone[row.number].ended(torch.tensor([row.tokens]), scores))
             row.reason = "ended" if over else ""
             self.task.stream(torch.tensor(row.tokens[-1:]))
-            if over:  # it is the only one, if there is a streamer
+            if over:  # with a streamer there is only one sequence
                 self.task.end_stream()
         return []
 
@@ -277,7 +277,7 @@ class OneByOne(BatchChooser):
 
     def guessing(self, row: Row) -> Guess:
         alone, device = self._alone[row.number], self._device
-        steps = processors(alone.config, Hooks())  # none of the caller's
+        steps = processors(alone.config, Hooks())  # without the caller's
         drawn_by = {device: alone.copied_generator(device)}
         task = replace(alone, processors=steps, generators=drawn_by)
 
@@ -292,7 +292,7 @@ class OneByOne(BatchChooser):
 def next_tokens(
     task: Task, logits: Tensor, tokens: Tensor, going: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A token for each sequence (N,), the scores if somebody watches, and the tokens on the device
+    """A token for each sequence (N,), the scores if they are watched, and the tokens on the device
     if they were chosen there; logits (N, V), tokens so far (N, n), which rows run (N,).
 
     Raises:
@@ -303,7 +303,7 @@ def next_tokens(
         found = placed.cpu()
         if bool((found[going] < 0).any()):
             check_choosable(logits, "the logits", going=going)
-        # A row that has ended may have no token; it isn't run, but ids must not be negative.
+        # An ended row may have no token; it doesn't run, but its id must not be negative.
         return found, None, None if placed.is_cpu else placed.clamp(min=0)
     drawn, largest, scores = where_there_is_room(lambda x: _draw(task, x, tokens, going), logits)
     found, on_host, best = to_host(drawn, largest, scores.amax(-1))

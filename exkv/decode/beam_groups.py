@@ -3,7 +3,7 @@
 In each step the groups choose in turn, and a token costs a group ``diversity_penalty`` for each
 beam of an earlier group that has just taken it. Each group is a beam search of its own. Details,
 such as when a group is done, are those of transformers 4.48, the last version with beam groups in
-its own code, with whose tokens the tests compare.
+its own code; the tests compare with its tokens.
 
 B prompts, G groups of S beams each, n new tokens so far, V tokens in the vocabulary.
 """
@@ -51,7 +51,7 @@ class Group:
         return cls(config=config, tokens=torch.empty((size, 0), dtype=torch.int64), scores=scores)
 
     def advance(self, scores: Tensor) -> Tensor:
-        """Add a token to every beam, by scores (S, V); the source beam (S,) of each."""
+        """Add a token to every beam, by scores (S, V) -> each one's source beam (S,)."""
         size, vocab_size = scores.shape
         ends = self.config.eos_token_id
         count = max(2, 1 + len(ends)) * size
@@ -63,7 +63,7 @@ class Group:
             self._finish(float(best[rank]), tokens[rank])
         going = (~ended).nonzero().flatten()[:size]
         self.tokens, self.scores = tokens[going], best[going]
-        self.closed = self._is_through(float(best[0]))
+        self.closed = self._is_done(float(best[0]))
         return source[going]
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Group:
             del self.finished[worst]
             self.finished.append((score, tokens))
 
-    def _is_through(self, best: float) -> bool:
+    def _is_done(self, best: float) -> bool:
         """Whether no beam can beat the finished ones; ``best`` is the step's best sum."""
         if len(self.finished) < len(self.scores):
             return False
@@ -98,7 +98,7 @@ class Group:
 
 
 class GroupBeamSearch(BatchChooser):
-    """The ``num_return_sequences`` best sequences of each prompt over all groups, the best first.
+    """The ``num_return_sequences`` best sequences of each prompt over all groups, best first.
 
     Stopping criteria end the search when they hold for every running beam.
     """
@@ -131,8 +131,8 @@ class GroupBeamSearch(BatchChooser):
 
 
 def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, length: int) -> Tensor:
-    """One step of every open group, by log-probabilities (B * G * S, V) behind ``length`` new
-    tokens; the source rows (B, G, S) of the beams in the cache."""
+    """Advance every open group by one step, by log-probabilities (B * G * S, V) after ``length``
+    new tokens -> the source rows (B, G, S) of the beams in the cache."""
     rows, groups = len(prompts), len(prompts[0])
     scores = scores.view(rows, groups, -1, scores.shape[-1])
     source = torch.arange(scores[..., 0].numel()).view(scores.shape[:3])
@@ -161,7 +161,7 @@ def running_tokens(groups: list[Group], length: int) -> Tensor:
 
 
 def best_of(prompts: list[list[Group]], config: ResolvedConfig) -> Completions:
-    """The best sequences of each prompt's groups together; of equals, the last group's."""
+    """The best sequences of each prompt over all its groups; of equal ones, the last group's."""
     chosen: list[tuple[float, Tensor]] = []
     for groups in prompts:
         for group in groups:

@@ -31,7 +31,7 @@ NEVER = -1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveBeams:
-    """Running beams: tokens (B, K, n), the rows of each step's scores that they were chosen from
+    """Running beams: tokens (B, K, n), the row of each step's scores that each was chosen from
     (B, K, n), summed log-probabilities (B, K), descending."""
 
     tokens: Tensor
@@ -119,8 +119,8 @@ def _merged(held: Tensor, new: Tensor, order: Tensor, fill: int) -> Tensor:
 
 
 class BeamSearch(BatchChooser):
-    """The ``num_return_sequences`` best sequences of each prompt, the best first. A prompt whose
-    search has ended is not run any more."""
+    """The ``num_return_sequences`` best sequences of each prompt, best first. A prompt whose search
+    has ended does not run any more."""
 
     def __init__(self, task: Task, place: InPlace) -> None:
         super().__init__(task, place)

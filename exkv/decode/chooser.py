@@ -14,7 +14,7 @@ from .job import Event
 from .rows import R
 from .speculation.draft import Guess
 
-#: A token, or the reason why there is none.
+#: A token, or the error if there is none.
 Token: TypeAlias = int | ValueError
 
 
@@ -25,7 +25,7 @@ class Choice:
     Attributes:
         tokens: one for each row.
         placed: the same on the logits' device, int64 (rows,), if one call chose all there.
-        details: of each row, for its chooser's ``take``.
+        details: per row, for the chooser's ``take``.
     """
 
     tokens: Sequence[Token]
@@ -42,21 +42,21 @@ class Chooser(ABC, Generic[R]):
 
     @abstractmethod
     def take(self, rows: Sequence[R], choice: Choice) -> list[Event]:
-        """Give rows their tokens; the events of what became final. An ended row has a
+        """Give rows their tokens -> events of the tokens that became final. A row that ended has a
         ``reason``."""
 
     def ended(self, row: R) -> list[Event]:
-        """The events of a row that was ended from outside."""
+        """The events of a row that something else than a token ended."""
         return []
 
     # Speculation ------------------------------------------------------------------------------
 
     def choose_ahead(self, rows: Sequence[R], logits: Tensor) -> Sequence[Token] | None:
-        """A token for each row of logits, if none depends on another; rows may repeat."""
+        """A token for each row of logits; None if one depends on another. Rows may repeat."""
         return None
 
     def chosen(self, rows: Sequence[R], logits: Tensor, tokens: Sequence[Token]) -> Choice:
-        """:meth:`choose` for tokens that were chosen ahead."""
+        """:meth:`choose` with tokens that were chosen ahead."""
         raise NotImplementedError
 
     def valid(self, row: R, proposed: list[int]) -> list[int]:
@@ -64,12 +64,12 @@ class Chooser(ABC, Generic[R]):
         return proposed
 
     def guessing(self, row: R) -> Guess:
-        """How a draft chooses for a row: with the row's settings and its next random numbers,
-        which are not consumed."""
+        """The function by which a draft chooses for a row: with the row's settings and its next
+        random numbers, which are not consumed."""
         raise NotImplementedError
 
 
 def copied(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """A generator that draws the same numbers; an unrelated one for None."""
+    """A copy that draws the same numbers; an unrelated generator for None."""
     copy = torch.Generator(device)
     return copy if generator is None else copy.set_state(generator.get_state())

@@ -1,4 +1,4 @@
-"""One completion: its tokens become text, until something ends it."""
+"""One completion: decodes its tokens to text, until something ends it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A token that may still be taken back.
+    """A token that may still be rolled back.
 
     Attributes:
-        piece: to release.
-        end: of its text within the held text.
-        before: the state to return to.
+        piece: the token and text to release.
+        end: end of its text within the held text.
+        before: the state to roll back to.
     """
 
     piece: Piece
@@ -59,13 +59,13 @@ class Completion:
     Args:
         text: finds stop texts.
         seed: of the random numbers; None for torch's generator.
-        follower: walks the grammar.
+        follower: follows the grammar.
         healed: text that the first token must begin with.
-        min_tokens: until there are this many, no stop id is chosen unless the grammar allows no
-            other token.
+        min_tokens: before this many, a stop id is chosen only if the grammar allows no other
+            token.
 
     Attributes:
-        suppressed: banned texts that were rolled back since it was cleared.
+        suppressed: banned texts that were rolled back since this was cleared.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Completion:
         self.follower = follower
         self._followed = 0
         self._banned = banned
-        self._forbidden: dict[int, set[int]] = {}  # tokens, by the place where they are
+        self._forbidden: dict[int, set[int]] = {}  # position -> tokens
         self._held: list[_Held] = []
         self._held_text = ""  # folded
         self._healed = healed
@@ -102,7 +102,7 @@ class Completion:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the allowed tokens depend on those before."""
+        """Whether the allowed tokens depend on earlier ones."""
         constraints = (self.follower, self._banned, self._min_tokens or None)
         return any(each is not None for each in constraints)
 
@@ -146,7 +146,7 @@ class Completion:
         found = Piece(token=token, text=piece, logprobs=logprobs)
         if state is None:
             return [found]
-        if self.reason == "stop":  # what the stop text cut off isn't banned text
+        if self.reason == "stop":  # banned texts don't count in what a stop text cuts off
             taken = held_before + len(text) - len(piece)
             self._held_text, text = (self._held_text + text)[: -taken or None], ""
         return self._checked(found, fold(text), state)
@@ -156,7 +156,7 @@ class Completion:
         return self._decoder.push(token, skip)
 
     def _reason_after(self, token: int, cache_full: bool) -> str:
-        """The reason to end with this token; "" to continue."""
+        """The reason to end after this token; "" to continue."""
         if self._text.found:
             return "stop"
         if self.follower is not None:
@@ -176,7 +176,7 @@ class Completion:
         )
 
     def _checked(self, piece: Piece, text: str, before: _State) -> list[Piece]:
-        """Hold a piece, and return the final ones; rolls back behind a banned text."""
+        """Hold a piece, and return the final ones; rolls back a banned text."""
         assert self._banned is not None
         self._held_text += text
         self._held.append(_Held(piece=piece, end=len(self._held_text), before=before))
@@ -189,8 +189,8 @@ class Completion:
         return self._released(self._banned)
 
     def _released(self, banned: BannedStrings) -> list[Piece]:
-        """Release the held tokens in which no banned text can begin any more. Tokens behind them
-        may be taken back, so that the released text alone must not begin one, either."""
+        """Release the held tokens in which no banned text can begin any more. Tokens after them may
+        be rolled back, so the released text by itself must not begin one, either."""
         safe = banned.may_begin(self._held_text)
         ends = [0, *(held.end for held in self._held)]
         count = next(
@@ -207,7 +207,7 @@ class Completion:
         return [held.piece for held in released]
 
     def _roll_back(self, at: int) -> None:
-        """Return to before the token at this place of the held text, and forbid it there."""
+        """Roll back to before the token at this position of the held text, and forbid it there."""
         index = next(n for n, held in enumerate(self._held) if held.end > at)
         first, count = self._held[index], len(self._held) - index
         self.suppressed += "".join(held.piece.text for held in self._held[index:])
@@ -226,7 +226,7 @@ class Completion:
 
 
 class Healed:
-    """The text of a prompt's last token, with which the completion's first token begins."""
+    """The text of a prompt's last token, with which the completion's first token must begin."""
 
     def __init__(self, data: bytes, ids: Sequence[int]) -> None:
         self.data = data
@@ -234,7 +234,8 @@ class Healed:
 
     @classmethod
     def of(cls, prompt: Sequence[int], tokenizer: Tokenizer) -> Healed | None:
-        """Of a prompt; None if it is a single token, or ends in a control token."""
+        """The healed end of a prompt; None if the prompt is a single token, or ends in a control
+        token."""
         last = prompt[-1]
         data = b"" if last in tokenizer.special_ids else tokenizer.bytes_of(last)
         if len(prompt) < 2 or not data:
@@ -249,7 +250,7 @@ class Healed:
 
 
 class _History:
-    """Prompt and completion so far, for the sampler. An array, since appending to a tensor would
+    """Prompt and completion so far, for the sampler: an array, since appending to a tensor would
     take an op in every step; on an accelerator, where an op is cheaper than a copy, a tensor."""
 
     def __init__(self, prompt: Sequence[int], room: int) -> None:
@@ -302,14 +303,14 @@ class StopText:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Add text, and return what is final; nothing behind a stop text."""
+        """Add text, and return what is final; nothing after a stop text."""
         if self.found:
             return ""
         text = self.held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.found, self.held = True, ""
-            _, start = min(found)  # the first to be complete, however text is cut
+            _, start = min(found)  # the first to be complete, however the text is split
             return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self.held = text[len(text) - keep :]
@@ -344,7 +345,7 @@ def read_stops(stop: str | Sequence[str | int]) -> tuple[list[int], list[str]]:
     stops = [stop] if isinstance(stop, str | int) else list(stop)
     for each in stops:
         if isinstance(each, bool) or not isinstance(each, str | int):
-            raise TypeError(f"stop has {each!r}; it must be texts and token ids")
+            raise TypeError(f"stop has {each!r}; it must have texts and token ids only")
     ids = [each for each in stops if isinstance(each, int)]
     return ids, [each for each in stops if isinstance(each, str)]
 

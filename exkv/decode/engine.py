@@ -38,20 +38,20 @@ class Engine:
             closed; its rows are reset.
         max_running: jobs that run at once; a guided one counts twice. On a CPU with AVX2 or more,
             up to 16 jobs have the logits that each has alone, to the bit; beyond that, or on other
-            devices, sums may be taken in another order, so that two nearly equal tokens may change
-            places.
+            devices, the order of summation may differ, so that two nearly equal tokens may swap
+            ranks.
         chunk: prompt tokens that run between two decode steps; a chunk never crosses a page.
         away_tokens: upper bound on tokens of preempted jobs, in whole pages: a job is admitted only
             if all admitted jobs but the first could be preempted at their full length. None for no
-            bound, which is less than ``max_running`` times :attr:`max_tokens` for each priority in
-            use.
+            bound other than ``max_running`` times :attr:`max_tokens` for each priority in use.
         draft: a smaller model of the same vocabulary with a cache of its own, a row for each job
             that it follows; or ``exkv.MTP()``, or "mtp", for the head of a model that was built
-            with ``mtp=True``. The model verifies its tokens several at once, which changes none.
+            with ``mtp=True``. The model verifies several of its tokens at once, which changes no
+            output.
         ngrams: propose the tokens that followed the last ones earlier in a job's text;
-            :class:`exkv.NGrams`, or how many at a time. The draft is asked only if there are none.
-        thread: an executor of one worker, which runs the steps of :meth:`stream`: best the one that
-            loaded the model (see ``exkv.decode.streams``); None for one of its own.
+            :class:`exkv.NGrams`, or how many at a time. The draft is used only if there are none.
+        thread: an executor with one worker, which runs the steps of :meth:`stream`, preferably the
+            one that loaded the model (see ``exkv.decode.streams``); None for one of its own.
 
     Raises:
         TypeError: a model, cache or tokenizer that isn't exkv's.
@@ -90,7 +90,7 @@ class Engine:
             check_rollback(cache)
         self.max_running = max_running
         self.draft = draft = speculation.draft
-        self._held = ExitStack()  # of the draft's cache
+        self._held = ExitStack()  # holds the draft's cache
         if draft is not None:
             self._held.enter_context(draft.leased("an Engine"))
         self._lease = cache.lease("an Engine")
@@ -133,7 +133,7 @@ class Engine:
         return handle
 
     def _check_fits(self, handle: Handle) -> None:
-        """ValueError for a job that never fits, whatever else ends."""
+        """ValueError for a job that doesn't fit even alone."""
         most, room = handle.job.max_new_tokens, self.max_tokens
         for name, part in zip(("prompt", "negative prompt"), handle.parts, strict=False):
             if part.total > room:
@@ -213,22 +213,23 @@ class Engine:
 
         Raises:
             CacheUseError: the model was unloaded.
-            torch.OutOfMemoryError: a single job's call has no room, twice; nothing is lost.
+            torch.OutOfMemoryError: the call of a single job ran out of memory twice; nothing is
+                lost.
         """
         with self._stepping:
             with self._lease:
                 events = self._scheduler.iterate()
-            return events + self._tell(events)
+            return events + self._notify(events)
 
-    def _tell(self, events: Sequence[Event]) -> list[Event]:
-        """Call the jobs' ``on_event``; the ends of jobs for which it raised."""
+    def _notify(self, events: Sequence[Event]) -> list[Event]:
+        """Call the jobs' ``on_event`` -> final events of jobs for which it raised."""
         ended: list[Event] = []
         for event in events:
             tell = event.handle.job.on_event
             try:
                 if tell is not None:
                     tell(event)
-            except Exception as error:  # noqa: BLE001 # it ends that job only
+            except Exception as error:  # noqa: BLE001 # ends that job only
                 event.handle.error = error
                 if not event.handle.done:
                     with self._lease:
@@ -247,16 +248,16 @@ class Engine:
                     yield event
 
     def stream_steps(self, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
-        """:meth:`stream` for several jobs: yields a step's events with the index of each one's job,
-        or those of several steps if the reader is slower. An error of one cancels the others."""
+        """:meth:`stream` for several jobs: yields a step's events with their job indices, or those
+        of several steps if the reader is slower. An error of one job cancels the others."""
         return self._streams.steps(self, jobs)
 
     def fail_streams(self, error: BaseException) -> None:
-        """Have all streams raise this error, and cancel their jobs."""
+        """Raise this error in all streams, and cancel their jobs."""
         self._streams.fail(error)
 
     def iterate_for_streams(self) -> list[Event]:
-        """Run one step; out of memory with a single job ends that job, and the queue goes on."""
+        """Run one step; out of memory with a single job ends that job, and the others continue."""
         with Attempt() as attempt:
             return self.iterate()
         reason = torch.OutOfMemoryError(attempt.why)
@@ -264,7 +265,7 @@ class Engine:
             events = self._scheduler.fail_all(reason)
         if not events:
             raise reason
-        return events + self._tell(events)
+        return events + self._notify(events)
 
 
 def _check_pages(cache: KVCache) -> None:

@@ -1,5 +1,5 @@
-"""What ``generate`` does when memory runs out: convert the cache, and retry the failed call. The
-cache's contents stay, so that nothing runs twice."""
+"""Fallback steps of ``generate`` when memory runs out: convert the cache, and retry the failed
+call. The cache keeps its contents, so nothing runs twice."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from exkv.errors import Attempt
 
 logger = logging.getLogger(__name__)
 
-#: A name of ``STEPS``, or a callable that gets the cache.
+#: A key of ``STEPS``, or a callable that gets the cache.
 Step: TypeAlias = str | Callable[[KVCache], Any]
 T = TypeVar("T")
 
-#: Properties that each named step gives every layer, in the order of ``on_oom="fallback"``: the one
-#: that changes no token first.
+#: Named step -> properties that it gives every layer, in the order of ``on_oom="fallback"``: the
+#: one that changes no token first.
 STEPS: Mapping[str, Mapping[str, Any]] = {
     "offload": {"residence": OnHost()},
     "8bit": {"storage": Storage(keys="int8", values="int8")},
@@ -42,7 +42,7 @@ class Fallback:
             rows".
         why: the error's message.
         token: tokens in the cache's longest row at that time.
-        before, after: bytes of the cache by device, the host included; while it is being built,
+        before, after: bytes of the cache by device, including the host; while it is being built,
             those of the full cache.
     """
 
@@ -56,20 +56,20 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnOom:
-    """What a call of ``generate`` does when memory runs out.
+    """The policy of a call of ``generate`` when memory runs out.
 
     Attributes:
         on_oom:
 
-            - "fallback": convert the cache, and go on from the token where the call stopped. First
-              it moves to host memory ("offload"), which changes no token; if that is not enough,
-              it is rounded to 8 bits ("8bit"), then to 4 ("4bit").
+            - "fallback": convert the cache, and continue from the token where the call stopped.
+              First move it to host memory ("offload"), which changes no token; if that is not
+              enough, round it to 8 bits ("8bit"), then to 4 ("4bit").
             - a list of steps instead, each taken at most once: these names, and callables that get
               the cache. ``["offload"]`` never changes a token.
             - "raise": nothing.
 
-            Each step is logged as a warning; the first that rounds is also a Python warning, once
-            a call. A cache that was given stays converted, with all that shares its storage.
+            Each step is logged as a warning; the first that rounds also gives a Python warning,
+            once a call. A given cache stays converted, with every cache that shares its storage.
         on_fallback: called after each step, before the retry.
 
     Raises:
@@ -134,11 +134,12 @@ class Rescue:
         return call()
 
     def build(self, model: CacheOwner, kind: type[KVCache], specs: Sequence[LayerSpec]) -> KVCache:
-        """Build a cache with layers of these specs, or as the steps make them. A callable step gets
-        a cache in host memory, whose layers move to the devices afterwards as far as they fit.
+        """Build a cache with layers of these specs, or of those that the steps make of them. A
+        callable step gets a cache in host memory, whose layers then move to the devices as far as
+        they fit.
 
         Raises:
-            PlacementError: no room for the cache, and no step is left that would help.
+            PlacementError: no room for the cache, and no remaining step would help.
         """
         while self._left:
             with Attempt() as attempt:
@@ -153,7 +154,7 @@ class Rescue:
                 return moved_to_devices(offloaded, specs)
             if step is not None:
                 before, specs = specs, [replace(spec, **STEPS[step]) for spec in specs]
-                self._tell(
+                self._report(
                     Fallback(
                         step=step,
                         during="building the cache",
@@ -175,16 +176,16 @@ class Rescue:
         return None
 
     def _convert(self, cache: KVCache, step: Step, during: str, why: str) -> None:
-        """Take a step. If it runs out of memory itself, converting some layers may be enough."""
+        """Take a step. If it runs out of memory itself, the converted layers may be enough."""
         before, specs = cache_bytes(cache), specs_of(cache)
         with Attempt() as attempt:
             step(cache) if callable(step) else cache.convert(**STEPS[step])
         if attempt.why:
-            logger.warning("%s itself ran out of memory half-way: %s", _name(step), attempt.why)
+            logger.warning("%s itself ran out of memory: %s", _step_name(step), attempt.why)
         devices.release_idle_memory()
-        self._tell(
+        self._report(
             Fallback(
-                step=_name(step),
+                step=_step_name(step),
                 during=during,
                 why=why,
                 token=cache.current_seq_len,
@@ -194,10 +195,10 @@ class Rescue:
         )
         self._warn_if_rounded(specs, specs_of(cache))
 
-    def _tell(self, taken: Fallback) -> None:
+    def _report(self, taken: Fallback) -> None:
         logger.warning(
             "out of memory while %s at token %d; the step %s changes the cache from %s to %s, and "
-            "generation goes on. What ran out: %s",
+            "generation continues. The error: %s",
             *(taken.during, taken.token, taken.step),
             *(_sizes(taken.before), _sizes(taken.after), taken.why),
         )
@@ -251,7 +252,7 @@ def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, in
     for layer, device in placed(specs, model.cache_map).items():
         reads = specs[layer].reads
         if reads is not None and model.cache_map.get(reads) == device:
-            continue  # it has that layer's storage
+            continue  # shares that layer's storage
         storage = str(specs[layer].residence.storage_device(device))
         total[storage] = total.get(storage, 0) + specs[layer].nbytes(specs[layer].capacity)
     return total
@@ -266,7 +267,7 @@ def moved_to_devices(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
     return cache
 
 
-def _name(step: Step) -> str:
+def _step_name(step: Step) -> str:
     return step if isinstance(step, str) else getattr(step, "__name__", repr(step))
 
 

@@ -32,31 +32,31 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import MTP, Draft, NGrams, Speculation, check_rollback
 
-#: Tokens that must be saved for beams to share a prompt instead of copying it: attention over a
-#: shared and an own part is two calls and a merge. With 4 beams of the demo model on a CPU a step
-#: takes 1.5 times as long after 16 tokens, and 1.2 times after 2,000.
+#: Fewest saved tokens for which beams share a prompt instead of copying it: attention over a shared
+#: and an own part takes two calls and a merge. With 4 beams of the demo model on a CPU a step takes
+#: 1.5 times as long after 16 tokens, and 1.2 times after 2,000.
 WORTH_SHARING = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOutput:
-    """What ``generate(..., return_dict_in_generate=True)`` returns: N rows, those of a prompt
+    """The result of ``generate(..., return_dict_in_generate=True)``: N rows, those of a prompt
     adjacent.
 
     Attributes:
         sequences: int64 (N, tokens), prompts and new tokens.
         sequences_scores: float32 (N,), the beams' log-probability / length ** length_penalty; None
             without beams.
-        texts: the sequences as texts, if there is a tokenizer.
+        texts: the sequences as text, if there is a tokenizer.
         scores, logits: float32 (N, V) of each step, or (B * num_beams, V) with beams: processed
             scores (log-probabilities with beams), and the model's logits. None unless
             ``output_scores``, ``output_logits``. 0 in rows that have ended.
         beam_indices: int64 (N, new tokens), the row of ``scores`` that each new token was chosen
-            from, -1 behind a sequence's end; None without beams, and with beam groups.
+            from, -1 after a sequence's end; None without beams, and with beam groups.
         fallbacks: steps that were taken because memory ran out, in order.
         proposed_tokens, accepted_tokens: with ``assistant_model``, ``use_mtp`` or
             ``prompt_lookup_num_tokens``.
-        cache: the one that was passed; None if the call built its own, which is freed.
+        cache: the given one; None if the call built its own, which is freed.
     """
 
     sequences: Tensor
@@ -72,7 +72,7 @@ class GenerateOutput:
 
     @property
     def past_key_values(self) -> KVCache | None:
-        """The cache by the name that it has before transformers 5.24."""
+        """The cache, under its name before transformers 5.24."""
         return self.cache
 
 
@@ -93,19 +93,19 @@ def generate(
     """Complete prompts, with the arguments and results of transformers' ``generate``.
 
     Args:
-        input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
-            ``inputs`` is another name.
+        input_ids: int64 (B, T), or one or several lists of ids of any length, or texts. ``inputs``
+            is another name.
         generation_config: how to decode; None for the checkpoint's. A dict, or transformers'
             GenerationConfig, overrides the checkpoint's.
         cache: None builds one for the call, of the kind ``cache_implementation``, and frees it
             afterwards; it stores a long prompt once for all beams. A given cache needs a row for
-            each sequence (for each beam), and keeps its contents; the beginning of a prompt that it
+            each sequence (for each beam), and keeps its contents; a prefix of a prompt that it
             holds already is not run again. ``past_key_values`` is another name.
-        attention_mask: (B, T), 0 at padding, which is on the left. Without one, transformers' rule:
-            a tensor's pad tokens are padding unless the pad token ends sequences, too.
+        attention_mask: (B, T), 0 at padding, which is on the left. Without one, as in transformers,
+            a tensor's pad tokens are padding unless the pad token also ends sequences.
         tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.
         on_oom: what to do when memory runs out: "fallback" (move the cache to host memory, then
-            round it to fewer bits, and go on), "raise", or a list of steps; see
+            round it to fewer bits, and continue), "raise", or a list of steps; see
             :class:`exkv.OnOom`.
         on_fallback: called with a :class:`exkv.Fallback` after each step; see also
             ``GenerateOutput.fallbacks``.
@@ -139,7 +139,7 @@ def generate(
 def complete(
     model: Transformer, cache: KVCache | None, request: Request, rescue: Rescue
 ) -> Tensor | GenerateOutput:
-    """Run a request."""
+    """Run a request to its end."""
     with ExitStack() as held:
         runner = ready_runner(model, cache, request, rescue, held)
         draft = ready_draft(request, rescue, held)
@@ -203,7 +203,7 @@ def ready_runner(
     rescue: Rescue,
     held: ExitStack,
 ) -> Runner:
-    """A runner over the given cache, if it is large enough, or over one of the call's own."""
+    """A runner over the given cache, or over one built for the call."""
     prompts, config = request.prompts, request.config
     if cache is not None:
         check_cache(model, cache, request)
@@ -214,7 +214,7 @@ def ready_runner(
     whole, rows = longest + config.max_new_tokens, len(prompts.lengths)
     forked = each > 1 and (each - 1) * sum(prompts.lengths) >= WORTH_SHARING
     if request.speculates or isinstance(own_specs(model, config, 1, 1)[0].growth, Paged):
-        forked = False  # rows of one cache share their prompt's pages
+        forked = False  # rows of one paged cache share their prompt's pages
     shape = (longest, rows) if forked else (whole, rows * each)
     specs = own_specs(model, config, *shape, snapshots=request.speculates)
     cache = rescue.build(model, own_kind(config), specs)
@@ -224,7 +224,7 @@ def ready_runner(
 
 
 def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | MTP | None:
-    """The draft of ``assistant_model``, over its cache or one of the call's own; or the model's
+    """The draft of ``assistant_model``, over its cache or one built for the call; or the model's
     MTP head."""
     given, config = request.hooks.assistant_model, request.config
     if config.use_mtp:
@@ -283,7 +283,7 @@ def own_specs(
     except TypeError as error:
         raise TypeError(
             f"cache_config is {options}, which {config.cache_implementation!r} doesn't take: see "
-            f"exkv.{kind.__name__} for what it does ({error})"
+            f"exkv.{kind.__name__} for its arguments ({error})"
         ) from None
 
 

@@ -1,6 +1,7 @@
-"""Text from a model, on any cache: ``Generator.stream`` yields one completion, ``generate_simple``
-returns one or several. Both run a job for each prompt in a ``Scheduler`` of their own, in place in
-the cache's rows (``in_place``): a prompt's beginning that is cached already is not run again."""
+"""Text from a model, with any cache: ``Generator.stream`` yields one completion,
+``generate_simple`` returns one or several. Both run a job for each prompt in a ``Scheduler`` of
+their own, in place in the cache's rows (``in_place``): a cached prefix of a prompt is not run
+again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import MTP, Draft, NGrams, Speculation, check_rollback
 
-#: A text, or token ids.
+#: Text or token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
 #: Fields of a job that only an engine reads.
@@ -110,8 +111,8 @@ class Generator:
         )
 
     def warmup(self) -> None:
-        """Run one token, so that the first prompt doesn't pay for one-time work (reading lazily
-        loaded units, library set-up). The cache is left as it was."""
+        """Run one token, so that the first prompt is not slowed down by one-time work (reading
+        lazily loaded units, library set-up). The cache is left as it was."""
         before = self.cache.seq_lens
         if before[0] < self.cache.max_seq_len:
             ids = torch.zeros((1, 1), dtype=torch.int64)
@@ -134,9 +135,9 @@ class Generator:
         """Complete one prompt, or a list of prompts as one batch.
 
         Args:
-            prompt: text or token ids, or a list of either; rows may be of unlike length.
+            prompt: text or token ids, or a list of either; rows may differ in length.
             settings: how to sample; None for ``SamplingParams()``.
-            num_tokens: at most for each.
+            num_tokens: most new tokens of each completion.
             seed: makes the run repeatable on any split; row ``i`` draws like a single run with
                 ``seed + i``.
             stop: texts and token ids that end a completion and are left out of it, beside the
@@ -144,7 +145,7 @@ class Generator:
             grammar: that each completion must match, see :class:`Grammar`.
             completion_only: return texts without their prompts.
             encode_special_tokens: parse special tokens in the prompt's text.
-            further: fields of :class:`exkv.Job`: ``logprobs``, ``banned_strings``,
+            further: more fields of :class:`exkv.Job`: ``logprobs``, ``banned_strings``,
                 ``token_healing``, ``adapter``, ``guidance_scale`` (which takes two rows of the
                 cache for each prompt), ``negative_prompt`` (one for all).
 
@@ -180,11 +181,11 @@ class Generator:
         encode_special_tokens: bool = True,
         **further: Any,
     ) -> Iterator[str]:
-        """Complete one prompt, yielding text as it becomes final: whole characters, no beginning of
-        a stop text. Arguments and errors as for :meth:`generate_simple`.
+        """Complete one prompt, yielding text as it becomes final: whole characters, and no partial
+        stop text. Arguments and errors as for :meth:`generate_simple`.
 
-        It may be dropped at any time; the cache then holds what was generated so far, from where a
-        prompt with the same beginning continues.
+        The stream may be dropped at any time; the cache then holds what was generated so far, so
+        that a prompt with the same prefix continues from there.
         """
         fields = {"stop": stop, "grammar": grammar, **further}
         fields["encode_special_tokens"] = encode_special_tokens
@@ -202,7 +203,7 @@ class Generator:
     ) -> Iterator[list[str]]:
         """Yield each row's new text, step by step; ``fields`` are a job's."""
         if unknown := fields.keys() - (Job.__dataclass_fields__.keys() - OTHERS):
-            raise TypeError(f"{min(unknown)!r} is no argument of a Generator; see exkv.Job")
+            raise TypeError(f"a Generator has no argument {min(unknown)!r}: see exkv.Job")
         check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
         if seed is not None:
             check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
@@ -222,7 +223,7 @@ class Generator:
             with self.leased():
                 yield from self._steps(scheduler, handles)
         finally:
-            scheduler.cancel_all()  # of a run that was dropped
+            scheduler.cancel_all()  # if the run was dropped
 
     def begin(self, jobs: Sequence[Job]) -> tuple[Scheduler, list[Handle]]:
         """Submit jobs that run together, one in each row of the cache.
@@ -257,7 +258,7 @@ class Generator:
             yield
 
     def restore(self, handles: Sequence[Handle]) -> None:
-        """Run the jobs' tokens again that the cache lost, because it was used in between."""
+        """Recompute tokens of the jobs that the cache lost because it was used in between."""
         parts = [*handles, *(handle.negative for handle in handles if handle.negative)]
         rows = [part.before_newest for part in parts]
         if rows != self.cache.sequences[: len(rows)]:
@@ -294,7 +295,7 @@ class Generator:
             pieces = [""] * len(handles)
             for event in scheduler.iterate():
                 if event.reason == "error":
-                    raise _taken_error(event.handle)
+                    raise _pop_error(event.handle)
                 pieces[event.handle.number] += event.text
             now = time.perf_counter()
             if scheduler.stats.steps == 1:
@@ -308,8 +309,8 @@ class Generator:
             yield pieces
 
 
-def _taken_error(handle: Handle) -> BaseException:
-    """Take the error from its handle, which the error's frames are going to hold."""
+def _pop_error(handle: Handle) -> BaseException:
+    """Take the error from its handle, since the error's frames will hold the handle."""
     error, handle.error = handle.error, None
     assert error is not None
     return error

@@ -1,6 +1,6 @@
-"""Classifier-free guidance: scores shifted away from those behind a negative prompt.
+"""Classifier-free guidance: scores shifted away from those of a negative prompt.
 
-With log-probabilities p behind a row's prompt and n behind its negative one, the scores are
+With log-probabilities p after a row's prompt and n after its negative one, the scores are
 n + guidance_scale * (p - n) (Sanchez et al., 2023, "Stay on topic with Classifier-Free Guidance";
 transformers' formula).
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def guided(logits: Tensor, negative: Tensor, scale: float) -> Tensor:
-    """Scores (N, V), float32, of logits behind the prompts and behind the negative ones."""
+    """Scores (N, V), float32, from logits of the prompts and of the negative ones."""
     away = negative.float().log_softmax(-1)
     return away + scale * (logits.float().log_softmax(-1) - away)
 
 
 class Guidance:
-    """The processor of a batch.
+    """The logits processor of a guided batch.
 
     Args:
         runner: over a cache with a row for each sequence.

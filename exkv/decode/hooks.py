@@ -17,7 +17,7 @@ from .speculation import Draft
 
 #: (ids (N, tokens), the step's scores (N, V)) -> scores (N, V).
 LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-#: (which prompt, ids (tokens,) of one of its sequences) -> the tokens that may follow.
+#: (index of a prompt, ids (tokens,) of one of its sequences) -> the tokens that may follow.
 AllowedTokens: TypeAlias = Callable[[int, Tensor], Sequence[int]]
 #: (ids (N, tokens), the step's scores (N, V) or None) -> whether to stop: one bool, or one a row.
 StoppingCriterion: TypeAlias = Callable[[Tensor, Tensor | None], bool | Tensor]
@@ -27,7 +27,7 @@ class Streamer(Protocol):
     """A streamer of transformers, such as ``TextIteratorStreamer``."""
 
     def put(self, value: Tensor) -> None:
-        """Take the prompts' ids (B, T), then each step's tokens (B,)."""
+        """Receive the prompts' ids (B, T), then each step's tokens (B,)."""
 
     def end(self) -> None:
         """End the stream."""
@@ -39,9 +39,9 @@ class Hooks:
 
     Attributes:
         logits_processor: ids so far (N, T + new) and the step's scores (N, V) -> scores (N, V);
-            they run in order, behind the config's own processors and before the sampler
+            they run in order, after the config's own processors and before the sampler
             (temperature and the rest).
-        prefix_allowed_tokens_fn: the number of a prompt and the ids of one of its sequences
+        prefix_allowed_tokens_fn: the index of a prompt and the ids of one of its sequences
             (T + new,) -> the ids that may follow.
         stopping_criteria: ids so far and the step's scores, None with beams -> whether a sequence
             ends.
@@ -53,7 +53,7 @@ class Hooks:
         negative_prompt_attention_mask: their ``attention_mask``.
 
     Raises:
-        TypeError: one that cannot be called, or one instead of a list of them.
+        TypeError: one that can't be called, or is given in place of a list.
     """
 
     logits_processor: Sequence[LogitsProcessor] = ()
@@ -91,7 +91,7 @@ class Hooks:
         """Pop the hooks from a call's keyword arguments.
 
         Raises:
-            TypeError: an argument that is nearly spelt like one of them.
+            TypeError: an argument that looks like a misspelling of one of them.
         """
         known = [field.name for field in fields(cls)]
         hooks = cls(**{name: arguments.pop(name) for name in known if name in arguments})
@@ -103,7 +103,7 @@ class Hooks:
 
     @property
     def see_scores(self) -> bool:
-        """Whether a function of the caller's runs in each step."""
+        """Whether a function of the caller sees scores in each step."""
         functions = self.logits_processor or self.stopping_criteria
         return bool(functions or self.prefix_allowed_tokens_fn)
 
@@ -115,7 +115,7 @@ class Hooks:
             ValueError: it allows no token, or one outside the vocabulary.
         """
         allow = self.prefix_allowed_tokens_fn
-        assert allow is not None, "called where there is one"
+        assert allow is not None, "only called if there is one"
         mask = torch.full_like(scores, -torch.inf)
         for row, sequence in enumerate(ids):
             allowed = [int(token) for token in allow(row // rows, sequence)]
@@ -123,7 +123,7 @@ class Hooks:
             if wrong or not allowed:
                 raise ValueError(
                     f"prefix_allowed_tokens_fn gave {wrong or 'no token'} for row {row}: it must "
-                    f"give one or more ids from 0 to {scores.shape[1] - 1}"
+                    f"return one or more ids from 0 to {scores.shape[1] - 1}"
                 )
             mask[row, allowed] = 0.0
         kept = scores + mask
@@ -134,19 +134,19 @@ class Hooks:
         """Run each ``logits_processor``: (N, V), (N, tokens) -> (N, V).
 
         Raises:
-            TypeError, ValueError: one returns something else than scores (N, V).
+            TypeError, ValueError: one doesn't return scores (N, V).
         """
         for processor in self.logits_processor:
             changed = processor(ids, scores)
             if not isinstance(changed, Tensor):
                 raise TypeError(
-                    f"logits_processor {processor!r} gave back {changed!r}: it must return the "
-                    "scores, even where it changes them in place"
+                    f"logits_processor {processor!r} returned {changed!r}: it must return the "
+                    "scores, even if it changes them in place"
                 )
             if changed.shape != scores.shape:
                 raise ValueError(
-                    f"logits_processor {processor!r} gave back scores of {tuple(changed.shape)}, "
-                    f"and got {tuple(scores.shape)}: it must keep the shape"
+                    f"logits_processor {processor!r} returned scores of {tuple(changed.shape)} for "
+                    f"scores of {tuple(scores.shape)}: it must keep the shape"
                 )
             scores = changed.to("cpu", torch.float32)
         return scores
@@ -156,15 +156,15 @@ def ended_by(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: Tensor 
     """Which sequences one of the criteria ends: ids (N, tokens) -> bool (N,).
 
     Raises:
-        ValueError: one returned something else than one bool, or one a sequence.
+        ValueError: one returned neither a bool nor one for each sequence.
     """
     stop = torch.zeros(len(ids), dtype=torch.bool)
     for criterion in criteria:
         said = torch.as_tensor(criterion(ids, scores), device="cpu").bool()
         if said.numel() not in (1, len(ids)):
             raise ValueError(
-                f"stopping criterion {criterion!r} gave back {tuple(said.shape)} for {len(ids)} "
-                "sequences: it must give one bool, or one a sequence"
+                f"stopping criterion {criterion!r} returned {tuple(said.shape)} for {len(ids)} "
+                "sequences: it must return one bool, or one for each sequence"
             )
         stop = stop | said.flatten()
     return stop

@@ -1,4 +1,4 @@
-"""Jobs in KV pages: one that prefills, others that decode.
+"""Jobs in KV pages: one prefills while others decode.
 
 Their caches share one pool: a cache of one row prefills, and each group of jobs that decode in one
 call has a cache with a row for each (``paged_group``). A job moves from one to the other by
@@ -44,15 +44,15 @@ class InPages(Rows[PagedGroup]):
 
     Args:
         cache: in pages; jobs share its pool.
-        most: jobs that run at once.
-        chunk: prompt tokens of a call, at most.
-        proposed: proposed tokens of a job that a call verifies, at most.
+        most: most jobs that run at once.
+        chunk: most prompt tokens of a call.
+        proposed: most proposed tokens of a job that a call verifies.
         away_tokens: upper bound on tokens of preempted jobs; None for no bound.
 
     Attributes:
         filling: the job that prefills.
-        groups: of jobs that decode.
-        overlaps: whether calls run on hosts after they have begun.
+        groups: of decoding jobs.
+        overlaps: whether hosts continue calls after they have begun.
         found_tokens: prompt tokens found in the prefix cache so far.
     """
 
@@ -78,9 +78,9 @@ class InPages(Rows[PagedGroup]):
         self._arrived = group() if self.overlaps else self.groups[0]
         self._pressure = Pressure(model, most, lambda: self._caches)
         call_len = min(chunk, cache.max_seq_len)
-        #: Prefill a job's prompt, and its negative one.
+        #: The caches in which a job's prompt, and its negative one, prefill.
         self._prompts = [cache.sharing_pool(1, call_len=call_len) for _ in range(2)]
-        #: With longrope, keys depend on the final length of their text.
+        #: False with longrope, where keys depend on the final length of their text.
         self._finds = not model.rotary.varies
         self._states = Snapshots(most) if model.config.has_states else None
 
@@ -127,8 +127,8 @@ class InPages(Rows[PagedGroup]):
         return len(self.jobs) > 1 and running > self._pressure.look()
 
     def can_begin(self, row: Row) -> bool:
-        """Whether there are a row, pages for its prompt or its swapped-out past, and a page for
-        each running row, so that it is not preempted at once."""
+        """Whether there is a row, pages for its prompt or its swapped-out past, and a page for each
+        running row, so that it is not preempted at once."""
         rows = sum(len(job.parts) for job in self.jobs)
         if rows + len(row.parts) > (self._pressure.rows if rows else self._most):
             return False
@@ -138,17 +138,17 @@ class InPages(Rows[PagedGroup]):
         return needed + rows <= self._table.pool.available
 
     def _pages_to_begin(self, part: Row) -> int:
-        found = self._reusable(self._known(part))
+        found = self._reusable(self._cached_pages(part))
         others = self._table.pages_for(len(part.before_newest)) - len(found)
         return others + self._table.pool.needed_for(found)
 
-    def could_leave(self, rows: Sequence[Row]) -> bool:
+    def could_swap_out(self, rows: Sequence[Row]) -> bool:
         first, table = min(rows), self._table
         parts = [part for row in rows if row is not first for part in row.parts]
         pages = sum(table.pages_for(part.total) for part in parts)
         return self.away_tokens is None or pages * table.pool.size <= self.away_tokens
 
-    def in_the_way_of(self, row: Row) -> list[Row]:
+    def blockers(self, row: Row) -> list[Row]:
         if self.filling is not None and not self.can_decode(row):
             return [self.filling]
         return self.jobs
@@ -161,7 +161,7 @@ class InPages(Rows[PagedGroup]):
         )
 
     def begin(self, row: Row) -> None:
-        """Give it rows and pages, filled from the prefix cache or from its swapped-out past."""
+        """Give a job rows and pages, filled from the prefix cache or from its swapped-out past."""
         if not self.can_decode(row):
             self.filling = row
             for part, cache in zip(row.parts, self._prompts, strict=False):
@@ -173,11 +173,11 @@ class InPages(Rows[PagedGroup]):
             self._begin(part, group.cache, len(group.parts) - 1)
 
     def _smallest(self) -> PagedGroup:
-        """The group that a job joins, among those that the current hosts need."""
+        """The smallest of the groups that the current hosts need, which a new job joins."""
         return min(self.groups[: groups_for(self._model)], key=lambda group: len(group.parts))
 
     def _begin(self, handle: Row, cache: KVCache, row: int) -> None:
-        known, size = self._known(handle), self._table.pool.size
+        known, size = self._cached_pages(handle), self._table.pool.size
         found, handle.shared_len = self._reusable(known), len(known) * size
         stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
         table = cache.pages
@@ -203,9 +203,9 @@ class InPages(Rows[PagedGroup]):
             self._remember(handle, cache, row, at)
         handle.away = None
 
-    def _known(self, handle: Row) -> list[KnownPage]:
-        """The prompt's pages in the prefix cache, without its last token's, whose logits are
-        needed, and within what a preempted job had stored."""
+    def _cached_pages(self, handle: Row) -> list[KnownPage]:
+        """The prompt's pages in the prefix cache, without that of its last token, whose logits are
+        needed, and within the tokens that a preempted job had stored."""
         pool, known = self._table.pool, list[KnownPage]()
         last = len(handle.prompt) - 1 if self._finds and not handle.is_scored else 0
         if handle.away is not None:
@@ -219,8 +219,8 @@ class InPages(Rows[PagedGroup]):
         return known
 
     def _reusable(self, known: Sequence[KnownPage]) -> list[KnownPage]:
-        """Those of the first pages that a prompt can go on behind: where a model has states, up to
-        one of which there is a snapshot."""
+        """The first pages after which a prompt can continue: if a model has states, up to the last
+        one with a snapshot."""
         found = list(known)
         while self._states is not None and found and found[-1] not in self._states:
             found.pop()
@@ -234,7 +234,7 @@ class InPages(Rows[PagedGroup]):
         return tuple(tokens) if key is None or at else (key, *tokens)
 
     def leave(self, row: Row) -> None:
-        """Release its rows and pages; the group's last job takes the row over."""
+        """Release a job's rows and pages; the group's last job takes over the row."""
         if row is self.filling:
             self.filling = None
             for cache in self._prompts:
@@ -250,25 +250,25 @@ class InPages(Rows[PagedGroup]):
         return next(group for group in self._all_groups if part in group.parts)
 
     def _remember_text(self, handle: Row, group: PagedGroup) -> None:
-        """Add its answer to the prefix cache, too: the next prompt of a chat begins with it."""
+        """Add a job's answer to the prefix cache, too: the next prompt of a chat begins with it."""
         size, row = self._table.pool.size, group.parts.index(handle)
         for at in range(len(handle.prompt) // size, group.cache.seq_lens[row] // size):
             self._remember(handle, group.cache, row, at)
 
     def preempt(self, row: Row) -> None:
-        """Swap its pages out to host memory, and release its rows."""
+        """Swap out a job's pages to host memory, and release its rows."""
         for part, prompt in zip(row.parts, self._prompts, strict=False):
             if self.lost:
                 part.away = None
             elif row is self.filling:
-                part.away = self._copied(prompt, 0)
+                part.away = self._swapped_out(prompt, 0)
             else:
                 group = self._group_of(part)
-                part.away = self._copied(group.cache, group.parts.index(part))
+                part.away = self._swapped_out(group.cache, group.parts.index(part))
         self.leave(row)
 
-    def _copied(self, cache: KVCache, row: int) -> SwappedRow | None:
-        """Swap out a row, as far as it is valid; None if it has to run again."""
+    def _swapped_out(self, cache: KVCache, row: int) -> SwappedRow | None:
+        """Swap out a row, as far as its contents are valid; None if it has to run again."""
         assert cache.pages is not None
         stale = row in cache.stale
         if stale and not cache.snapshot_lens[row]:
@@ -284,8 +284,8 @@ class InPages(Rows[PagedGroup]):
         return self._table.pool.lost
 
     def start_over(self) -> list[Row]:
-        """Have all jobs leave with nothing stored; they run again from their first token on, in the
-        same chunks."""
+        """Remove all jobs with nothing stored -> the jobs, which run again from the first token, in
+        the same chunks."""
         jobs = self.jobs
         self._table.pool.lost = False
         self.filling = None
@@ -300,20 +300,20 @@ class InPages(Rows[PagedGroup]):
     # Steps ----------------------------------------------------------------------------------
 
     def fill(self) -> tuple[list[Row], Callable[[], Tensor]] | None:
-        """Begin the next chunk of the prompt. At its end, the job and a function that gives its
-        logits (1, V); it decodes once it has joined a group."""
+        """Begin the next chunk of the prompt -> at its end, the job and a function that gives its
+        logits (1, V). It decodes once it has joined a group."""
         handle = self.filling
         if handle is None:
             return None
         parts = handle.parts
         for part, cache in zip(parts, self._prompts, strict=False):
-            if not self._is_through(part, cache):
+            if not self._is_prefilled(part, cache):
                 self._run_chunk(part, cache)
                 break
-        if not all(map(self._is_through, parts, self._prompts)):
+        if not all(map(self._is_prefilled, parts, self._prompts)):
             return None
         known = [part.logits for part in parts if part.logits is not None]
-        # A job that runs again has its next token already.
+        # A rerun job already has its next token.
         group = self._smallest() if handle.tokens else self._arrived
         for part, cache in zip(parts, self._prompts, strict=False):
             group.take(part, cache, 0)
@@ -321,28 +321,28 @@ class InPages(Rows[PagedGroup]):
         self.filling = None
         if handle.tokens:
             return None
-        return [handle], lambda: logits_of_jobs(parts, _together([each() for each in known]))
+        return [handle], lambda: logits_of_jobs(parts, _joined([each() for each in known]))
 
     def join(self, rows: Sequence[Row]) -> None:
         for handle in rows:
             if (group := self._smallest()) is not self._arrived:
                 group.take_from(self._arrived, handle)
 
-    def even_out(self, idle: Sequence[PagedGroup]) -> None:
+    def balance(self, idle: Sequence[PagedGroup]) -> None:
         for group in idle if len(self.groups) > 1 else ():
             for handle in reversed(group.decoding):
                 other = self._smallest()
                 if len(group.parts) - len(other.parts) > len(handle.parts):
                     other.take_from(group, handle)
 
-    def _is_through(self, part: Row, cache: KVCache) -> bool:
+    def _is_prefilled(self, part: Row, cache: KVCache) -> bool:
         """Whether all tokens before the newest are stored."""
         return cache.seq_lens[0] == len(part.before_newest)
 
     def _run_chunk(self, handle: Row, cache: KVCache) -> None:
-        """Run the next chunk of a prompt, and keep its logits at the end. Tokens behind it, of a
-        job that runs again, and scored prompts come in short chunks: there is room for the logits
-        of that many tokens, which have the bits of single tokens."""
+        """Run the next chunk of a prompt, and keep its logits at the end. New tokens of a rerun job
+        and scored prompts run in short chunks: there is room for the logits of that many tokens,
+        and they have the bits of single tokens."""
         size, done = self._table.pool.size, cache.seq_lens[0]
         text, prompt = handle.before_newest, len(handle.prompt)
         scored = handle.is_scored and done < prompt
@@ -357,13 +357,14 @@ class InPages(Rows[PagedGroup]):
             wanted = {"each_token": True}
         if through and not scored:
             begun = self._model.begin_forward(ids, cache, adapter=handle.job.adapter, **wanted)
-            handle.logits = self._kept(handle, begun)
+            handle.logits = self._deferred(handle, begun)
         else:
             logits = self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
             if scored and logits is not None:
                 self._score(handle, done, logits[:, 0])
                 if through:
-                    handle.logits = self._kept(handle, partial(logits.__getitem__, slice(-1, None)))
+                    last = partial(logits.__getitem__, slice(-1, None))
+                    handle.logits = self._deferred(handle, last)
         if end % size == 0 and end <= prompt and self._finds:
             known = self._remember(handle, cache, 0, end // size - 1)
             if self._states is not None and end in (handle.shared_len, (prompt - 1) // size * size):
@@ -371,23 +372,23 @@ class InPages(Rows[PagedGroup]):
 
     def _score(self, handle: Row, done: int, logits: Tensor) -> None:
         """Log-probabilities of a prompt's tokens by the logits (tokens, V) of those from ``done``
-        on; ``exact`` is for pages that were run in chunks."""
+        on; clears ``exact``, which is for pages that ran in whole chunks."""
         handle.exact = False
         most, following = handle.job.prompt_logprobs, handle.prompt[done + 1 :][: len(logits)]
         if most is not None and following:
             found = token_logprobs(logits[: len(following)], following, most)
             handle.prompt_logprobs[done:] = found
 
-    def _kept(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A function that gives a prompt's logits (1, V); on the host if they wait for another
-        part's, for which no plan has room."""
+    def _deferred(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """A function that gives a prompt's logits (1, V); they are on the host if they wait for
+        those of another part, for which no plan has room."""
         if handle.job.guidance_scale == 1:
             return lambda: begun()[:, 0]
         logits = begun()[:, 0].to(CPU)
         return lambda: logits
 
     def _remember(self, handle: Row, cache: KVCache, row: int, at: int) -> KnownPage:
-        """Add page ``at`` of its text to the prefix cache, or take the equal one that is there."""
+        """Add page ``at`` of a job's text to the prefix cache, or use the equal one there."""
         table = cache.pages
         assert table is not None
         page = table.rows[row][at]
@@ -418,11 +419,11 @@ class InPages(Rows[PagedGroup]):
             group.drop_rejected(parts)
 
 
-def _together(logits: Sequence[Tensor]) -> Tensor:
+def _joined(logits: Sequence[Tensor]) -> Tensor:
     return logits[0] if len(logits) == 1 else torch.cat(list(logits))
 
 
 def groups_for(model: Transformer) -> int:
-    """As many groups of jobs as keep a model's hosts busy. One more would make them read their
+    """The number of groups that keep a model's hosts busy. With one more they would read their
     weights once more for the same tokens."""
     return max(round(model.in_flight), 1)

@@ -1,8 +1,8 @@
 """One batch in the rows of any cache, for ``Generator`` and ``generate``.
 
-Row ``i`` is the ``i``-th job's; behind these come the rows of negative prompts, if jobs are guided:
-all are, or none. The beginning of a prompt that its row holds already is not run again, and the
-row's contents stay for the next prompt. All prompts prefill together.
+Row ``i`` belongs to the ``i``-th job; the rows of negative prompts follow if jobs are guided, which
+all are or none. A prefix of a prompt that its row already holds is not run again, and the row's
+contents stay for the next prompt. All prompts prefill together.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class InPlace(Rows[Any]):
 
     Args:
         repeats: adjacent rows with the same prompt, which prefills once.
-        guidance: its rows run beside these.
-        on_host: whether logits are copied to the host, for the caller's functions.
+        guidance: runs its rows beside these.
+        on_host: whether to copy logits to the host, for the caller's functions.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class InPlace(Rows[Any]):
         return where_there_is_room(lambda x: x.repeat_interleave(repeats, 0), logits)
 
     def fork(self, sources: Sequence[int]) -> None:
-        """Row ``i`` continues row ``sources[i]``."""
+        """Make row ``i`` continue row ``sources[i]``."""
         self._runner.reorder(sources)
         before = [[] if row is None else row.tokens.copy() for row in self._rows]
         for row, source in zip(self._rows, sources, strict=True):

@@ -25,41 +25,42 @@ class Job:
         prompt: a text, token ids, or the messages of a chat.
         settings: of the sampler.
         seed: of the random numbers, for repeatable tokens; None for any.
-        min_new_tokens: until there are this many, no token that ends the completion is chosen
-            unless the grammar allows no other.
+        min_new_tokens: before this many, a token that ends the completion is chosen only if the
+            grammar allows no other.
         stop: texts and token ids that end the completion and are left out of it, beside the model's
             own end-of-sequence tokens.
-        ignore_eos: go on behind end-of-sequence tokens, unless ``stop`` or a grammar ends with
+        ignore_eos: continue after end-of-sequence tokens, unless ``stop`` or a grammar ends with
             them.
         grammar: that the completion must match.
-        logprobs: how many of the likeliest tokens each event names with their log-probabilities,
-            beside the chosen one's, see :mod:`exkv.sampling.logprobs`; None for neither.
+        logprobs: number of likeliest tokens whose log-probabilities each event has, beside that of
+            the chosen one, see :mod:`exkv.sampling.logprobs`; None for neither.
         prompt_logprobs: the same for the prompt's tokens, in the handle's ``prompt_logprobs``; the
-            whole prompt runs then, in short calls, without the prefix cache.
+            whole prompt then runs, in short calls, without the prefix cache.
         return_logits: return the logits with the log-probabilities.
         banned_strings: texts that must not occur, in upper or lower case, see
-            :mod:`exkv.sampling.banned_strings`. A token's event comes when it is final.
+            :mod:`exkv.sampling.banned_strings`. A token's event comes when the token is final.
         token_healing: drop the prompt's last token, and choose a first token whose text begins with
-            it, so that it doesn't matter where the prompt was cut. Not for a single token, or a
-            control token at the end.
+            that of the dropped one, so that it doesn't matter where the prompt was cut. Doesn't
+            apply to a single token, or a control token at the end.
         approximate_reuse: also reuse pages that hold nearly what prefilling would store: text that
             another such job generated, such as the last turn of a chat, or pages that came back
-            from host memory in fewer bits. The text is then as good, but not to the token the one
-            that the job gives alone.
+            from host memory in fewer bits. The text is as good, but may differ from the one that
+            the job gives alone.
         priority: jobs of a higher one are admitted first and preempted last.
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error.
         encode_special_tokens: parse special tokens in a text.
-        shown_tokens: control tokens that the completion's text shows; it leaves out all others.
+        shown_tokens: control tokens that the completion's text shows; all others are left out.
         continues: whether the completion continues the prompt's text, so that its first word may
-            begin with a space; None for a prompt that is a text.
-        speculate: allow proposed tokens, if the engine has a draft or n-grams; they change none.
+            begin with a space; None for only if the prompt is a text.
+        speculate: allow proposed tokens, if the engine has a draft or n-grams; they change no
+            output.
         adapter: the name of one of ``model.adapters``, which stays loaded until the job ends; None
             for the model alone.
-        guidance_scale: how far scores are shifted away from those behind the negative prompt, see
-            :mod:`exkv.decode.guidance`; 1 is not at all. A guided job takes two rows with pages
+        guidance_scale: how far scores are shifted away from those of the negative prompt, see
+            :mod:`exkv.decode.guidance`; 1 for not at all. A guided job takes two rows with pages
             each, gets no proposals, and has guided log-probabilities.
-        negative_prompt: like a prompt; None for the prompt's last token.
+        negative_prompt: in any form of a prompt; None for the prompt's last token.
     """
 
     prompt: Prompt
@@ -89,12 +90,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A job's result of a step.
+    """A job's result in one step.
 
     Attributes:
-        text: that became final: whole characters, no beginning of a stop text.
-        token: None if the job ended without one.
-        logprobs: of the token, if the job asks.
+        text: newly final text: whole characters, and no partial stop text.
+        token: the new token; None if the job ended without one.
+        logprobs: of the token, if the job asks for them.
         reason: why the job ended: ``"eos"``, ``"stop"``, ``"length"``, ``"grammar"`` (complete),
             ``"cache_full"`` (in a ``Generator``), ``"cancelled"`` or ``"error"``; ``""`` while it
             runs.
@@ -111,7 +112,7 @@ class Driver(Protocol):
     """Runs jobs: an ``Engine`` or a ``Scheduler``."""
 
     def iterate(self) -> list[Event]:
-        """Make one step."""
+        """Run one step."""
 
     def cancel(self, handle: Any) -> None:
         """End a job before the next step."""
@@ -124,11 +125,11 @@ class Handle(Row):
         job: as submitted.
         prompt: token ids (without a last one that is healed).
         tokens, logprobs, text: so far, without the prompt.
-        reason: why it ended, as of :class:`Event`; ``""`` while it runs.
-        error: that ended it, if any.
+        reason: why it ended, as in :class:`Event`; ``""`` while it runs.
+        error: the error that ended it, if any.
         cached_tokens: prompt tokens found in the prefix cache, which did not run.
         settings: the job's, with the sets of tokens that depend on the tokenizer.
-        completion: makes text of its tokens.
+        completion: decodes its tokens to text.
     """
 
     def __init__(
@@ -152,12 +153,12 @@ class Handle(Row):
         return f"Handle({self.number}, prompt of {len(self.prompt)} tokens, {state})"
 
     def cancel(self) -> None:
-        """End it before the next step, and free its pages. Thread-safe."""
+        """End the job before the next step, and free its pages. Thread-safe."""
         self._driver.cancel(self)
 
     def result(self) -> str:
-        """Run the engine until the job has ended, and return its text; raises what ended it, if
-        that was an error."""
+        """Run the engine until the job has ended, and return its text; raises the error that ended
+        it, if any."""
         for _ in self:
             pass
         if self.error is not None:

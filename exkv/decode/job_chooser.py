@@ -49,11 +49,11 @@ class JobChooser(Chooser[Handle]):
                     raise token
                 full = self._is_full(row)
                 pieces = row.completion.take(token, cache_full=full, logprobs=logprobs)
-            except ValueError as error:  # no token, an unknown one, too complex a grammar
+            except ValueError as error:  # no token, an unknown one, or too complex a grammar
                 row.error, row.reason = error.with_traceback(None), "error"
                 events += self.ended(row)
             else:
-                events += _told(row, pieces)
+                events += _events_of(row, pieces)
         return events
 
     def ended(self, row: Handle) -> list[Event]:
@@ -75,13 +75,13 @@ class JobChooser(Chooser[Handle]):
                 history = [torch.tensor(row.prompt + row.tokens + list(proposed))]
             try:
                 return int(sample(logits, settings, history, rng))
-            except ValueError:  # no token to choose here; the model may have one
+            except ValueError:  # the draft has no token to choose; the model may have one
                 return 0
 
         return guess
 
 
-def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
+def _events_of(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
     """Events of final pieces; the last one has the reason, if the job has ended."""
     events = []
     row.reason = row.completion.reason
@@ -102,9 +102,9 @@ def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
 
 
 def choose(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], Tensor | None]:
-    """A token for each job, or the reason why there is none, by logits (jobs, V); and the tokens on
+    """A token for each job, or the error if there is none, by logits (jobs, V); and the tokens on
     the logits' device, int64 (jobs,), if one call chose all there."""
-    groups = _alike(jobs)
+    groups = _grouped(jobs)
     if len(groups) == 1:
         return _sampled(jobs, logits)
     chosen: list[Token] = [0] * len(jobs)
@@ -118,7 +118,7 @@ def choose(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], Ten
 def logprobs_of(
     jobs: Sequence[Handle], logits: Tensor, chosen: Sequence[Token]
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the chosen tokens, for jobs that ask; logits (jobs, V)."""
+    """Log-probabilities of the chosen tokens, for jobs that ask for them; logits (jobs, V)."""
     found: list[TokenLogprobs | None] = [None] * len(jobs)
     asked: dict[int, dict[int, int]] = {}
     for row, (handle, token) in enumerate(zip(jobs, chosen, strict=True)):
@@ -134,8 +134,8 @@ def logprobs_of(
     return found
 
 
-def _alike(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
-    """Group jobs by settings: one call chooses for each group."""
+def _grouped(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
+    """Group the indices of jobs by settings, since one call chooses for each group."""
     first = jobs[0].settings
     if all(handle.settings is first for handle in jobs):
         return [range(len(jobs))]
@@ -159,8 +159,8 @@ def _sampled(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], T
         return tokens.tolist(), None if placed.is_cpu else placed
     except ValueError as error:
         if len(jobs) == 1:
-            return [error.with_traceback(None)], None  # its frames hold the logits
-    for rng, state in zip(generators, states, strict=True):  # find the one without a token
+            return [error.with_traceback(None)], None  # the traceback's frames hold the logits
+    for rng, state in zip(generators, states, strict=True):  # retry to find the one without a token
         rng.set_state(state)
     singles = (_sampled([handle], logits[i : i + 1])[0] for i, handle in enumerate(jobs))
     return [token for (token,) in singles], None

@@ -1,4 +1,4 @@
-"""From a job to its handle: what is wrong with a job is found here."""
+"""From a job to its handle: all checks of a job's fields."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def new_handle(
     """Check a job, and make its handle.
 
     Args:
-        seed: of its random numbers; None for torch's own.
+        seed: of its random numbers; None for torch's generator.
 
     Raises:
         ValueError: an empty prompt, ids outside the vocabulary, a number out of range, an adapter
@@ -71,7 +71,7 @@ def begin_completion(
     if not isinstance(job.grammar, Constraint | None):
         raise TypeError(f"grammar is a {type(job.grammar).__name__}; it must be a Grammar")
     stop_ids, stop_texts = read_stops(job.stop)
-    if not job.ignore_eos or job.grammar is not None:  # by which a grammar says that it is over
+    if not job.ignore_eos or job.grammar is not None:  # a complete grammar ends with these
         stop_ids += tokenizer.eos_ids
     banned = BannedStrings(job.banned_strings)
     ids = _read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
@@ -94,7 +94,7 @@ def begin_completion(
 def _read_negative(
     job: Job, prompt: list[int], tokenizer: Tokenizer, vocab_size: int
 ) -> list[int] | None:
-    """Token ids of a job's negative prompt; None where it isn't guided."""
+    """Token ids of a job's negative prompt; None if it isn't guided."""
     GUIDANCE.check("guidance_scale", job.guidance_scale)
     if job.guidance_scale == 1:
         if job.negative_prompt is not None:

@@ -20,12 +20,12 @@ class PagedGroup:
     """A group of an engine's jobs.
 
     Args:
-        cache: its pool is shared.
-        rows: parts of jobs at most.
-        proposed: proposed tokens of a job that a call verifies, at most.
+        cache: shares its pool.
+        rows: most parts of jobs.
+        proposed: most proposed tokens of a job that a call verifies.
 
     Attributes:
-        parts: of jobs; the index is the row.
+        parts: parts of jobs, by row.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, rows: int, proposed: int) -> None:
@@ -59,7 +59,7 @@ class PagedGroup:
             other.drop(part)
 
     def drop(self, part: Row) -> None:
-        """Release its row and pages; the last part takes the row over."""
+        """Release a part's row and pages; the last part takes over the row."""
         row, last = self.parts.index(part), self.parts.pop()
         if last is not part:
             self.parts[row] = last
@@ -83,8 +83,8 @@ class PagedGroup:
         return max(self.pages_needed() - self.table.pool.available, 0)
 
     def room(self, wanted: Sequence[int], spare: int) -> list[int]:
-        """How many of the wanted tokens the next call may verify for each job, with ``spare`` pages
-        to take."""
+        """How many of the wanted tokens the next call may verify for each job, if it may take
+        ``spare`` pages."""
         given = iter(wanted)
         asked = [0 if part.is_negative else next(given) for part in self.parts]
         most = [self._limits.of_row(row, count) for row, count in enumerate(asked)]
@@ -124,7 +124,7 @@ class PagedGroup:
         return [part.job.adapter for part in self.parts]
 
     def drop_rejected(self, parts: set[Row]) -> None:
-        """Truncate those of these parts that are here to all tokens but the newest."""
+        """Truncate those of these parts that are in this group to all tokens but the newest."""
         kept = self.cache.seq_lens
         for row, part in enumerate(self.parts):
             if part in parts:

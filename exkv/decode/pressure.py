@@ -1,9 +1,9 @@
-"""Live pressure: what to do when another program takes memory of a device while an engine runs.
+"""Memory pressure: another program takes memory of a device while an engine runs.
 
-A plan promises every call the memory that it needs, as it was when the plan was made. An engine
-looks again between its steps, so that it preempts jobs before a call fails: calls of fewer rows
-take less. Rows halve until their calls fit, and double again, a rung at a look, when memory
-returns. Where even one row lacks memory it runs all the same: its error is handled as any other.
+A plan promises every call its memory, by what was free when the plan was made. An engine checks
+again between its steps and preempts jobs before a call fails, since calls of fewer rows take less.
+The number of rows is halved until their calls fit, and doubled again, once a check, when memory
+returns. If even one row lacks memory it runs all the same: its error is handled as any other.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from exkv.sizes import human
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks: the driver answers in less than a millisecond.
+#: Seconds between two checks; the driver answers in less than a millisecond.
 INTERVAL = 0.1
 
 
 class Pressure:
-    """How many rows have room for their calls, on the devices as they are now.
+    """The number of rows whose calls fit in the devices' current memory.
 
     Args:
-        most: rows that the engine runs at once.
-        calls: gives the caches of the calls that the engine makes; those of several rows have
-            ``most``.
-        clock: seconds.
+        most: most rows that the engine runs at once.
+        calls: gives the caches of the engine's calls; those of several rows have ``most``.
+        clock: the time in seconds.
 
     Attributes:
-        rows: that have room, from 1 to ``most``.
-        raised: how many times there were fewer than before.
+        rows: rows whose calls fit, from 1 to ``most``.
+        raised: how many times this number has fallen.
     """
 
     def __init__(
@@ -56,22 +55,22 @@ class Pressure:
         self._needed: dict[int, Mapping[torch.device, int]] = {}
 
     def look(self) -> int:
-        """The rows that have room; asks the devices if the last look is :data:`INTERVAL` ago."""
+        """The rows that fit; asks the devices if the last check was :data:`INTERVAL` ago."""
         if self._clock() >= self._due:
             self._due = self._clock() + INTERVAL
-            self._set(self._fitting())
+            self._change_rows(self._fitting())
         return self.rows
 
     def _fitting(self) -> int:
-        """Rows whose calls fit: at most one rung more than now."""
+        """Rows whose calls fit: at most twice as many as now."""
         rows = min(self._most, 2 * self.rows)
-        free = {device: devices.available_memory(device) for device in self._bytes(rows)}
-        while rows > 1 and any(need > free[d] for d, need in self._bytes(rows).items()):
+        free = {device: devices.available_memory(device) for device in self._call_bytes(rows)}
+        while rows > 1 and any(need > free[d] for d, need in self._call_bytes(rows).items()):
             rows //= 2
         return rows
 
-    def _bytes(self, rows: int) -> Mapping[torch.device, int]:
-        """What the largest call of so many rows takes on each accelerator."""
+    def _call_bytes(self, rows: int) -> Mapping[torch.device, int]:
+        """Bytes of the largest call of ``rows`` rows on each accelerator."""
         plan: Plan | None = getattr(self._model, "plan", None)
         if plan is None:
             return {}
@@ -81,13 +80,13 @@ class Pressure:
             self._needed[rows] = call_bytes(self._model, plan, self._calls(), most_rows=rows)
         return self._needed[rows]
 
-    def _set(self, rows: int) -> None:
+    def _change_rows(self, rows: int) -> None:
         if rows < self.rows:
             self.raised += 1
         if rows != self.rows:
-            free = [f"{human(devices.available_memory(d))} on {d}" for d in self._bytes(rows)]
+            free = [f"{human(devices.available_memory(d))} on {d}" for d in self._call_bytes(rows)]
             logger.warning(
-                "%d rows at once have room for their calls, %d before: %s are free",
+                "calls of %d rows at once fit now, %d before: %s are free",
                 rows,
                 self.rows,
                 ", ".join(free),

@@ -1,6 +1,6 @@
 """The logits processors of a call of ``generate``: the steps that its config asks for
-(``exkv.sampling.huggingface``), with guidance and the caller's functions at their places between.
-A call that needs none chooses by the logits as they are.
+(``exkv.sampling.huggingface``), with guidance and the caller's functions in between. A call that
+needs none chooses by the unprocessed logits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["Processor", "SoFar", "processors"]
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: several processors ask for what is kept here
+@dataclass(frozen=True, kw_only=True)  # no slots, for cached_property: several processors use it
 class SoFar:
     """Prompts and new tokens (N, n), N / B for each prompt.
 
     Attributes:
         tokens: on the host.
         vocab_size: ids from here on are padding, after a sequence's end.
-        device: where the scores lie.
+        device: of the scores.
     """
 
     prompts: Prompts
@@ -49,17 +49,17 @@ class SoFar:
 
     @cached_property
     def histories(self) -> list[Tensor]:
-        """The tokens of each sequence, padding left out, beside the scores."""
+        """The tokens of each sequence without padding, on the scores' device."""
         return self.prompts.histories(self._tokens, self.device)
 
     @cached_property
     def histories_on_host(self) -> list[Tensor]:
-        """The same on the host."""
+        """:attr:`histories` on the host."""
         return self.prompts.histories(self._tokens, self.tokens.device)
 
     @cached_property
     def prompt_histories(self) -> list[Tensor]:
-        """The tokens of each sequence's prompt, beside the scores."""
+        """The tokens of each sequence's prompt, on the scores' device."""
         return self.prompts.histories(self.tokens[:, :0], self.device)
 
     @property
@@ -75,7 +75,7 @@ class SoFar:
 def processors(
     config: ResolvedConfig, hooks: Hooks, guidance: Guidance | None = None
 ) -> tuple[Processor, ...]:
-    """Those that a call needs, in order."""
+    """The processors that a call needs, in order."""
     given: dict[str, Processor] = {}
     rows = config.num_return_sequences  # of a prompt
     if config.num_beams > 1:

@@ -1,4 +1,4 @@
-"""Prompts as tensors, lists or texts, made into rows padded on the left."""
+"""Conversion of prompts (tensors, lists or texts) to rows padded on the left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompts:
         ids: int64 (B, W) on the host, padded on the left as in transformers; ``Model.forward`` gets
             the rows without padding.
         lengths: tokens of each row.
-        as_tensor: whether they came as a tensor, whose columns the result keeps.
+        as_tensor: whether they were given as a tensor, whose columns the result keeps.
     """
 
     ids: Tensor
@@ -53,7 +53,7 @@ class Prompts:
         return [each[self.width - n :] for each, n in zip(whole, lengths, strict=True)]
 
     def only(self, row: int) -> Prompts:
-        """A single prompt, of the same width."""
+        """One of the prompts, with the same width."""
         ids = self.ids[row : row + 1]
         return Prompts(ids=ids, lengths=(self.lengths[row],), as_tensor=self.as_tensor)
 
@@ -76,7 +76,7 @@ def read_prompts(
         mask = _inferred_mask(prompts, config) if mask is None else mask
         rows = _rows_of_tensor(prompts, mask)
     elif mask is not None:
-        raise ValueError("attention_mask belongs to a tensor; a list's rows need none")
+        raise ValueError("attention_mask is given with lists, which need none: leave it out")
     else:
         rows = _rows_of_list(prompts, tokenizer)
     _check_rows(rows, vocab_size)
@@ -89,7 +89,7 @@ def read_prompts(
 
 def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor | None:
     """The mask of a tensor without one, by transformers' rule: pad tokens are padding unless the
-    pad token ends sequences, too."""
+    pad token also ends sequences."""
     pad = config.pad_token_id
     if pad is None or pad in config.ends or ids.dim() != 2 or not bool((ids == pad).any()):
         return None
@@ -104,7 +104,7 @@ def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor | None:
 
 
 def _is_left_padded(mask: Tensor) -> Tensor:
-    """Which rows have no padding behind a token: (B, T) -> bool (B,)."""
+    """Which rows have no padding after a token: (B, T) -> bool (B,)."""
     real = mask != 0
     return ~(real[:, :-1] & ~real[:, 1:]).any(1)
 

@@ -1,4 +1,4 @@
-"""The arguments of ``generate``: read and checked."""
+"""Reading and checking the arguments of ``generate``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stopping import MaxTime, StopStrings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A call's arguments. ``tokenizer`` is None if nothing needs one."""
+    """The arguments of a call. ``tokenizer`` is None if nothing needs one."""
 
     prompts: Prompts
     config: ResolvedConfig
@@ -101,7 +101,7 @@ def check_assistant(model: Transformer, hooks: Hooks, config: GenerationConfig) 
 def read_negative(
     hooks: Hooks, tokenizer: Tokenizer | None, config: GenerationConfig, vocab_size: int
 ) -> Prompts | None:
-    """The given negative prompts."""
+    """Read the negative prompts, if given."""
     if hooks.negative_prompt_ids is None:
         return None
     mask = hooks.negative_prompt_attention_mask
@@ -121,8 +121,8 @@ def check_guidance(request: Request) -> None:
         )
     if request.speculates and scale != 1:
         raise ValueError(
-            f"guidance_scale is {scale} with proposed tokens, which run ahead of the negative "
-            "prompt: leave out one of them"
+            f"guidance_scale is {scale} with proposed tokens, which would run ahead of the "
+            "negative prompt: leave out one of them"
         )
 
 
@@ -133,21 +133,21 @@ def check_speculation(model: Transformer, request: Request) -> None:
         return
     if not config.use_cache:
         raise ValueError(
-            "use_cache is False, and proposed tokens are checked in a cache: leave it out"
+            "use_cache is False, and proposed tokens are verified with a cache: leave it out"
         )
     check_promised(model)
     watched = hooks.see_scores or hooks.streamer or config.output_scores or config.output_logits
     several = len(request.prompts.lengths) * request.sequences_each
     if several > 1 and watched:
         raise ValueError(
-            f"{several} sequences with proposed tokens, which run ahead of each other, and with a "
-            "streamer, a function of your own, output_scores or output_logits, which go step by "
-            "step: leave out one of them, or generate one sequence at a time"
+            f"{several} sequences with proposed tokens, which advance at different rates, and with "
+            "a streamer, a function of your own, output_scores or output_logits, which need steps "
+            "in common: leave out one of them, or generate one sequence at a time"
         )
 
 
 def default_config(model: Transformer) -> GenerationConfig:
-    """What was set as ``model.generation_config``, else what the checkpoint recommends."""
+    """The config set as ``model.generation_config``, else the checkpoint's recommendation."""
     if (own := getattr(model, "own_generation_config", None)) is not None:
         return cast(GenerationConfig, own)
     path = model.config.path
@@ -155,7 +155,7 @@ def default_config(model: Transformer) -> GenerationConfig:
 
 
 def resolve(model: Transformer, given: Any, changes: dict[str, Any]) -> GenerationConfig:
-    """The config of a call, with the model's token ids unless it names others."""
+    """Merge a call's config, with the model's token ids unless it has others."""
     if isinstance(given, GenerationConfig):
         config = given
     else:
@@ -164,7 +164,7 @@ def resolve(model: Transformer, given: Any, changes: dict[str, Any]) -> Generati
             config = config.updated(**arguments.of_config(given))
     config = config.updated(**changes)
     ids = {name: getattr(config, name) for name in ("eos_token_id", "pad_token_id")}
-    for name in ids:  # None as an argument of the call means none, as in transformers
+    for name in ids:  # as in transformers, a None given to the call means no such token
         if ids[name] is None and name not in changes:
             ids[name] = getattr(model.config, name)
     config = config.updated(**ids)

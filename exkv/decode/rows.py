@@ -1,4 +1,4 @@
-"""Rows, the sequences under way, and the interface of the place where they run."""
+"""Rows, which are sequences under way, and the interface of the places where they run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Row:
         prompt: token ids.
         tokens: chosen so far.
         reason: why it ended; ``""`` while it runs.
-        error: that ended it, if any.
+        error: the error that ended it, if any.
         cached_tokens: prompt tokens found in the prefix cache, which did not run.
         proposed_tokens, accepted_tokens: by draft or n-grams.
         idle: whether it has ended, and waits for the others of its batch.
-        exact: whether the prompt's stored keys and values are what running it stores.
-        last_page: before the prompt's next full page.
-        shared_len: tokens of the prompt's pages that an earlier prompt has, too.
-        away: what it had stored when it was preempted.
+        exact: whether the prompt's stored keys and values are those that prefilling it stores.
+        last_page: the page before the prompt's next full page.
+        shared_len: tokens of the prompt's pages that an earlier prompt also has.
+        away: its stored tokens and pages when it was preempted.
         logits: gives those of its prompt (1, V), until its other part has its own.
-        prompt_logprobs: of the prompt's tokens from the second on, if the job asks.
+        prompt_logprobs: of the prompt's tokens from the second on, if the job asks for them.
         negative: the part with the negative prompt and the same new tokens, if it is guided.
         is_negative: whether it is such a part.
     """
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def is_scored(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted."""
+        """Whether log-probabilities of its prompt are requested."""
         return self.job.prompt_logprobs is not None and not self.is_negative
 
     @property
@@ -110,18 +110,18 @@ class Row:
 
     @property
     def before_newest(self) -> list[int]:
-        """Tokens to prefill: the prompt, and the new tokens but the newest of a row that runs again
-        from its beginning."""
+        """Tokens to prefill: the prompt, and if the row runs again from the start, its new tokens
+        but the newest."""
         return [*self.prompt, *self.tokens[:-1]]
 
     @property
     def begun(self) -> bool:
-        """Whether it has run before."""
+        """Whether the row has run before."""
         return self.away is not None or bool(self.tokens)
 
     @property
     def total(self) -> int:
-        """Stored tokens at full length; the last chosen one never runs."""
+        """Stored tokens at full length; the last chosen token never runs."""
         return len(self.prompt) + self.job.max_new_tokens - 1
 
 
@@ -152,10 +152,10 @@ class Rows(ABC, Generic[G]):
     that begin together and keep their places until they end.
 
     Attributes:
-        found_tokens: prompt tokens that were stored already, so far.
-        pressed: how many times fewer rows could run, because a device had less memory.
+        found_tokens: prompt tokens found stored so far.
+        pressed: how many times the rows that could run fell, because a device had less memory.
         preempts: whether rows can be preempted.
-        overlaps: whether calls run elsewhere after they have begun.
+        overlaps: whether calls continue elsewhere after they have begun.
         away_tokens: upper bound on tokens of preempted rows; None for no bound.
     """
 
@@ -182,7 +182,7 @@ class Rows(ABC, Generic[G]):
 
     @property
     def crowded(self) -> bool:
-        """Whether more rows run than have room for their calls now, and one can leave."""
+        """Whether more rows run than now have room for their calls, and one can leave."""
         return False
 
     def can_begin(self, row: Row) -> bool:
@@ -191,22 +191,22 @@ class Rows(ABC, Generic[G]):
 
     @abstractmethod
     def begin(self, row: Row) -> None:
-        """Give it a place."""
+        """Give a row a place."""
 
-    def could_leave(self, rows: Sequence[Row]) -> bool:
+    def could_swap_out(self, rows: Sequence[Row]) -> bool:
         """Whether all of these but the first could be preempted at full length."""
         return True
 
-    def in_the_way_of(self, row: Row) -> list[Row]:
-        """Rows one of which must leave before it can begin."""
+    def blockers(self, row: Row) -> list[Row]:
+        """Rows one of which must leave before this one can begin."""
         return []
 
     @abstractmethod
     def leave(self, row: Row) -> None:
-        """Release its place."""
+        """Release a row's place."""
 
     def preempt(self, row: Row) -> None:
-        """Swap out what it has stored, and release its place."""
+        """Swap out a row's stored tokens, and release its place."""
         raise AssertionError("a row keeps its place")
 
     def start_over(self) -> list[Row]:
@@ -215,18 +215,18 @@ class Rows(ABC, Generic[G]):
         return []
 
     def is_full(self, row: Row) -> bool:
-        """Whether it has no room for another token."""
+        """Whether a row has no room for another token."""
         return False
 
     @abstractmethod
     def fill(self) -> tuple[list[Row], Callable[[], Tensor]] | None:
-        """Begin the next chunk of prompts; the rows that have prefilled with it, and a function
+        """Begin the next chunk of prompts -> the rows that have prefilled with it, and a function
         that gives their logits (rows, V)."""
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Have these rows decode from now on."""
+        """Let these rows decode from now on."""
 
-    def even_out(self, idle: Sequence[G]) -> None:
+    def balance(self, idle: Sequence[G]) -> None:
         """Move rows of these groups to smaller ones, before their calls."""
 
     @abstractmethod
@@ -241,7 +241,7 @@ class Rows(ABC, Generic[G]):
         guesses: Mapping[Row, Guess],
         confidence: float,
     ) -> dict[Row, list[int]]:
-        """Have the model's MTP head propose tokens behind some rows of a group: see
+        """Have the model's MTP head propose tokens for some rows of a group: see
         ``exkv.decode.speculation.heads``."""
 
     @abstractmethod

@@ -20,12 +20,12 @@ class Runner(Leased):
 
     Args:
         rescue: fallback steps for out of memory; None for none.
-        fork_len: final length of the longest row, if the cache has a row for each prompt only and
+        fork_len: final length of the longest row, if the cache has only a row for each prompt and
             is forked; None for a cache with all rows.
-        adapter: its name; None for none.
+        adapter: the adapter's name; None for none.
 
     Attributes:
-        cached_tokens: tokens of the last prompts that the cache held already.
+        cached_tokens: tokens of the last prompts that the cache already held.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Runner(Leased):
         self._prompts: KVCache | None = None  # the cache that was forked
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run B prompts -> logits (B, V). A prompt's beginning in the cache is not run again."""
+        """Run B prompts -> logits (B, V). A cached prefix of a prompt is not run again."""
         with self.using():
             held, made_with = self.cache.sequences, self.cache.made_with
             (key,) = self.model.keys_of(self.adapter, 1)
@@ -57,7 +57,7 @@ class Runner(Leased):
             self.cache.crop(keep)
             self.cached_tokens = sum(keep)
             rows = [ids[kept:] for ids, kept in zip(prompts, keep, strict=True)]
-            if self.cache.has_snapshots:  # where another answer to these prompts would begin
+            if self.cache.has_snapshots:  # so that another answer to these prompts can begin there
                 firsts = [ids[:-1] for ids in rows]
                 self.rescue.run(lambda: self._prefill_to_snapshot(firsts), self.cache)
                 rows = [ids[-1:] for ids in rows]
@@ -110,7 +110,7 @@ class Runner(Leased):
             self.cache.crop(lengths)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Row ``i`` of the cache becomes what row ``rows[i]`` was."""
+        """Make row ``i`` of the cache what row ``rows[i]`` was."""
         if list(rows) != list(range(len(rows))):
             with self.using():
                 self.rescue.run(lambda: self.cache.reorder(rows), self.cache, "reordering rows")
@@ -123,7 +123,7 @@ class Runner(Leased):
                 self.model.forget_cache(cache)
 
     def _prefill_to_snapshot(self, rows: Sequence[Sequence[int]]) -> None:
-        """Run tokens of rows, and take snapshots of recurrent states behind them."""
+        """Run tokens of rows, and take snapshots of the recurrent states after them."""
         padded, lengths = pad_rows(rows)
         if any(lengths):
             self.model.forward(
@@ -143,8 +143,8 @@ class Runner(Leased):
     def _go_on(
         self, rows: Sequence[Sequence[int]], ends: Sequence[int], placed: Tensor | None
     ) -> Tensor:
-        """Run rows up to these lengths, from where the cache ends: after a call that failed it has
-        the chunks that were complete. A row's last token runs again in any case, for its logits."""
+        """Run rows up to these lengths, from where the cache ends: after a failed call it has the
+        chunks that were complete. A row's last token always runs again, for its logits."""
         held = self.cache.seq_lens
         limits = [
             min(end - bool(ids), has) for has, ids, end in zip(held, rows, ends, strict=False)

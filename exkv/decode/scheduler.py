@@ -10,9 +10,9 @@ When pages run out, the last job in that order is preempted: its pages are swapp
 memory, and swapped back in unchanged when it is readmitted. So every admitted job ends with the
 tokens that it gives alone.
 
-Over several hosts a call goes on after it has begun. There the jobs that decode form several
-groups, and a step waits for the calls of the step before: while one host runs a group, the others
-run other groups and a chunk of a prompt.
+Over several hosts a call continues after it has begun. There the decoding jobs form several groups,
+and a step waits for the calls of the step before: while one host runs a group, the others run other
+groups and a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class EngineStats:
     """Counters of an engine.
 
     Attributes:
-        prompt_tokens: of jobs that have prefilled, negative prompts included; ``found_tokens`` of
+        prompt_tokens: of jobs that have prefilled, including negative prompts; ``found_tokens`` of
             them came from the prefix cache.
-        new_tokens: chosen.
+        new_tokens: chosen tokens.
         put_away: preemptions.
         out_of_memory: calls of the model that ran out of memory.
         most_running: most jobs that ran at once.
-        pressed: how many times fewer jobs could run, because another program took memory.
-        exchanges: experts that came to a card from host memory, since the model was loaded, with
+        pressed: how many times the jobs that could run fell, because another program took memory.
+        exchanges: experts moved to a card from host memory since the model was loaded, of
             ``exchanged_bytes`` in all.
     """
 
@@ -74,10 +74,10 @@ class Call:
     """A call of the model that has begun.
 
     Attributes:
-        group: that decodes; None for prompts.
-        rows: of the logits.
-        proposed: tokens of each job to verify; empty for none.
-        logits: waits for them.
+        group: the decoding group; None for prompts.
+        rows: the rows of the logits.
+        proposed: proposed tokens of each job to verify; empty for none.
+        logits: waits for the logits.
     """
 
     group: Group | None
@@ -87,7 +87,7 @@ class Call:
 
 
 class Scheduler:
-    """Waiting and running rows. One thread at a time makes steps; any thread may submit and cancel.
+    """Waiting and running rows. One thread at a time runs steps; any thread may submit and cancel.
 
     Attributes:
         rows: where they run.
@@ -127,7 +127,7 @@ class Scheduler:
         """End all rows."""
         for row in [*self._submitted, *self.waiting, *self.rows.jobs]:
             self.cancel(row)
-        self._sort_in()
+        self._take_submitted()
         self._events.clear()
         self.waiting.clear()
         self._under_way.clear()
@@ -165,11 +165,12 @@ class Scheduler:
     # Steps -----------------------------------------------------------------------------------
 
     def iterate(self) -> list[Event]:
-        """Make one step, and return its events. Over several hosts they are those of calls from the
-        step before, and each group begins its next call before the next group is waited for.
+        """Run one step, and return its events. Over several hosts they are those of calls from the
+        step before, and each group begins its next call before the step waits for the next group.
 
         Raises:
-            torch.OutOfMemoryError: twice, in the call of a single row; nothing is lost.
+            torch.OutOfMemoryError: the call of a single row ran out of memory twice; nothing is
+                lost.
         """
         self._schedule()
         earlier = len(self._under_way)
@@ -186,10 +187,10 @@ class Scheduler:
 
     def _schedule(self) -> None:
         """Decide which rows run."""
-        self._sort_in()
+        self._take_submitted()
         if self.rows.lost:
             self._start_over()
-        self._ease()
+        self._relieve_pressure()
         self._admit()
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
 
@@ -197,15 +198,15 @@ class Scheduler:
         """Begin a call of each group without one under way."""
         busy = [call.group for call in self._under_way]
         idle = [group for group in self.rows.groups if group not in busy]
-        self.rows.even_out(idle)
+        self.rows.balance(idle)
         for group in idle:
             while group.pages_missing():
-                self._make_room()
+                self._free_pages()
             if group.decoding:
                 self._begin(group)
 
     def _begin(self, group: Group) -> None:
-        """Begin to run a group's newest tokens, and those proposed behind them."""
+        """Begin to run a group's newest tokens, and those proposed after them."""
         rows = list(group.decoding)
         proposed: Sequence[Sequence[int]] = ()
         if self._speculation is not None:
@@ -262,7 +263,7 @@ class Scheduler:
             self.rows.drop_rejected(rows)
 
     def _verify(self, call: Call, logits: Tensor) -> None:
-        """Choose a token for each row of a call, and one more behind each accepted one; logits
+        """Choose a token for each row of a call, and one more after each accepted one; logits
         (tokens, V), row after row."""
         rows, proposed = call.rows, call.proposed
         starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
@@ -296,7 +297,7 @@ class Scheduler:
         self.rows.drop_rejected(rows)
 
     def _hand_out(self, rows: Sequence[Row], choice: Choice) -> list[Row]:
-        """Give rows their tokens; the rows that rolled back instead, or could take none."""
+        """Give rows their tokens -> the rows that rolled back instead, or could take none."""
         before = [len(row.tokens) for row in rows]
         events = self._chooser.take(rows, choice)
         self._events += events
@@ -312,7 +313,7 @@ class Scheduler:
 
     # Coming and going -------------------------------------------------------------------------
 
-    def _sort_in(self) -> None:
+    def _take_submitted(self) -> None:
         """Queue the submitted rows, and end the cancelled ones."""
         while self._submitted:
             heapq.heappush(self.waiting, self._submitted.popleft())
@@ -321,10 +322,10 @@ class Scheduler:
             if not row.done:
                 self._events += self.end(row, "cancelled")
 
-    def _ease(self) -> None:
-        """Preempt rows whose calls have no room any more, before one fails."""
+    def _relieve_pressure(self) -> None:
+        """Preempt rows whose calls no longer fit, before one fails."""
         while self.rows.crowded:
-            if self._under_way:  # a row is preempted with all its tokens known; some may end
+            if self._under_way:  # rows are preempted with all their tokens known; some may end
                 self._settle_all()
             else:
                 self._preempt(max(self.rows.jobs))
@@ -343,29 +344,29 @@ class Scheduler:
             elif rows.can_begin(first):
                 rows.begin(heapq.heappop(self.waiting))
                 self.away.discard(first)
-            elif not self._make_way(first):
+            elif not self._preempt_for(first):
                 return
 
     def _may_begin(self, row: Row) -> bool:
-        """Whether all admitted rows but the first could be preempted with this one admitted; one
-        always runs. A preempted row was admitted before."""
+        """Whether all admitted rows but the first, which always runs, could be preempted with this
+        one admitted. A preempted row was admitted before."""
         if row.begun or self.rows.away_tokens is None:
             return True
-        return self.rows.could_leave([row, *self.rows.jobs, *self.away])
+        return self.rows.could_swap_out([row, *self.rows.jobs, *self.away])
 
-    def _make_way(self, first: Row) -> bool:
+    def _preempt_for(self, first: Row) -> bool:
         """Preempt a row of lower priority for this one; False if there is none."""
-        in_its_way = self.rows.in_the_way_of(first)
-        if not in_its_way or max(in_its_way).job.priority >= first.job.priority:
+        blockers = self.rows.blockers(first)
+        if not blockers or max(blockers).job.priority >= first.job.priority:
             return False
-        if self._under_way:  # a row in its way may end
+        if self._under_way:  # a blocking row may end
             self._settle_all()
         else:
-            self._preempt(max(in_its_way))
+            self._preempt(max(blockers))
         return True
 
-    def _make_room(self) -> None:
-        """Free pages: settle a call, by which rows may end, or preempt the last row."""
+    def _free_pages(self) -> None:
+        """Free pages: settle a call, with which rows may end, or preempt the last row."""
         if self._under_way:
             self._settle()
         else:
@@ -384,7 +385,7 @@ class Scheduler:
         """Make a call of the model; None if it ran out of memory, after preempting a row. A single
         row tries once more, after the allocators have released their idle memory."""
         try:
-            if not self.rows.preempts:  # the caller frees memory in other ways
+            if not self.rows.preempts:  # the caller frees memory by other means
                 return call()
             with Attempt() as attempt:
                 return call()
@@ -393,7 +394,7 @@ class Scheduler:
             return None
         self.stats.out_of_memory += 1
         devices.release_idle_memory()
-        self._settle_all()  # a row is preempted with all its tokens known
+        self._settle_all()  # rows are preempted with all their tokens known
         if len(self.rows.jobs) != 1:
             if self.rows.jobs:
                 self._preempt(max(self.rows.jobs))
@@ -401,14 +402,14 @@ class Scheduler:
         try:
             with Attempt() as second:
                 return call()
-        except ContentsLostError:  # it was a host that ran out of memory
+        except ContentsLostError:  # another host ran out of memory
             self._start_over()
         self.stats.out_of_memory += bool(second.why)
         raise torch.OutOfMemoryError(second.why or attempt.why)
 
     def _start_over(self) -> None:
-        """After all stored keys and values are lost, those of preempted rows included: every row
-        waits, and runs its tokens again."""
+        """After all stored keys and values are lost, also those of preempted rows: every row waits,
+        and runs its tokens again."""
         self._placed = (), None
         self._under_way.clear()
         for row in self.rows.start_over():

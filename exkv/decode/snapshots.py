@@ -1,4 +1,4 @@
-"""Snapshots of recurrent states behind pages of the prefix cache."""
+"""Snapshots of recurrent states at the ends of pages of the prefix cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from exkv.cache.paging.swap import SwappedPages
 
 
 class Snapshots:
-    """The states of a model behind pages of the prefix cache: copies in host memory, of which the
-    least recently used makes room for a new one.
+    """The states of a model at the ends of pages of the prefix cache: copies in host memory, of
+    which the least recently used one is evicted for a new one.
 
-    A prompt leaves one behind its last full page, where the next turn of its chat goes on, and one
-    behind the last page that it shares with an earlier prompt.
+    A prompt leaves one after its last full page, where the next turn of its chat continues, and one
+    after the last page that it shares with an earlier prompt.
     """
 
     def __init__(self, most: int) -> None:
@@ -24,7 +24,7 @@ class Snapshots:
         return page in self._kept
 
     def find(self, page: KnownPage) -> SwappedPages:
-        """The states behind a page that has some."""
+        """The states at the end of a page that has a snapshot."""
         self._kept.move_to_end(page)
         return self._kept[page]
 

@@ -1,4 +1,4 @@
-"""Stopping criteria of ``generate``: time and texts, as in transformers."""
+"""Stopping criteria of ``generate``: time and stop texts, as in transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StopStrings:
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stops = [text.encode() for text in texts]
         self._tokenizer = tokenizer
-        # Each token of a text has at least one byte of it.
+        # Each token of a stop text has at least one of its bytes.
         self._longest = max(map(len, self._stops))
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:

@@ -1,9 +1,9 @@
 """Events of jobs for coroutines: steps run in one thread while there are jobs, and each step's
-events come to the event loop in one call.
+events reach the event loop in one call.
 
 The thread never waits for the loop. It should be the one that loaded the model: OpenMP keeps a team
-of threads for each caller, and with more threads than processors they sleep between two operations
-instead of spinning, and have to be woken.
+of threads for each calling thread, and if there are more threads than processors they sleep between
+two operations instead of spinning, and have to be woken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .job import Event, Handle, Job
 if TYPE_CHECKING:
     from .engine import Engine
 
-#: Events of a step, each with the index of its job in the stream.
+#: The events of a step, each with the index of its job in the stream.
 Step: TypeAlias = list[tuple[int, Event]]
 
 
@@ -38,29 +38,29 @@ class Streams:
         self._driver: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """End a thread of its own after its step."""
+        """End its own thread, if any, after its step."""
         if self._own is not None:
             self._own.shutdown(wait=False)
 
     def fail(self, error: BaseException) -> None:
-        """Have every stream raise this error, and cancel its jobs."""
+        """Raise this error in every stream, and cancel its jobs."""
         for queue in {id(queue): queue for _, queue in self._listeners.values()}.values():
             queue.put_nowait(error)
 
     async def steps(self, engine: Engine, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
         """Submit jobs, and yield their events until all have ended, those of several steps at once
-        if the reader is slower. Raises what ended a job, a step or the submission; then, or when it
-        is dropped, it cancels the jobs that are left."""
+        if the reader is slower. Raises the error that ended a job, a step or the submission; then,
+        or when it is dropped, cancels the remaining jobs."""
         queue: asyncio.Queue[Step | BaseException] = asyncio.Queue()
         handles: list[Handle] = []
         try:
             for index, job in enumerate(jobs):
                 handles.append(engine.submit(job))
                 self._listeners[handles[-1]] = index, queue
-            self._keep_driving(engine)
+            self._ensure_driving(engine)
             left = len(handles)
             while left:
-                found = await _waiting_in(queue)
+                found = await _next_events(queue)
                 left -= sum(bool(event.reason) for _, event in found)
                 yield found
                 for _, event in found:
@@ -72,10 +72,10 @@ class Streams:
                 if not handle.done:
                     handle.cancel()
             if engine.busy and not (self._driver is not None and self._driver.cancelled()):
-                self._keep_driving(engine)  # the next step frees the pages
+                self._ensure_driving(engine)  # the next step frees their pages
 
-    def _keep_driving(self, engine: Engine) -> None:
-        """Run steps in a task, if none does."""
+    def _ensure_driving(self, engine: Engine) -> None:
+        """Start a task that runs steps, if there is none."""
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(engine))
 
@@ -84,7 +84,7 @@ class Streams:
 
         def steps() -> None:
             while engine.busy and not over.is_set():
-                loop.call_soon_threadsafe(self._tell, engine.iterate_for_streams())
+                loop.call_soon_threadsafe(self._wake, engine.iterate_for_streams())
 
         try:
             while engine.busy:
@@ -95,7 +95,7 @@ class Streams:
         finally:
             over.set()
 
-    def _tell(self, events: Sequence[Event]) -> None:
+    def _wake(self, events: Sequence[Event]) -> None:
         """Wake each stream with any of these events once."""
         found: dict[int, tuple[asyncio.Queue[Step | BaseException], Step]] = {}
         for event in events:
@@ -106,8 +106,8 @@ class Streams:
             queue.put_nowait(step)
 
 
-async def _waiting_in(queue: asyncio.Queue[Step | BaseException]) -> Step:
-    """Wait for events, and take all that are there; an error raises after those before it."""
+async def _next_events(queue: asyncio.Queue[Step | BaseException]) -> Step:
+    """Wait for events, and take all that are queued; an error raises after the events before it."""
     found = await queue.get()
     if isinstance(found, BaseException):
         raise found

@@ -1,6 +1,6 @@
-"""Carries a plan out: ``loader`` stages unit by unit and rolls back, with ``plan_checks`` before
-and after and ``route`` for what goes on elsewhere; ``options`` says how, ``report`` holds what was
-measured beside what was predicted."""
+"""Carries out a plan: ``loader`` stages unit by unit and rolls back, ``plan_checks`` checks devices
+before and after, and ``route`` replans behind a full device; ``options`` are the load's settings,
+``report`` compares measured with predicted bytes."""
 
 from .loader import load_units
 from .report import DeviceReport, LoadReport

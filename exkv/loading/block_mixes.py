@@ -1,9 +1,9 @@
-"""Which of ggml's types ``exkv quantize`` gives each tensor of a GGUF file, and their blocks.
+"""The ggml type that ``exkv quantize`` gives each tensor of a GGUF file, and its blocks.
 
-The choice is that of ``exkv.loading.mixes``, tensor by tensor: of the types whose blocks a tensor's
-rows are, those that lose least together within so many bits a weight. What the matrices of a
-projection lose is measured in integers (``exkv.loading.calibrated_losses``); in each type it is
-more or less than that as the error of some of their rows is, of outputs, by the inputs' moments.
+Types are chosen as in ``exkv.loading.mixes``, tensor by tensor: of the types whose block size
+divides a tensor's rows, the combination with the least total loss within a number of bits a weight.
+The loss of a projection's matrices is measured with integers (``exkv.loading.calibrated_losses``)
+and scaled for each type by the output error of a sample of rows, weighted by the inputs' moments.
 Rounding is that of ``exkv.loading.calibration``, to blocks (``exkv.weights.gguf_rounding``).
 """
 
@@ -28,21 +28,21 @@ from .calibrated_losses import FOLLOWED, calibrated_losses_of
 from .calibration import Rounding, put_weight, rounded_units
 from .mixes import Layers
 
-#: Rows of a matrix that are rounded to every type.
+#: Sampled rows of a matrix, rounded to every type.
 _ROWS = 48
 
-#: Matrix's name in the checkpoint -> type, or ``FOLLOWED`` -> squared error of its outputs.
+#: Matrix's name in the checkpoint -> type or ``FOLLOWED`` -> squared error of its outputs.
 Errors = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTensor:
-    """A tensor of the file that becomes blocks.
+    """A tensor of the file that is stored in blocks.
 
     Attributes:
-        matrices: those of the checkpoint that it holds.
-        count: of its weights.
-        inputs: of a row.
+        matrices: names of the checkpoint's matrices in it.
+        count: number of weights.
+        inputs: row length.
     """
 
     matrices: Sequence[str]
@@ -64,22 +64,22 @@ def chosen_types(
     tensors: Mapping[str, BlockTensor],
     bits: float,
 ) -> tuple[dict[str, str], float]:
-    """The type of each tensor, of so many bits a weight at most on average, and what is predicted
-    to be lost, nats a token.
+    """Choose the type of each tensor for at most ``bits`` a weight on average; returns the types
+    and the predicted loss, nats a token.
 
     Args:
         rows: the text, int64 (B, T).
 
     Raises:
-        ValueError: there are no such bits.
+        ValueError: ``bits`` is less than the smallest types take.
     """
     room = int(bits * sum(tensor.count for tensor in tensors.values()) / 8)
     least = sum(min(map(each.nbytes, each.types)) for each in tensors.values())
     if room < least:
         count = sum(tensor.count for tensor in tensors.values())
         raise ValueError(
-            f"--bits {bits:g}: in the fewest bits that their rows allow the layers' weights have "
-            f"{8 * least / count:.4g}; give so many at least"
+            f"--bits {bits:g} is too few: the smallest types that fit the layers' rows take "
+            f"{8 * least / count:.4g} bits a weight; give at least that"
         )
     losses = _losses(layers, checkpoint, rows)
     items = []
@@ -97,16 +97,16 @@ def chosen_types(
 def blocks_of(
     config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor, types: Mapping[str, str]
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Unit by unit the blocks of its matrices, uint8 (out, bytes), by their names.
+    """Yield the blocks of each unit's matrices by name, uint8 (out, bytes).
 
     Args:
-        types: of the matrices.
+        types: matrix name -> type.
     """
     yield from _by_name(config, checkpoint, rows, types, _Blocks)
 
 
 def _losses(layers: Layers, checkpoint: Checkpoint, rows: torch.Tensor) -> Errors:
-    """Of each matrix in each type that it may have, nats a token."""
+    """The loss of each matrix in each type that it may have, nats a token."""
     losses = calibrated_losses_of(layers.config, checkpoint, rows)
     names = dict.fromkeys(layers.matrices, FOLLOWED)
     errors: Errors = {}
@@ -142,9 +142,9 @@ def _by_name(
 
 
 class _ByFactor(Rounding):
-    """A way through a unit that makes something of each matrix by the root of its inputs' moments.
+    """A pass through a unit that processes each matrix with the root of its inputs' moments.
 
-    ``formats`` has the matrices' types, ``found`` what is made.
+    ``formats`` are the matrices' types, ``found`` the results.
     """
 
     formats: Any
@@ -155,7 +155,7 @@ class _ByFactor(Rounding):
 
 
 class _Blocks(_ByFactor):
-    """Rounds to blocks, and goes on with what they stand for."""
+    """Rounds to blocks, and continues with the dequantized values."""
 
     def made(self, path: str, linear: Linear, root: torch.Tensor, weight: torch.Tensor) -> Any:
         blocks = blocks_with_factor(root, weight, self.formats[path])
@@ -164,7 +164,7 @@ class _Blocks(_ByFactor):
 
 
 class _Sampled(_ByFactor):
-    """Sees what every type loses of some rows, and changes nothing."""
+    """Measures what every type loses on sampled rows; leaves the weights unchanged."""
 
     def made(self, path: str, linear: Linear, root: torch.Tensor, weight: torch.Tensor) -> Any:
         some = weight[:: max(len(weight) // _ROWS, 1)]

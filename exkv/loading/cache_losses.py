@@ -1,10 +1,11 @@
-"""What each layer loses by keys, and by values, of fewer bits: measured once, and kept in the file
-of ``exkv.loading.losses``, in the way and in the unit that weights' losses are.
+"""The loss of each layer with keys, or values, in fewer bits: measured once like the weights'
+losses, in the same unit, and stored in the file of ``exkv.loading.losses``.
 
-The text's tokens see each other through a cache of this layer in fewer bits. One such output, of
-both in 4 bits, passes through all units that follow, which tells the layer's share of the
-divergence of next-token probabilities; the others' are by their squared error beside its.
-Without a text the loss is what normally distributed keys and values lose of their squares.
+The text's tokens attend to each other through a cache of this layer in fewer bits. One such output,
+with both in 4 bits, passes through all following units, which gives the layer's divergence of
+next-token probabilities; the other formats' losses follow from it by the ratio of squared errors.
+Without a text the loss is the share of squares that rounding normally distributed keys and values
+loses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FOLLOWED = "4/4"
 
 
 def cache_losses_of(model: Transformer, text: str | None = None) -> CacheLosses:
-    """What there is to choose from for a model's caches; arguments and errors as of
+    """The loss of each layer in each cache format; arguments and errors as of
     ``exkv.loading.losses.losses_of``."""
     checkpoint = None if text is None else opened(model)
     if checkpoint is None:
@@ -58,19 +59,20 @@ def cache_losses_of(model: Transformer, text: str | None = None) -> CacheLosses:
 
 
 def _checked(found: CacheLosses, model: Transformer) -> CacheLosses:
-    """ValueError, or what Python raises, where these are no figures for this model's caches."""
+    """Validate figures read from a file; raises ValueError, or Python's own errors for malformed
+    ones, unless they are for this model's caches."""
     if found.units.keys() != _by_storage(model).units.keys():
-        raise ValueError(f"it is of {', '.join(map(str, found.units))}")
+        raise ValueError(f"it is for {', '.join(map(str, found.units))}")
     for unit, lost in found.units.items():
         if set(lost) != set(SIDES):
-            raise ValueError(f"of {unit} it has {', '.join(map(str, lost))}")
+            raise ValueError(f"for {unit} it has {', '.join(map(str, lost))}")
         if not all(isinstance(n, float) and 0 <= n < math.inf for n in lost.values()):
-            raise ValueError(f"a loss of {unit} is no number of 0 or more")
+            raise ValueError(f"a loss of {unit} isn't a number of at least 0")
     return found
 
 
 def _by_storage(model: Transformer) -> CacheLosses:
-    """By what formats lose of normally distributed values."""
+    """Losses without a text: what formats lose of normally distributed values."""
     specs = Cache.layer_specs(model)
     units = {}
     for unit in model.units:
@@ -84,7 +86,7 @@ def _by_storage(model: Transformer) -> CacheLosses:
 
 
 def _alone(spec: LayerSpec) -> dict[str, str]:
-    """The pair in which one side alone has fewer bits, by sides; keys that are values have both."""
+    """Side -> the storage in which that side alone has fewer bits; both where keys are values."""
     keys, values = ({f"{side}{bits}": bits for bits in BITS_BY_HEAD[1:]} for side in "kv")
     if spec.values_are_keys:
         return {side: f"{bits}/{bits}" for side, bits in keys.items()}
@@ -94,14 +96,14 @@ def _alone(spec: LayerSpec) -> dict[str, str]:
 
 @functools.cache
 def _stored_loss(name: str) -> float:
-    """The share of squares that a format loses of heads of 128."""
+    """The share of squares that a format loses, for heads of 128."""
     format = FORMATS[name]
     x = torch.randn(1, 256, 4, 128, generator=torch.Generator().manual_seed(0))
     return float((format.widen(format.encode(x), x.dtype) - x).square().sum() / x.square().sum())
 
 
 class CacheTextLosses(TextLosses):
-    """A text's way through the units, and through caches of them."""
+    """Runs a text through the units, and through their caches."""
 
     followed = _FOLLOWED
 
@@ -128,7 +130,8 @@ class CacheTextLosses(TextLosses):
         return Errors(unit=errors), found
 
     def _cached(self, layer: int, module: nn.Module, x: torch.Tensor, pair: str) -> torch.Tensor:
-        """The layer's output for the text, whose tokens see each other as the cache stores them."""
+        """The layer's output for the text, whose tokens attend to each other as the cache stores
+        them."""
         spec = replace(self._specs[layer], storage=storage_of(pair)).alone
         store: CacheLayer = make_layers([spec])[0]
         store.allocate(CPU, spec.capacity)

@@ -1,13 +1,13 @@
-"""What each matrix of a layer loses when it is rounded for the inputs of a text: by this
+"""The loss of each matrix of a layer when it is rounded for the inputs of a text, by which
 ``exkv quantize --bits`` and ``--fit`` choose.
 
-The way is that of ``exkv.loading.losses``, but what is rounded is rounded as it will be written
-(``exkv.loading.calibration``), for all rows of the text but the last, on which the outputs are
-compared. To round everything in every option would take several times as long as to write a folder.
-So a matrix is rounded whole in one option, ``FOLLOWED``: by this it is seen what it changes of the
-layer's output, and the layer of the probabilities. In the others some rows of it are rounded, which
-feedback rounds independently, and their error decides how much more or less it is: of the outputs,
-by the inputs' moments, which is what is rounded for. Embedding and head stay as they are.
+The method is that of ``exkv.loading.losses``, but matrices are rounded as they will be written
+(``exkv.loading.calibration``), for all rows of the text but the last, on which outputs are
+compared. Rounding everything in every option would take several times as long as writing a folder.
+So each matrix is rounded whole in one option only, ``FOLLOWED``, which shows how it changes the
+layer's output, and the layer the probabilities. In the other options only a sample of its rows is
+rounded (feedback rounds rows independently), and the ratio of their output errors, weighted by the
+inputs' moments, scales that loss. Embedding and head stay as they are.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .calibration import Found, Rounding, integers_of, put_weight, values_of
 from .losses import Errors, TextLosses, kept, relative
 from .measured_file import digest
 
-#: The option in which all is rounded: finer than those of which the loss no longer grows as the
-#: error's square, and coarser than what float32 rounds.
+#: The option in which everything is rounded: fine enough that the loss still grows as the error's
+#: square, and coarse enough to stand out from float32's rounding.
 FOLLOWED = "int5"
-#: Rows of a matrix that are rounded in the others.
+#: Sampled rows of a matrix, rounded in the other options.
 _ROWS = 48
 
 
 def calibrated_losses_of(
     config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor, transform: str = NONE
 ) -> Losses:
-    """What there is to choose from for a folder of integers; measured once, and kept in the file of
+    """The losses in each option for a folder of integers; measured once, and stored in the file of
     ``exkv.loading.losses``.
 
     Args:
@@ -57,7 +57,7 @@ def calibrated_losses_of(
 
 
 class CalibratedLosses(TextLosses):
-    """A text's way through the units.
+    """Runs a text through the units, rounding them for it.
 
     Args:
         rows: the text, int64 (B, T).
@@ -131,10 +131,10 @@ def _put(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Sampled(Rounding):
-    """Rounding that also sees what other options lose of some rows of each matrix.
+    """Rounding that also measures what other options lose on sampled rows of each matrix.
 
     Attributes:
-        errors: path -> option -> the squared error of the outputs, of the whole matrix a token.
+        errors: path -> option -> squared error of the whole matrix's outputs, per token.
     """
 
     def __init__(self, unit: Unit, formats: Mapping[str, GroupFormat]) -> None:

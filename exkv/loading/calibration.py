@@ -1,18 +1,18 @@
 """Calibrated rounding: run a text through the model, unit by unit, and round each matrix for the
 inputs that it gets.
 
-Each unit runs in float32, on the host or on a device, on all of the text at once, and twice: first
+Each unit runs in float32, on the host or on a device, on the whole text at once, and twice: first
 with float weights, on the hidden states of the float model; then on those of the rounded model. In
-the second pass a matrix is rounded as soon as its inputs arrive, and the pass goes on with the
+the second pass a matrix is rounded as soon as its inputs arrive, and the pass continues with the
 rounded values. So the second moments by which ``exkv.weights.feedback`` rounds are those of inputs
-behind everything that is rounded already, in the same layer too, and the target of a matrix is its
-output in the float pass. One unit of floats is in memory at a time, beside the text's hidden states
-and its inputs in this unit.
+that have passed through everything rounded before, in the same layer too, and the target of a
+matrix is its output in the float pass. One unit of floats is in memory at a time, beside the text's
+hidden states and its inputs in this unit.
 
-An expert is rounded for the tokens that are routed to it. Where these are few, others join them.
+An expert is rounded for the tokens routed to it. Where these are few, others are added.
 
 A matrix whose format has a Hadamard transform is rounded as it will be stored, W H for inputs x H,
-whose moments are H E[x x^T] H. The unit's own matrix becomes what that stands for.
+whose moments are H E[x x^T] H. The unit's own matrix becomes the dequantized values.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from exkv.weights.hadamard import transformed
 from exkv.weights.on_load import OnLoad
 from exkv.weights.rounding import Rounded
 
-#: Rows of a text that are looked at, and tokens of a row. By less than a row the demo model comes
+#: Rows of a text that are used, and tokens of a row. With less than one row the demo model comes
 #: out worse than without a text.
 ROWS, TOKENS = 16, 512
-#: Tokens that an expert is rounded for at least, where the text has as many.
+#: Fewest tokens that an expert is rounded for, where the text has as many.
 _OF_EXPERT = 256
 
 
-#: From a unit to what its matrices become, by their modules' paths.
+#: Gives the formats that a unit's matrices are rounded to, by module path.
 FormatsByPath = Callable[[Unit], Mapping[str, GroupFormat]]
-#: A unit's matrices in integers, by their modules' paths.
+#: A unit's matrices in integers, by module path.
 Found = dict[str, Rounded]
 
 
 def calibration_rows(config: ModelConfig, text: str) -> torch.Tensor:
-    """The text's first tokens, in rows (B, 512): 16, or as many as it fills.
+    """The text's first tokens, in rows (B, 512): 16, or as many as the text fills.
 
     Raises:
         ValueError: the text is too short.
@@ -67,8 +67,8 @@ def calibration_rows(config: ModelConfig, text: str) -> torch.Tensor:
     ids = Tokenizer(config.path).encode(text)[: ROWS * TOKENS]
     if len(ids) < TOKENS:
         raise ValueError(
-            f"the text to round by has {len(ids)} tokens; give some thousand words, {TOKENS} "
-            f"tokens at least ({ROWS * TOKENS:,} count)"
+            f"the calibration text has {len(ids)} tokens; give a few thousand words, at least "
+            f"{TOKENS} tokens (the first {ROWS * TOKENS:,} are used)"
         )
     return torch.tensor(ids[: len(ids) // TOKENS * TOKENS]).view(-1, TOKENS)
 
@@ -89,9 +89,9 @@ def rounded_units(
         config: of the float weights.
         ids: int64 (B, T).
         device: where the units run.
-        known: a unit's matrices that were rounded before, by the same text.
-        usage: gets how often each expert is chosen, by the units' names.
-        rounding_of: makes another :class:`Rounding`, of which ``found`` is what is yielded.
+        known: a unit's matrices that were rounded before, for the same text.
+        usage: filled with how often each expert is chosen, by unit name.
+        rounding_of: makes another kind of :class:`Rounding`, whose ``found`` is yielded.
 
     Raises:
         ValueError: the text's hidden states are not finite; names the matrix.
@@ -103,7 +103,7 @@ def rounded_units(
     floats = x = ids.to(device)
     for unit in model.units[:-1]:
         if unit.spec.is_mtp:
-            yield {}  # the text's hidden states go on behind it
+            yield {}  # the text's hidden states continue after it
             continue
         unit.read(checkpoint, device, {})
         checkpoint.unmap()
@@ -123,11 +123,11 @@ def rounded_units(
 
 
 class CalibratedUnits:
-    """The integers of a model that quantizes on load. Units are read in order; to read an earlier
+    """The integers of a model that quantizes on load. Units are read in order; reading an earlier
     one runs the text from the start.
 
     Args:
-        model: its units say what becomes integers.
+        model: its units determine which matrices become integers.
         ids: the text, int64 (B, T).
     """
 
@@ -139,7 +139,7 @@ class CalibratedUnits:
         self._index, self._found = 0, Found()
 
     def parameters(self, unit: Unit, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        """A unit's parameters that are made of integers, on the host."""
+        """A unit's parameters that hold integers, on the host."""
         if unit.spec.layer is None:
             return {}
         if checkpoint is not self._checkpoint or unit.index < self._index:
@@ -176,7 +176,7 @@ def integers_of(unit: Unit) -> dict[str, GroupFormat]:
 
 @dataclass(slots=True)
 class _Inputs:
-    """What was made of the last inputs, which neighbours share."""
+    """Memo of the last inputs, which adjacent projections share."""
 
     x: torch.Tensor | None = None
     block: int = 0
@@ -184,14 +184,14 @@ class _Inputs:
 
 
 class Rounding(contextlib.ExitStack):
-    """While it is entered, a unit's matrices are rounded as soon as their inputs come by.
+    """Context in which a unit's matrices are rounded as soon as their inputs arrive.
 
     Args:
-        known: what is rounded already.
+        known: matrices rounded before.
 
     Attributes:
-        records: whether inputs are those of floats, to be kept for later.
-        found: what is rounded.
+        records: whether this is the float pass, whose inputs are kept for the second one.
+        found: rounded matrices so far.
     """
 
     def __init__(
@@ -236,36 +236,36 @@ class Rounding(contextlib.ExitStack):
         self.found[path] = self.made(path, linear, root, compensated(root, weight, rows, floats))
 
     def block_of(self, path: str) -> int:
-        """Inputs of a block of the matrix's Hadamard transform; 0 for none."""
+        """Block size of the matrix's Hadamard transform, in inputs; 0 for none."""
         return self.formats[path].hadamard
 
     def made(self, path: str, linear: Linear, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
-        """What is found of a matrix; its layer goes on with what that stands for."""
+        """Round a matrix; its layer continues with the dequantized values."""
         found = self.round(path, root, weight)
         put_weight(linear, values_of(found, self.formats[path]))
         return Rounded(codes=found.codes.cpu(), scale=found.scale.cpu())
 
     def put_known(self) -> None:
-        """Give matrices that were rounded before their values."""
+        """Set matrices that were rounded before to their dequantized values."""
         for path, made in self.found.items():
             linear = self.module.get_submodule(path)
             device = linear.get_parameter("weight").device
             put_weight(linear, values_of(made, self.formats[path]).to(device))
 
     def round(self, path: str, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
-        """A matrix, by the root of its inputs' moments."""
+        """Round a matrix with the root of its inputs' moments."""
         kept = self.formats[path]
         return rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale)
 
     def _root(self, x: torch.Tensor, block: int) -> torch.Tensor:
-        """Of the moments of inputs that are transformed in such blocks."""
+        """Root of the moments of inputs x, transformed in blocks of ``block``."""
         if self._last.x is not x or self._last.block != block:
             rows = transformed(x.flatten(0, -2), block)
             self._last = _Inputs(x, block, cholesky_factor(rows.T @ rows / len(rows)))
         return self._last.root
 
     def _round_experts(self, path: str, mlp: Experts, inputs: tuple[Any, ...]) -> None:
-        """Run each expert on its own tokens, and others if these are few."""
+        """Run each expert on its own tokens, and on others if these are few."""
         x = inputs[0].flatten(0, 1)
         if self.records:
             self._floats[path] = x
@@ -286,7 +286,7 @@ class Rounding(contextlib.ExitStack):
 
 
 def values_of(made: Rounded, format: GroupFormat) -> torch.Tensor:
-    """The matrix that rounded integers stand for, fp32, for inputs as they are."""
+    """Dequantize rounded integers to fp32, for untransformed inputs."""
     return transformed(made.values(format.bits), format.hadamard)
 
 
@@ -295,7 +295,7 @@ def put_weight(linear: nn.Module, values: torch.Tensor) -> None:
 
 
 def _with_others(own: torch.Tensor) -> torch.Tensor:
-    """The indices of an expert's tokens, and where they are few of others at even distances.
+    """Indices of an expert's tokens; where these are few, with others at even distances.
 
     Args:
         own: bool (N,), whether a token is the expert's.

@@ -1,6 +1,6 @@
-"""What experts of a layer lose by fewer bits, by how often they are chosen: with counts of
-``exkv.loading.usage``, losses of ``exkv.loading.losses`` and ``calibrated_losses`` are told apart
-by groups of experts (``exkv.weights.expert_groups``)."""
+"""The loss of a layer's experts in fewer bits, by how often they are chosen: the counts of
+``exkv.loading.usage`` split the losses of ``exkv.loading.losses`` and ``calibrated_losses`` by
+groups of experts (``exkv.weights.expert_groups``)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .losses import has_its_own
 def with_usage(
     losses: Losses, model: Transformer, usage: Mapping[str, tuple[float, ...]] | None
 ) -> Losses:
-    """The losses with hot and cold experts apart in units of which their use is known, and uneven;
-    as they are where it isn't."""
+    """Split losses into hot and cold experts in units whose usage is known and uneven; the losses
+    of other units are unchanged."""
     uneven = {unit: each for unit, each in (usage or {}).items() if len(groups_of(each)) > 1}
     if not uneven:
         return losses
@@ -35,7 +35,7 @@ def with_usage(
 
 
 def _by_size(spec: UnitSpec, lost: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """A unit's losses by classes of its matrices, each of which loses its part of the weights."""
+    """Split a unit's losses over classes of its matrices, in proportion to their weights."""
     numbers = {
         name: sum(spec.shapes[f"{path}.codes"].numel() for path in paths)
         for name, paths in spec.classes.items()

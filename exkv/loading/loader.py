@@ -1,13 +1,13 @@
-"""Carry a plan out: read each unit to its device, allocate its part of every cache, probe it.
+"""Carry out a plan: read each unit to its device, allocate its part of every cache, probe it.
 
 ``load_units`` is the whole load. It stages one unit after the other, whole or not at all; a unit
-for which memory really runs out is rolled back and goes to the next device. If that doesn't help,
-because another program took memory during the load, everything is rolled back and planned again
-over what is left. Whatever ends the load early, an error, Ctrl-C or a generator that is dropped,
-every device is left as it was found.
+that runs out of memory is rolled back and goes to the next device. If that doesn't help, because
+another program took memory during the load, everything is rolled back and replanned over the memory
+that is left. However a load ends early, by an error, Ctrl-C or a dropped generator, every device is
+left as it was found.
 
-Beside this file: ``plan_checks`` refuses a plan that no longer holds, ``route`` plans again behind
-a full device, ``report`` has what was measured.
+Beside this file: ``plan_checks`` refuses a plan that no longer holds, ``route`` replans behind a
+full device, ``report`` holds the measurements.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def load_units(
     """Load the model; yields each unit's index before it is staged, and the total at the end.
 
     Args:
-        scenario: the model with what it is promised, and the devices.
-        plan: to be carried out; None to make one from the scenario.
-        checkpoint: where the weights are; None for the config's folder.
+        scenario: the model with its workload, and the devices.
+        plan: to carry out; None to make one from the scenario.
+        checkpoint: the weights; None for those in the config's folder.
         lazy: place only; a unit reads its weights when it is first used.
         on_loaded: called with the plan that was carried out and the report, before the total is
             yielded.
 
     Raises:
-        ValueError: the model is loaded already, or has no checkpoint, or the plan is another's.
+        ValueError: the model is already loaded or has no checkpoint, or the plan is another's.
         CheckpointError: the files are damaged, or contradict the config.
-        PlacementError: no room, or somebody took what a call needs meanwhile; nothing is loaded.
+        PlacementError: no room, or another program took what a call needs; nothing is loaded.
     """
     if model.loaded:
         raise ValueError("the model is loaded: call unload() first to load it elsewhere")
@@ -87,7 +87,7 @@ def load_units(
             tries -= 1
             if tries < 0 or not _lost_memory(before, scenario):
                 raise failed
-            logger.warning("planning again over the memory that is left: %s", failed)
+            logger.warning("replanning over the memory that is left: %s", failed)
             try:
                 load = _begin(model, scenario, None, lazy=lazy)
             except PlacementError:
@@ -103,7 +103,7 @@ def load_units(
 
 
 def _begin(model: Transformer, scenario: Scenario, plan: Plan | None, *, lazy: bool) -> _Load:
-    """A load by this plan, or by the best one."""
+    """Start a load by this plan, or by the best one."""
     if plan is None:
         scenario, (plan,), (costs,) = planned(scenario)
         if (choice := scenario.workloads[0].model.choice) != model.choice:
@@ -118,7 +118,7 @@ def _begin(model: Transformer, scenario: Scenario, plan: Plan | None, *, lazy: b
 
 
 def _roll_back(model: Transformer) -> None:
-    """Return what a load has taken so far; the checkpoint stays open."""
+    """Release what a load has taken so far; the checkpoint stays open."""
     for unit in model.units:
         unit.release()
     model.set_host_experts({})  # they are another plan's
@@ -135,21 +135,21 @@ def _present(budget: Budget) -> Budget:
 
 
 def _lost_memory(before: Scenario, now: Scenario) -> bool:
-    """Whether a device has less than it had, so that another plan may come out."""
+    """Whether a device has less memory than before, so that the plan may change."""
     pairs = zip(before.budgets, now.budgets, strict=True)
     return any(after.limit < earlier.limit for earlier, after in pairs)
 
 
 def _release_idle_memory(device: torch.device) -> None:
-    """Release idle segments. Else what is allocated next, and stays, would take a piece of what
-    conversions or calls needed, and leave the rest unusable."""
+    """Release idle segments. Else the next lasting allocation would take a piece of a segment that
+    conversions or calls used, and leave the rest unusable."""
     if devices.allocator_rules(device.type) is not None:
         devices.release_idle_memory()
 
 
 def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
-    """Bring a loaded model to where another plan has its units and their experts: units that stay
-    are as they were, the others are read again, and their caches hold zeros.
+    """Move a loaded model's units and experts to where another plan places them: units that stay
+    are unchanged, the others are read again, and their caches hold zeros.
 
     Raises:
         CheckpointError: the files are damaged, or aren't those that the model was loaded from.
@@ -185,7 +185,7 @@ def _checkpoint_of(model: Transformer) -> Checkpoint:
 
 
 def _checked_costs(scenario: Scenario, plan: Plan) -> list[UnitCost]:
-    """What the units cost, by which a plan that somebody made still holds."""
+    """Check an existing plan -> the units' current costs."""
     check_devices(plan)
     (costs,) = scenario.costs(scenario.peaks())
     check_plan(plan, costs)
@@ -195,7 +195,7 @@ def _checked_costs(scenario: Scenario, plan: Plan) -> list[UnitCost]:
 
 
 class _Load:
-    """One load under way."""
+    """A load in progress."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class _Load:
     ) -> None:
         self.model, self.workload, self.lazy = model, workload, lazy
         self.route = Route(plan, costs)
-        # Held for the length of the load, so that none can disappear half-way.
+        # Referenced throughout the load, so that none can be collected half-way.
         self.caches = model.caches
         self.before = {ledger.device: devices.memory(ledger.device) for ledger in plan.ledgers}
         self.measured = ReportBuilder(self.before)
@@ -219,7 +219,7 @@ class _Load:
         """Stage every unit; yields each one's index before.
 
         Returns:
-            What ended the load, for want of memory; None if ``done`` has its result.
+            The error if memory ran out; None if ``done`` has the result.
         """
         try:
             for unit in self.model.units:
@@ -231,8 +231,8 @@ class _Load:
         return None
 
     def stage(self, unit: Unit) -> None:
-        """Put the unit on its device; where that is full with fewer of its experts, or on a device
-        behind it."""
+        """Stage the unit on its device; if that is full, with fewer of its experts there, or on a
+        later device."""
         while why := self._try_stage(unit, self.route.devices[unit.index]):
             if (experts := self.route.with_more_on_host(unit.index)) is not None:
                 unit.put_on_host(experts)
@@ -241,7 +241,7 @@ class _Load:
             self._leave_on_disk()
 
     def _leave_on_disk(self) -> None:
-        """Have units read from now on no more of their experts than the plan has memory for."""
+        """Limit the experts that units read from now on to those the plan has memory for."""
         ledgers = self.route.carried_out().ledgers
         disk, mapped = (sum(getattr(x, n) for x in ledgers) for n in ("from_disk", "mapped"))
         self.model.resident = 1 - disk / mapped if disk else 1.0
@@ -260,12 +260,13 @@ class _Load:
         return why
 
     def _stage(self, unit: Unit, device: torch.device) -> None:
-        """Weights, caches, and one forward call at the worst shape that was promised."""
+        """Read the weights, allocate the caches, and run one forward call of the largest promised
+        shape."""
         if device == devices.ELSEWHERE:
             unit.device = device
             return
         if device == devices.CPU:
-            unit.put_on_host(())  # as all else of it
+            unit.put_on_host(())  # with the rest of the unit
         if self.lazy:
             unit.device = device
         else:
@@ -273,7 +274,7 @@ class _Load:
                 staging = self.model.expert_staging(unit, device)
             with self.measured.allocation(device, "weights"):
                 self.model.read_unit(unit, device)
-            del staging  # which the unit holds, if it needs it
+            del staging  # the unit holds it if it needs it
             _release_idle_memory(device)
         layers = self._cache_layers(unit)
         with self.measured.allocation(device, "cache"):
@@ -283,7 +284,7 @@ class _Load:
         if (index := unit.spec.layer) is not None:
             for cache in self.caches:
                 cache.share_layer(index)
-        # The host raises no out-of-memory error that could be caught: nothing to find out there.
+        # The host raises no out-of-memory error that could be caught, so there is nothing to probe.
         if device.type != "cpu" and not self.lazy:
             self._probe(unit, device)
         for layer in layers:
@@ -297,7 +298,7 @@ class _Load:
         return [part for cache in self.caches for part in cache.layers[index].parts]
 
     def _grow(self, layer: CacheLayer, device: torch.device) -> None:
-        """See that a layer which grows can grow to the end."""
+        """Check that a growing layer can grow to its full length."""
         if device.type == "cpu":
             return
         layer.make_room(layer.spec.growth.last_room(layer.spec.capacity))
@@ -306,7 +307,7 @@ class _Load:
 
     @torch.no_grad()
     def _probe(self, unit: Unit, device: torch.device) -> None:
-        """Run the unit's part of the worst calls, and measure what they take."""
+        """Run the unit's part of the largest promised calls, and measure their memory."""
         assert unit.module is not None
         kept = unit is self.model.units[-1] or unit.spec.is_mtp
         for shape, lengths in self.workload.promise.worst_calls():
@@ -326,21 +327,21 @@ class _Load:
             del out
 
     def finish(self) -> tuple[Plan, LoadReport]:
-        """What is placed where, and what was measured; all units are staged.
+        """The final plan and the report, once all units are staged.
 
         Raises:
-            PlacementError: calls won't find what was planned for them.
+            PlacementError: calls won't find the memory that was planned for them.
         """
         plan = self.route.carried_out()
         for ledger in plan.ledgers:
             if ledger.units and ledger.device in self.before:
-                check_room(plan, ledger, self._held(ledger), self.before[ledger.device])
-        report = self.measured.finish(plan, self._said_of_disk(plan))
+                check_room(plan, ledger, self._allocated_bytes(ledger), self.before[ledger.device])
+        report = self.measured.finish(plan, self._disk_warning(plan))
         for complaint in report.surprises():
             logger.warning("%s", complaint)
         return plan, report
 
-    def _said_of_disk(self, plan: Plan) -> str:
+    def _disk_warning(self, plan: Plan) -> str:
         if not plan.from_disk:
             return ""
         budgets = [ledger.budget for ledger in plan.ledgers]
@@ -348,11 +349,11 @@ class _Load:
         logger.warning("%s", said)
         return said
 
-    def _held(self, ledger: Ledger) -> int:
-        """Bytes of the ledger that its device has given already.
+    def _allocated_bytes(self, ledger: Ledger) -> int:
+        """Bytes of the ledger that are already allocated on its device.
 
-        On the host these are pages, taken when they are first written to: what this process has
-        more than before is the model's.
+        On the host these are pages, which count once they are written to: what this process uses
+        beyond its use at the start is the model's.
         """
         device = ledger.device
         if device.type == "cpu":

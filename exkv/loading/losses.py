@@ -1,16 +1,16 @@
-"""What each unit loses in each way of keeping its weights: measured once, and kept in a file.
+"""The loss of each unit in each weight format: measured once, and stored in a file.
 
 With a text the loss of a unit is the KL divergence of the model's next-token probabilities when
-this unit alone is kept so, in nats a token; of an MTP head that of its own probabilities, by which
-its proposals count as much as the model's tokens. Every unit runs on the host, on what the units
-before make of the text, and its output in each way is compared with that of its weights as they
-are. How far such an error moves the logits is seen once a unit: its output in one way also passes
-through all units that follow. A layer's matrices are compared alike, class by class with the others
-as they are, and share what the whole layer loses in proportion. Without a text a sample of the rows
-of each matrix is rounded, and the loss is the weights' own error. Units are read one by one;
-nothing is loaded. A config without weights gets what normally distributed weights lose.
+this unit alone is in the format, in nats a token; of an MTP head that of its own probabilities, so
+that its proposals count as much as the model's tokens. Every unit runs on the host, on the hidden
+states of the units before it, and its output in each format is compared with that of its original
+weights. How far such an error moves the logits is measured once a unit: its output in one format
+also passes through all following units. A layer's matrices are compared in the same way, class by
+class with the others unchanged, and divide the whole layer's loss in proportion. Without a text a
+sample of each matrix's rows is rounded, and the loss is the weights' own error. Units are read one
+by one; nothing is loaded. A config without weights gets the loss of normally distributed ones.
 
-Figures lie in ``exkv-losses.json``: see ``exkv.loading.measured_file``.
+The figures are stored in ``exkv-losses.json``: see ``exkv.loading.measured_file``.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE = "exkv-losses.json"
-#: Of the file, and of the way in which figures are found: those of another are measured anew.
+#: Version of the file and of the method of measuring; figures of another one are measured anew.
 _VERSION = 4
-#: Tokens of a text that are looked at: their hidden states are in memory once for each unit.
+#: Tokens of a text that are used: their hidden states are in memory once for each unit.
 MOST_TOKENS = 512
 _FEWEST_TOKENS = 32
-#: Rows of a matrix that are rounded to see what it loses.
+#: Sampled rows of a matrix, rounded to measure its loss.
 _ROWS = 64
-#: The way whose output passes through all units that follow: with more bits its error comes nearer
-#: to float32's, and with fewer the divergence no longer grows as the error's square.
+#: The option whose output passes through all following units: with more bits its error would come
+#: near float32's, and with fewer the divergence would no longer grow as the error's square.
 _FOLLOWED = "int6"
 
 
 def losses_of(model: Transformer, text: str | None = None) -> Losses:
-    """What there is to choose from for a model of float weights.
+    """The losses of a model of float weights in each option.
 
     Args:
-        text: in the model's language, some hundred words; the first 512 tokens count.
+        text: in the model's language, a few hundred words; the first 512 tokens count.
 
     Raises:
         ValueError: the text is too short.
@@ -88,7 +88,7 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
 
 
 def opened(model: Transformer) -> Checkpoint | None:
-    """The model's files; None of a config alone."""
+    """The model's checkpoint; None for a config alone."""
     try:
         return None if model.config.path is None else open_checkpoint(model.config.path)
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def opened(model: Transformer) -> Checkpoint | None:
 
 
 def begin(model: Transformer, checkpoint: Checkpoint) -> None:
-    """Before units are read one by one: errors as of :func:`losses_of`."""
+    """Prepare to read units one by one; errors as of :func:`losses_of`."""
     logger.info("%s: measuring what fewer bits cost", model.config.path)
     checkpoint.expect(model.stored_tensors(), model.unused_modules())
 
@@ -106,14 +106,14 @@ def ids_of(config: ModelConfig, text: str) -> list[int]:
     ids = Tokenizer(config.path).encode(text)[:MOST_TOKENS]
     if len(ids) < _FEWEST_TOKENS:
         raise ValueError(
-            f"the text to calibrate by has {len(ids)} tokens; give some hundred words, "
-            f"{_FEWEST_TOKENS} tokens at least"
+            f"the calibration text has {len(ids)} tokens; give a few hundred words, at least "
+            f"{_FEWEST_TOKENS} tokens"
         )
     return ids
 
 
 def kept(model: Transformer, fingerprint: str, key: str, measured: Callable[[], Losses]) -> Losses:
-    """The losses under a key of the checkpoint's file; measured and kept there if it has none."""
+    """Read losses by key from the checkpoint's file; if it has none, measure and store them."""
     units = [unit.name for unit in model.units]
     return kept_as(
         model, fingerprint, key, measured, lambda values: _checked(values, units), asdict
@@ -128,11 +128,11 @@ def kept_as(
     checked: Callable[[Any], T],
     written: Callable[[T], Any],
 ) -> T:
-    """The same of figures of any kind.
+    """:func:`kept` for figures of any kind.
 
     Args:
-        checked: makes them of JSON's values, as of :class:`MeasuredFile`.
-        written: makes JSON's values of them.
+        checked: parses them from JSON values, as for :class:`MeasuredFile`.
+        written: turns them into JSON values.
     """
     assert model.config.path is not None
     file = MeasuredFile(model.config.path, FILE, fingerprint, _VERSION)
@@ -148,11 +148,11 @@ def kept_as(
 
 
 def of_weights(model: Transformer, checkpoint: Checkpoint | None) -> Losses:
-    """By the weights of a checkpoint, or None for normally distributed ones."""
+    """Losses by the error of a checkpoint's weights; None for normally distributed ones."""
     units: dict[str, dict[str, float]] = {}
     alike: dict[Hashable, dict[str, float]] = {}
     for spec in model.specs_kept(AS_STORED):
-        # Which layer's weights they are makes no difference where nothing is known of these.
+        # Without a checkpoint, layers of one kind have the same loss.
         key = spec.name if checkpoint or spec.layer is None else (spec.kind, spec.like.layout)
         if key not in alike:
             alike[key] = _unit_loss(model, spec, checkpoint)
@@ -192,20 +192,20 @@ def _matrices(spec: UnitSpec) -> Iterator[tuple[str, Size]]:
 
 
 def _made_of(model: Transformer, layer: str, size: Size) -> dict[str, OnLoad]:
-    """Option -> the format, of those that make integers of this matrix."""
+    """Option -> format, for the options that turn this matrix into integers."""
     made = {option: _formats(model.config, model.dtype, option)(layer, size) for option in BITS}
     return {option: format for option, format in made.items() if isinstance(format, OnLoad)}
 
 
 def _sample(matrix: torch.Tensor) -> torch.Tensor:
-    """Rows at even distances, as float32."""
+    """Sample rows at even distances, as float32."""
     step = max(len(matrix) // _ROWS, 1)
     return matrix[::step].float()
 
 
 @functools.cache
 def _normal_loss(bits: int, group: int, scale: torch.dtype) -> float:
-    """The share of squares that is lost of normally distributed weights."""
+    """The share of squares that normally distributed weights lose."""
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     return squared_error(weight, bits, group, scale) / weight.square().sum().item()
 
@@ -214,13 +214,13 @@ def _normal_loss(bits: int, group: int, scale: torch.dtype) -> float:
 
 
 def _of_text(model: Transformer, checkpoint: Checkpoint, ids: Sequence[int]) -> Losses:
-    """In float32, so that only what integers stand for makes a difference."""
+    """Measure in float32, so that only the rounding to integers makes a difference."""
     return TextLosses(model.config, checkpoint, ids).measured()
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of a unit's output in each option, and for the classes of its matrices alone."""
+    """Errors of a unit's output in each option, and with each class of its matrices alone."""
 
     unit: dict[str, float]
     matrices: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -232,8 +232,7 @@ class Errors:
         )
 
     def adding_up(self) -> Errors:
-        """With the matrices' errors in proportion, so that in every option their sum is the
-        unit's."""
+        """Scale the matrices' errors so that in every option they add up to the unit's."""
         sums = {o: sum(each[o] for each in self.matrices.values()) for o in self.unit}
         share = {option: error / (sums[option] or 1.0) for option, error in self.unit.items()}
         return Errors(
@@ -243,8 +242,8 @@ class Errors:
 
 
 def has_its_own(spec: UnitSpec) -> bool:
-    """Whether a layer's matrices are named as its own, as an MTP head's always are; two halves of
-    one share names."""
+    """Whether a layer's matrices have names of their own, as an MTP head's always do; the two
+    halves of a layer share theirs."""
     if spec.is_mtp:
         return True
     names = (name for name in spec.matrices.values() if spec.layer is not None and class_of(name))
@@ -253,7 +252,7 @@ def has_its_own(spec: UnitSpec) -> bool:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, other: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """The module with these parts of another one like it."""
+    """Within the context, the module has these submodules of another one like it."""
     before = {path: module.get_submodule(path) for path in paths}
     try:
         for path in paths:
@@ -265,10 +264,10 @@ def _replaced(module: nn.Module, other: nn.Module, paths: Sequence[str]) -> Iter
 
 
 class TextLosses:
-    """A text's way through the units.
+    """Runs a text through the units, in each option.
 
     Attributes:
-        followed: the option in which an output passes through all units that follow.
+        followed: the option whose output passes through all following units.
     """
 
     followed = _FOLLOWED
@@ -279,7 +278,7 @@ class TextLosses:
         self._embedded = torch.empty(0)
 
     def measured(self) -> Losses:
-        """The divergence for every unit in each way, in nats a token."""
+        """The divergence for every unit in each option, in nats a token."""
         found = self.scaled()
         return Losses(
             units={name: each.unit for name, each in found.items()},
@@ -288,10 +287,10 @@ class TextLosses:
 
     @torch.no_grad()
     def scaled(self) -> dict[str, Errors]:
-        """The same, by the units' names.
+        """:meth:`measured` by unit name.
 
-        It grows as the square of a small error. So it is measured in one way, ``_FOLLOWED``; the
-        others' is that times their output's squared error, by the squared error of that one.
+        The divergence grows as the square of a small error. So it is measured in one option,
+        ``followed``, and scaled for the others by the ratio of their outputs' squared errors.
         """
         errors: dict[str, Errors] = {}
         *units, head = self.model.units
@@ -337,7 +336,7 @@ class TextLosses:
         return Batch.on(CPU, lengths, self.model.rotary, torch.float32)
 
     def read(self, index: int, option: str) -> nn.Module:
-        """A unit with its weights kept in one way."""
+        """Read a unit with its weights in one option."""
         unit = Unit(index, self.model.specs_kept(option)[index])
         unit.read(self.checkpoint, CPU, {})
         self.checkpoint.unmap()
@@ -347,10 +346,10 @@ class TextLosses:
     def of_unit(
         self, unit: Unit, module: nn.Module, x: torch.Tensor, y: torch.Tensor
     ) -> tuple[Errors, torch.Tensor | None]:
-        """What it loses of its output y, and the output that is followed, if there is any.
+        """The errors of its output y, and the output in ``followed``, if any.
 
         Args:
-            module: the unit with its weights as they are.
+            module: the unit with its original weights.
         """
         errors = Errors(unit={AS_STORED: 0.0})
         specs = self.model.specs_kept(self.followed)
@@ -369,13 +368,13 @@ class TextLosses:
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The squared error as a share of the squares, of each token; their mean."""
+    """Each token's squared error as a share of its squares, averaged over the tokens."""
     error = (found - expected).square().sum(-1)
     return float((error / expected.square().sum(-1).clamp(min=1e-30)).mean())
 
 
 def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Kullback-Leibler's, of the probabilities that logits (1, T, V) stand for: nats a token."""
+    """Kullback-Leibler divergence of the probabilities of logits (1, T, V), in nats a token."""
     lost = 0.0
     for p, q in zip(expected[0], found[0], strict=True):  # doubles of one token's
         likely = p.double().log_softmax(-1)
@@ -387,7 +386,8 @@ def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
-    """ValueError, or what Python raises, where these are no figures for these units."""
+    """Validate figures read from a file; raises ValueError, or Python's own errors for malformed
+    ones, unless they are for these units."""
     found = Losses(**{each.name: values[each.name] for each in fields(Losses)})
     matrices = [each for unit in found.matrices.values() for each in unit.values()]
     stays = [AS_STORED]
@@ -396,18 +396,18 @@ def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
     tables += [(e.keys(), stays if len(e) == 1 else OPTIONS) for e in found.units.values()]
     for names, expected in tables:
         if set(names) != set(expected):
-            raise ValueError(f"it is of {', '.join(map(str, names))}")
+            raise ValueError(f"it is for {', '.join(map(str, names))}")
     if not found.matrices.keys() <= set(units):
         raise ValueError(f"it has matrices of {', '.join(map(str, found.matrices))}")
     numbers = [n for each in (*found.units.values(), *matrices) for n in each.values()]
     if not all(isinstance(n, float) and 0 <= n < math.inf for n in numbers):
-        raise ValueError("a loss is no number of 0 or more")
+        raise ValueError("a loss isn't a number of at least 0")
     return found
 
 
 @functools.lru_cache(maxsize=8)
 def _formats(config: ModelConfig, dtype: torch.dtype, option: str) -> Any:
-    """The formats of a model whose units are all kept in one way."""
+    """The formats of a model whose units all use one option."""
     layers = (f"model.layers.{index}" for index in range(config.cache_layers))
     units = (EMBEDDING, *layers, HEAD)
     return formats_of(with_weights(config, dict.fromkeys(units, option)), dtype)

@@ -1,8 +1,8 @@
-"""A file of what was measured of a checkpoint: once, and kept for the next time.
+"""A file of figures that were measured once for a checkpoint.
 
-It lies beside the checkpoint, or where its folder can't be written to in the user's cache folder.
-Its figures are those of the checkpoint's fingerprint and of one version of measuring; what is of
-another one, damaged or incomplete is measured anew.
+It lies beside the checkpoint, or in the user's cache folder where that can't be written to. Its
+figures count for the checkpoint's fingerprint and one version of measuring; figures of another one,
+and damaged or incomplete ones, are measured anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MeasuredFile:
     Args:
         path: of the checkpoint, a folder or a file.
         name: of the file, such as "exkv-losses.json".
-        version: of the file, and of the way in which figures are found.
+        version: of the file, and of the method of measuring.
     """
 
     def __init__(self, path: Path, name: str, fingerprint: str, version: int) -> None:
@@ -39,11 +39,11 @@ class MeasuredFile:
         return sorted({key for file in self.files for key in self._measured(file)})
 
     def read(self, key: str, checked: Callable[[Any], T]) -> T | None:
-        """The first figures that there are, and that can be.
+        """Read the first valid figures; None if there are none.
 
         Args:
-            checked: makes them of JSON's values; raises ValueError, or what Python raises, where
-                these are none.
+            checked: parses them from JSON values; raises ValueError, or Python's own errors, for
+                invalid ones.
         """
         for file in self.files:
             if (values := self._measured(file).get(key)) is not None:
@@ -54,7 +54,7 @@ class MeasuredFile:
         return None
 
     def _measured(self, file: Path) -> dict[str, Any]:
-        """What a file holds for this checkpoint, by keys; nothing where it is of another."""
+        """A file's figures by key; empty if they are for another checkpoint."""
         try:
             found = json.loads(file.read_bytes())
             if (found["version"], found["fingerprint"]) == (self.version, self.fingerprint):
@@ -66,7 +66,7 @@ class MeasuredFile:
         return {}
 
     def write(self, key: str, values: Any) -> None:
-        """Beside those of other keys; a disk that takes nothing is no error."""
+        """Store figures beside those of other keys; a disk that can't be written to is no error."""
         for file in self.files:
             kept = {**self._measured(file), key: values}
             whole = {"version": self.version, "fingerprint": self.fingerprint, "measured": kept}
@@ -78,15 +78,15 @@ class MeasuredFile:
 
 
 def may_be_measured(path: Path, name: str) -> bool:
-    """Whether there is a file that might be of this checkpoint; its fingerprint, which takes a
-    look at all tensors, tells."""
+    """Whether a file may have figures for this checkpoint; only the fingerprint, which takes a
+    sample of all tensors, can tell."""
     kind = name.removeprefix("exkv-").removesuffix(".json")
     beside = (path if path.is_dir() else path.parent) / name
     return beside.exists() or any(_cache_folder().glob(f"{kind}-*.json"))
 
 
 def digest(ids: Sequence[Any]) -> str:
-    """What tells a text's tokens from others', for keys."""
+    """A digest of a text's tokens, for keys."""
     return hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()
 
 
@@ -95,7 +95,7 @@ def _cache_folder() -> Path:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Whole or not at all, whoever else writes."""
+    """Write a file atomically, whoever else writes it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f"{file.name}.{os.getpid()}")
     try:

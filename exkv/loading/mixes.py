@@ -1,8 +1,8 @@
-"""In how many bits ``exkv quantize`` writes each matrix of a layer: all alike, the mix that loses
-least at so many bits a weight, or the one that loses least of those that fit a plan.
+"""The bits in which ``exkv quantize`` writes each matrix of a layer: the same for all, the mix with
+the least loss at a number of bits a weight, or the one with the least loss that fits a plan.
 
-Bits are counted over all matrices of layers that may become integers, with their scales, as they
-lie in the file. Embedding, head, routers, norms and biases stay as they are, and don't count.
+Bits are counted over all matrices of layers that may become integers, with their scales, as stored
+in the file. Embedding, head, routers, norms and biases stay as they are, and don't count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exkv.weights.hadamard import HADAMARD, NONE, block_of
 from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, class_of, mixed, options_of
 from exkv.weights.settings import stays_float
 
-#: Inputs that share a scale; the second if the first doesn't divide all matrices' inputs.
+#: Inputs that share a scale; the second where the first doesn't divide all matrices' inputs.
 GROUPS = (64, 32)
 #: Bits between two points of a curve.
 _STEP = 0.25
@@ -41,14 +41,14 @@ Kept = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """One that may become integers.
+    """A matrix that may become integers.
 
     Attributes:
         unit: the name of the unit that has it.
         size: outputs, inputs.
         group: inputs that share a scale.
-        hadamard: inputs of a block of the transform; 0 for none.
-        dtype: in which it is stored, and its scales are.
+        hadamard: block size of the transform, in inputs; 0 for none.
+        dtype: of the stored matrix and of its scales.
     """
 
     unit: str
@@ -58,7 +58,7 @@ class Matrix:
     dtype: torch.dtype
 
     def format(self, option: str) -> GroupFormat | None:
-        """None for as it is stored."""
+        """The format in an option; None to keep the matrix as stored."""
         if option == AS_STORED:
             return None
         return GroupFormat(
@@ -66,7 +66,7 @@ class Matrix:
         )
 
     def nbytes(self, option: str) -> int:
-        """Of the file."""
+        """Bytes in the file."""
         count = self.size[0] * self.size[1]
         if (format := self.format(option)) is None:
             return count * self.dtype.itemsize
@@ -79,7 +79,7 @@ class Layers:
 
     Attributes:
         specs: the model's units.
-        matrices: those that may become integers, by their names in the checkpoint.
+        matrices: those that may become integers, by name in the checkpoint.
         floats: names of all others.
     """
 
@@ -92,10 +92,10 @@ class Layers:
     def of(
         cls, config: ModelConfig, dtypes: Mapping[str, torch.dtype], transform: str = NONE
     ) -> Layers:
-        """Of a config of floats.
+        """The layers of a config of float weights.
 
         Args:
-            dtypes: of the scales, by the matrices' names.
+            dtypes: of the scales, by matrix name.
             transform: of the matrices' inputs, "hadamard" or "none".
         """
         specs = unit_specs(config, config.dtype or torch.float32)
@@ -127,7 +127,7 @@ class Layers:
         return {spec.name: option for spec in self.specs if spec.layer is not None}
 
     def formats(self, kept: Kept) -> dict[str, GroupFormat]:
-        """The formats of the matrices that become integers, by their names."""
+        """The formats of the matrices that become integers, by name."""
         options = {unit: options_of(each) for unit, each in kept.items()}
         name_of = {unit: name_among(each) for unit, each in options.items()}
         found = {}
@@ -141,14 +141,15 @@ class Layers:
         return found
 
     def settings(self, kept: Kept) -> dict[str, Any] | None:
-        """The quantization_config of a folder that is written so; None where nothing is."""
+        """The quantization_config of a folder written in these options; None if nothing becomes
+        integers."""
         formats = self.formats(kept)
         stay = self.matrices.keys() - formats.keys()
         return compressed_tensors.settings_of_packed(formats, sorted({*self.floats, *stay}))
 
     def units(self, kept: Kept, dtype: torch.dtype, mtp: bool = False) -> tuple[Unit, ...]:
-        """Those of the folder, an MTP head of floats among them where it is used; ValueError where
-        exkv could not load it."""
+        """The folder's units, with a float MTP head if it is used; ValueError if exkv could not
+        load the folder."""
         config = replace(self.config, path=None, mtp=mtp)
         named = _names_without_files(self.config)
         written = self.formats(kept)
@@ -162,7 +163,7 @@ class Layers:
         return tuple(Unit(index, spec) for index, spec in enumerate(found))
 
     def class_sizes(self, losses: Losses) -> dict[tuple[str, str], dict[str, int]]:
-        """Unit and class of matrices that there are losses of -> option -> bytes."""
+        """(unit, class of matrices) with known losses -> option -> bytes."""
         found: dict[tuple[str, str], dict[str, int]] = {}
         name_of = {unit: name_among(names) for unit, names in losses.matrices.items()}
         for layer, matrix in self.matrices.items():
@@ -174,7 +175,7 @@ class Layers:
         return found
 
     def bits(self, kept: Kept) -> float:
-        """Of a weight, on average."""
+        """Bits a weight, on average."""
         formats = self.formats(kept)
         nbytes = sum(
             each.nbytes(f"int{formats[layer].bits}" if layer in formats else AS_STORED)
@@ -184,13 +185,13 @@ class Layers:
 
     @property
     def count(self) -> int:
-        """Of all weights of the matrices."""
+        """Number of weights in all matrices."""
         return sum(each.size[0] * each.size[1] for each in self.matrices.values())
 
 
 def _names_without_files(config: ModelConfig) -> Callable[[str], str]:
-    """From what a matrix is called in the checkpoint to what the config alone would have it
-    called, which may have names of the text model in one with images."""
+    """Maps a matrix's name in the checkpoint to its name by the config alone, where a text model
+    within one with images may be named otherwise."""
     files, alone = facts_of(config), facts_of(replace(config, path=None))
     ends = {files.head: alone.head, files.table: alone.table}
 
@@ -203,25 +204,25 @@ def _names_without_files(config: ModelConfig) -> Callable[[str], str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixes:
-    """What there is to choose from: the layers, what their matrices lose, and as of
-    :meth:`Transformer.usage` how often experts are chosen."""
+    """The choice of mixes: the layers, their matrices' losses, and how often experts are chosen (as
+    of :meth:`Transformer.usage`)."""
 
     layers: Layers
     losses: Losses
     usage: Mapping[str, tuple[float, ...]] | None = None
 
     def at(self, bits: float) -> dict[str, str]:
-        """The mix of so many bits a weight at most that loses least.
+        """The mix with the least loss of at most ``bits`` a weight.
 
         Raises:
-            ValueError: there are no such bits.
+            ValueError: no mix has so few, or none so many.
         """
         sizes = self.layers.class_sizes(self.losses)
         ends = [8 * sum(s[o] for s in sizes.values()) / self.layers.count for o in OPTIONS]
         if not min(ends) <= bits < ends[0]:
             raise ValueError(
-                f"--bits {bits:g}: with scales the layers' weights have from {min(ends):g} bits "
-                f"({OPTIONS[-1]}) to under {ends[0]:g}, as they are stored; give one between"
+                f"--bits {bits:g}: with scales the layers' weights take from {min(ends):g} bits "
+                f"({OPTIONS[-1]}) to under {ends[0]:g}, as stored; give a number between these"
             )
         chosen = least_lossy(self._items(), int(bits * self.layers.count / 8))
         assert chosen is not None, "the least fit"
@@ -231,7 +232,7 @@ class Mixes:
         return self.layers.alike(AS_STORED) | {unit: mixed(each) for unit, each in kept.items()}
 
     def fitting(self, scenario: Scenario) -> dict[str, str]:
-        """The mix that loses least of those that fit; PlacementError where none does.
+        """The mix with the least loss that fits; PlacementError if none does.
 
         Args:
             scenario: of one model, a :class:`WrittenModel`.
@@ -243,12 +244,12 @@ class Mixes:
         return {unit: kept for unit, kept in choice.kept.items() if unit in names}
 
     def curve(self) -> list[tuple[float, float]]:
-        """Bits a weight, and the least loss; between mixes what they lose on a line."""
+        """Points (bits a weight, least loss); between mixes the loss is interpolated linearly."""
         sizes, count = self.layers.class_sizes(self.losses), self.layers.count
         relaxed = Relaxed(self._items())
         ends = [8 * sum(each[o] for each in sizes.values()) / count for o in (OPTIONS[-1], "int8")]
         points = np.arange(ends[0], ends[1] + _STEP / 2, _STEP)
-        # A byte more: what is all in the fewest bits must not be a rounded product too large.
+        # One byte more, so that rounding of the product never excludes the smallest mix.
         rooms = points * count / 8 + 1
         losses = relaxed.least(0, rooms)
         return [(float(b), float(loss)) for b, loss in zip(points, losses, strict=True)]
@@ -264,7 +265,7 @@ class Mixes:
 
 
 class WrittenModel(Transformer):
-    """A model as it is read from the folder that is to be written, for plans to choose its mix.
+    """The model as it will be read from the folder to be written, for plans to choose its mix.
 
     Args:
         mtp: whether its MTP head is used, too, whose weights stay as they are.

@@ -1,4 +1,4 @@
-"""How a model is loaded, as one value; what ``load`` and ``load_autosplit`` are called with."""
+"""The arguments of ``load`` and ``load_autosplit`` as one value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Where a model goes, what it promises, and who hears of it; see :class:`exkv.Model`."""
+    """Where a model is placed, what it promises, and the callbacks; see :class:`exkv.Model`."""
 
     gpu_split: Sequence[float] | None = None
     reserve_vram: int | Sequence[int] | None = None
@@ -46,9 +46,9 @@ class LoadOptions:
             raise ValueError("the plan says where units go: leave out gpu_split and devices")
 
     def announce(self, steps: Generator[int], total: int) -> Iterator[Any]:
-        """Tell the callbacks of each step, and the bar; yields what ``callback_gen`` yields."""
+        """Report each step to the callbacks and the bar; yields what ``callback_gen`` yields."""
         bar = Progress(console=Console(stderr=True), disable=not self.progress, transient=True)
-        # Closed at once, not when the collector comes: an error in a callback unloads.
+        # Closed at once, not when collected: an error in a callback unloads.
         with contextlib.closing(steps), bar:
             task = bar.add_task("Loading", total=None)  # moves while the model is being planned
             for index in steps:
@@ -60,7 +60,7 @@ class LoadOptions:
 
 
 def finished(steps: Callable[P, Generator[Any, None, T]]) -> Callable[P, T]:
-    """A generator function as one that runs to its end -> what it returns."""
+    """Make a function that runs a generator function to its end -> its return value."""
 
     @functools.wraps(steps)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,5 +1,5 @@
-"""What is asked before a load of a plan that somebody made earlier, and after it of every device:
-both hold a device's ledger against its memory as it is now. And whether kernels serve the devices.
+"""Checks of an existing plan before a load, and of every device after it: both compare a device's
+ledger with its current memory. Also warns of devices without kernels.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from exkv.planning.plan import UNBOUNDED
 from exkv.planning.scenario import Workload
 from exkv_ext import Missing
 
-#: What this process was warned of.
+#: Warnings that this process has had.
 _warned: set[Missing] = set()
 
 
 def check_devices(plan: Plan) -> None:
-    """ValueError where a device of the plan isn't on this machine, even one that holds nothing: it
-    is the next if another is full."""
+    """ValueError if a device of the plan isn't on this machine, even one that holds nothing: it is
+    next when another is full."""
     if named := [host for host in plan.hosts if host]:
         raise ValueError(
-            f"the plan is for host {', '.join(named)}: a process on each carries out its own "
-            f"piece, such as plan.on({named[0]!r})"
+            f"the plan is for host {', '.join(named)}: a process on each host carries out its own "
+            f"part, such as plan.on({named[0]!r})"
         )
     for ledger in plan.ledgers:
         try:
@@ -60,7 +60,7 @@ def check_plan(plan: Plan, costs: Sequence[UnitCost]) -> None:
         if unit != planned:
             raise ValueError(
                 f"the plan was made for another model, other caches or another max_input_len: it "
-                f"says {planned} where this is {unit}"
+                f"has {planned} in place of {unit}"
             )
     for ledger in now.ledgers:
         then = next(old.budget for old in plan.ledgers if old.device == ledger.device)
@@ -68,7 +68,7 @@ def check_plan(plan: Plan, costs: Sequence[UnitCost]) -> None:
 
 
 def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
-    """PlacementError where a device that offered ``then`` has too little for its ledger now."""
+    """PlacementError if a device that offered ``then`` now has too little for its ledger."""
     kept = replace(ledger.budget, reserve=then.reserve, margin=then.margin, cap=then.cap)
     if then.disk:
         kept = replace(kept, disk=then.disk)
@@ -77,9 +77,9 @@ def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
     if lacking > 0:
         others = "".join(f"; {line}" for line in kept.others)
         raise PlacementError(
-            f"the plan puts {ledger.total:,} bytes on {ledger.device}, which had {then.limit:,} "
-            f"for them when it was made and has {kept.limit:,} now, {lacking:,} too few{others}: "
-            "free memory there, or make a new plan",
+            f"the plan puts {ledger.total:,} bytes on {ledger.device}, which offered "
+            f"{then.limit:,} when it was made and offers {kept.limit:,} now, {lacking:,} too "
+            f"few{others}: free memory there, or make a new plan",
             unit=_first_unit(now, ledger),
             device=str(ledger.device),
             needed=ledger.total,
@@ -89,30 +89,30 @@ def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
 
 
 def check_mapped(plan: Plan, model: ModelShape) -> None:
-    """ValueError where a plan leaves experts on disk that the model's files don't have there."""
+    """ValueError if a plan leaves experts on disk that can't be read from the model's files."""
     found = mapped_bytes(model)
     for unit in plan.units:
         if unit.mapped != found.get(unit.name, 0):
             raise ValueError(
-                f"the plan was made for other files: of each expert of {unit.name} it leaves "
-                f"{unit.mapped:,} bytes in the file, and in {model.config.path} "
-                f"{found.get(unit.name, 0):,} can be: make a new plan"
+                f"the plan was made for other files: it leaves {unit.mapped:,} bytes of each "
+                f"expert of {unit.name} on disk, and in {model.config.path} only "
+                f"{found.get(unit.name, 0):,} can stay there: make a new plan"
             )
 
 
 def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
-    """See that calls find what was planned for them on a device, now that all units are placed.
+    """Check that a device has the memory planned for calls, now that all units are placed.
 
-    On an accelerator this is exact. The host's figures are the system's, which moves a little
-    without anybody's doing; the plan was made from the same. Where the plan has no limit, because a
-    unit is pinned there whatever there is, nothing was promised.
+    On an accelerator this is exact. The host's figures are the system's, which fluctuate a little;
+    the plan was made from the same ones. Where the plan has no limit, because a unit is pinned
+    there in any case, nothing was promised.
 
     Args:
-        held: bytes of the ledger that are taken already.
+        held: bytes of the ledger that are allocated already.
         before: the device's memory when the load began.
 
     Raises:
-        PlacementError: less is free than calls may need: somebody took memory meanwhile.
+        PlacementError: less is free than calls may need: another program took memory meanwhile.
     """
     now, needed = devices.memory(ledger.device), ledger.total - held - ledger.resident
     if needed <= now.available or ledger.budget.capacity == UNBOUNDED:
@@ -141,7 +141,7 @@ def _first_unit(plan: Plan, ledger: Ledger) -> str:
 
 
 def warn_of_missing_kernels(plan: Plan, workload: Workload) -> None:
-    """Say once a process what devices that hold units lack, and what it costs."""
+    """Warn, once a process, of missing kernels for devices that hold units, and their cost."""
     devices_used = [
         ledger.device
         for ledger in plan.ledgers

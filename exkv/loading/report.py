@@ -1,4 +1,4 @@
-"""What a load put where: predicted beside measured, per device, printable as a table."""
+"""The report of a load: predicted beside measured bytes per device, printable as a table."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LINES = ("weights", "cache", "workspace", "logits", "staging", "allocator")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device: what the plan says, and what was measured.
+    """One device's planned and measured bytes.
 
     Attributes:
         ledger: predicted, in bytes.
         measured: line -> bytes; a line is left out where the device keeps no count (the host),
             or where nothing was read yet (``lazy=True``).
-        after: the device's memory when the load was over, beside what others had before it.
+        after: the device's memory at the end of the load, with others' use as before it.
     """
 
     ledger: Ledger
@@ -46,20 +46,19 @@ class DeviceReport:
 
     def surprises(self) -> Iterator[str]:
         """A sentence for every line that is off by more than the device's margin, and by more than
-        blocks may be larger than what is asked of them."""
+        blocks may exceed the requested sizes."""
         tolerated = self.ledger.budget.margin + self.ledger.allocator
         for line, measured in self.measured.items():
             predicted = getattr(self.ledger, line)
-            if line == "workspace":  # which models that were there before may ask more of
+            if line == "workspace":  # models loaded before may need more of it
                 measured = max(measured, self.ledger.budget.promised_workspace)
             if abs(measured - predicted) > tolerated:
                 yield (
-                    f"{self.device}: {line} took {measured:,} bytes, where the plan said "
-                    f"{predicted:,}"
+                    f"{self.device}: {line} took {measured:,} bytes, and the plan has {predicted:,}"
                 )
 
     def change(self) -> str:
-        """What has changed on the device since the load was over, in a sentence."""
+        """A sentence on how the device's memory has changed since the load."""
         now = devices.memory(self.device)
         mine, others = (
             getattr(now, line) - getattr(self.after, line)
@@ -76,8 +75,8 @@ class LoadReport:
     """``print(model.report)`` shows the table; ``devices`` holds the numbers.
 
     Attributes:
-        weights: with ``weights="best"`` what they were made, a line a device.
-        fitted: what was made smaller than usual so that it fits, in words.
+        weights: with ``weights="best"`` the chosen formats, a line a device.
+        fitted: phrases on what was made smaller than usual to fit.
         from_disk: a sentence on experts that are read from disk, if any are; a load logs it.
     """
 
@@ -90,12 +89,12 @@ class LoadReport:
         return [sentence for row in self.devices for sentence in row.surprises()]
 
     def changes(self) -> list[str]:
-        """What has changed on each device that holds units since the load was over."""
+        """:meth:`DeviceReport.change` of each device that holds units."""
         return [row.change() for row in self.devices if row.units]
 
     @property
     def remarks(self) -> list[str]:
-        """What is said below the table."""
+        """Sentences below the table."""
         fitted = [f"To fit: {', '.join(self.fitted)}; the same answers."] if self.fitted else []
         return [*self.weights, *fitted]
 
@@ -141,7 +140,7 @@ class ReportBuilder:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """What the block measures counts unless it fails."""
+        """Discard the block's measurements if it fails."""
         measured, kept = dict(self._bytes), {on: dict(each) for on, each in self._kept.items()}
         try:
             yield
@@ -151,7 +150,7 @@ class ReportBuilder:
 
     @contextlib.contextmanager
     def allocation(self, device: torch.device, line: str) -> Iterator[None]:
-        """Add what the block leaves allocated; nothing if it fails."""
+        """Add to a line the bytes that the block leaves allocated; nothing if it fails."""
         before = _allocated(device)
         yield
         key = (device, line)
@@ -159,7 +158,7 @@ class ReportBuilder:
 
     @contextlib.contextmanager
     def growth(self, device: torch.device) -> Iterator[None]:
-        """Raise the workspace line to what the block takes beside what it leaves allocated."""
+        """Raise the workspace line to the block's peak beyond what it leaves allocated."""
         before = _allocated(device)
         with devices.peak_memory(device) as peaks:
             yield
@@ -168,8 +167,8 @@ class ReportBuilder:
 
     @contextlib.contextmanager
     def probe(self, device: torch.device, *, kept_of: int | None) -> Iterator[None]:
-        """Raise the workspace line to the block's peak, and where callers keep the output of the
-        unit ``kept_of``, its part of the logits line to what the block leaves allocated."""
+        """Raise the workspace line to the block's peak and, if callers keep the output of the unit
+        ``kept_of``, its part of the logits line to what the block leaves allocated."""
         before = _allocated(device)
         with devices.peak_memory(device) as peaks:
             yield
@@ -184,7 +183,7 @@ class ReportBuilder:
         self._bytes[key] = max(self._bytes.get(key, 0), nbytes)
 
     def finish(self, plan: Plan, from_disk: str) -> LoadReport:
-        """The report for where the units really are."""
+        """The report of the plan that was carried out."""
         rows = tuple(self._row(ledger) for ledger in plan.ledgers)
         return LoadReport(rows, tuple(given_up(plan)), plan.fitted, from_disk)
 

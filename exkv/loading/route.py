@@ -1,4 +1,4 @@
-"""Where the units of a load go: as planned, until a device turns out to be full."""
+"""The devices of a load's units: as planned, until a device turns out to be full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Route:
     """A device for every unit of a model.
 
     Args:
-        plan: what was planned.
+        plan: the plan to begin with.
         costs: of the units, in their order.
 
     Attributes:
@@ -31,8 +31,8 @@ class Route:
     def __init__(self, plan: Plan, costs: Sequence[UnitCost]) -> None:
         self.devices = list(plan.devices)
         self._plan, self.costs = plan, list(costs)
-        #: Of the devices that the rest of the units may be placed on: not of a host that has
-        #: experts alone, for which no calls are planned.
+        #: Of the devices that remaining units may be placed on: not of a host that has experts
+        #: only, for which no calls are planned.
         self._budgets = [
             replace(each.budget, in_use=each.budget.in_use + each.transport)
             for each in plan.ledgers
@@ -40,7 +40,7 @@ class Route:
         ]
 
     def carried_out(self) -> Plan:
-        """The plan of what is placed where in the end."""
+        """The plan of the final placement."""
         plan = self._plan
         budgets = [ledger.budget for ledger in plan.ledgers]
         where = [Place(device) for device in self.devices]
@@ -48,9 +48,9 @@ class Route:
         return replace(placed.promising(plan), link=plan.link)
 
     def with_more_on_host(self, index: int) -> tuple[int, ...] | None:
-        """The experts of a unit that lie in host memory from now on, since its device is full: half
-        of those that were to be on the device, too, the coldest of them. None where the unit
-        has no others, the host no room for them, or the plan no buffers for their size."""
+        """Move the coldest half of a unit's experts on a full device to host memory -> all that lie
+        there from now on. None if the unit has none left, the host no room for them, or the plan
+        no buffers of their size."""
         before = self.costs[index]
         there = sorted(
             set(range(len(before.experts))).difference(before.host_experts),
@@ -69,8 +69,8 @@ class Route:
         return self.costs[index].host_experts
 
     def go_on_after(self, index: int, why: str) -> None:
-        """The device of this unit is full, as the error ``why`` says: plan the unit and those after
-        it for the next devices.
+        """Replan this unit, whose device is full (``why`` is the error), and those after it for the
+        next devices.
 
         Raises:
             PlacementError: there are none, or they have no room for the rest.
@@ -79,7 +79,7 @@ class Route:
         self._budgets = self._behind(full, set(self.devices[:index]))
         if not self._budgets:
             raise self._out_of_devices(self.costs[index], full, why)
-        # What is tied to a unit that is placed already is not there beside it.
+        # A unit tied to one that is already placed no longer shares its weights.
         rest = [_without_placed(cost, index) for cost in self.costs[index:]]
         try:
             plan = place_units(
@@ -87,9 +87,9 @@ class Route:
             )
         except PlacementError as error:
             raise PlacementError(
-                f"{full} ran out of memory at {self.costs[index].name}, where the plan had room "
-                f"for it (another program may have taken it), and behind it there is {error}. It "
-                f"ran out with: {why}",
+                f"{full} ran out of memory at {self.costs[index].name}, for which the plan had "
+                f"room (another program may have taken it), and the devices after it have {error}. "
+                f"The error was: {why}",
                 unit=error.unit,
                 device=error.device,
                 needed=error.needed,
@@ -100,8 +100,8 @@ class Route:
         assert self.devices[index] != full, f"{full} is full, and is offered again"
 
     def _behind(self, full: torch.device, taken: set[torch.device]) -> list[Budget]:
-        """Those listed after the full device, or where any order will do, those that hold nothing
-        yet."""
+        """Budgets of the devices listed after the full one, or if any order will do, of those that
+        hold nothing yet."""
         if self._plan.order == "any":
             return [b for b in self._budgets if b.device not in {full, *taken}]
         position = next((i for i, b in enumerate(self._budgets) if b.device == full), None)
@@ -115,7 +115,7 @@ class Route:
             f"takes {needed:,} bytes there (weights {human(cost.weights)}, cache {human(cache)}, "
             f"workspace {human(workspace)}), and {available:,} were free. Another program may hold "
             "memory that was free when the load was planned; raise reserve_vram, add 'cpu' as the "
-            f"last device, or use a shorter or an 8-bit cache. It ran out with: {why}",
+            f"last device, or use a shorter or an 8-bit cache. The error was: {why}",
             unit=cost.name,
             device=str(device),
             needed=needed,
@@ -124,6 +124,6 @@ class Route:
 
 
 def _without_placed(cost: UnitCost, first: int) -> UnitCost:
-    """What a unit costs among those from the ``first`` on alone."""
+    """A unit's cost when only the units from ``first`` on are placed."""
     there = {other - first: both for other, both in cost.shared_cache.items() if other >= first}
     return replace(cost, shared={}, shared_cache=there)

@@ -1,9 +1,9 @@
 """How often each expert is chosen, by which plans tell hot experts from cold ones.
 
-Gathered from a text, which runs through the units on the host one by one, as for
-``exkv.loading.losses``, and from what was served. Counts of tokens lie in ``exkv-experts.json``
-(see ``exkv.loading.measured_file``), those of each text and those of serving, of which old ones
-fade: half of a count is left after as many tokens as :data:`HALF_LIFE`.
+Counted on a text, which runs through the units on the host one by one, as for
+``exkv.loading.losses``, and while serving. The counts of each text and of serving are stored in
+``exkv-experts.json`` (see ``exkv.loading.measured_file``); those of serving decay by half every
+:data:`HALF_LIFE` tokens.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ from .measured_file import MeasuredFile, digest, may_be_measured
 logger = logging.getLogger(__name__)
 
 FILE = "exkv-experts.json"
-#: Of the file: that of another is not read.
+#: Version of the file; files of another one are not read.
 _VERSION = 1
-#: What was counted while serving; the other keys are texts.
+#: The key of counts from serving; the other keys are texts.
 SERVED = "served"
-#: Served tokens after which a count is worth half.
+#: Served tokens after which a count has decayed to half.
 HALF_LIFE = 1_000_000
-#: Rows of a text that count, and tokens of a row.
+#: Rows of a text that are used, and tokens of a row.
 _ROWS, _TOKENS = 4, 512
 _FEWEST_TOKENS = 32
-#: Tokens by which plans take experts for equally hot, beside those that were counted.
+#: Weight of the prior that all experts are equally hot, in tokens, beside those counted.
 PRIOR = 256
 
-#: Unit name -> of its experts.
+#: Unit name -> counts of its experts.
 Usage = Mapping[str, ExpertUsage]
 
 
 def usage_of(model: Transformer, text: str | None = None) -> Mapping[str, tuple[float, ...]] | None:
-    """The share of tokens that choose each expert, by unit, of those units of which it is known,
-    where few tokens count little (:data:`PRIOR`); None where it is known of none: nothing was
-    measured, or nothing is to be.
+    """The share of tokens that choose each expert, for the units where it is known; few tokens
+    count little (:data:`PRIOR`). None if it is known for no unit.
 
     Args:
-        text: in the model's language; what it says is measured, if it isn't known, and counts
-            together with what was served. None for all texts that are known.
+        text: in the model's language; its counts are measured, if not known, and added to those
+            of serving. None for all known texts.
 
     Raises:
         ValueError: the text is too short.
@@ -80,7 +79,7 @@ def usage_of(model: Transformer, text: str | None = None) -> Mapping[str, tuple[
 def usage_of_rows(
     model: Transformer, checkpoint: Checkpoint, ids: torch.Tensor
 ) -> Mapping[str, tuple[float, ...]] | None:
-    """The same by tokens alone, int64 (B, T), of a model with a folder."""
+    """:func:`usage_of` by tokens alone, int64 (B, T), of a model with a folder."""
     if not (units := units_with_experts(model)):
         return None
     found = _known_or_measured(model, checkpoint, _file(model, checkpoint), ids)
@@ -97,13 +96,13 @@ def _shares(found: Sequence[Usage], units: Iterable[str]) -> dict[str, tuple[flo
 
 
 def units_with_experts(model: Transformer) -> dict[str, int]:
-    """Unit name -> its number of routed experts; without an MTP head's, which no text passes."""
+    """Unit name -> its number of routed experts; without an MTP head's, which no text reaches."""
     units = (unit for unit in model.units if not unit.spec.is_mtp)
     return {unit.name: count for unit in units if (count := len(unit.expert_bytes))}
 
 
 def sum_of(usages: Sequence[ExpertUsage]) -> ExpertUsage:
-    """Of several, all of which count alike."""
+    """The sum of several usages, with equal weight."""
     first, *others = usages
     for other in others:
         first = first.after(other, 1.0)
@@ -111,14 +110,14 @@ def sum_of(usages: Sequence[ExpertUsage]) -> ExpertUsage:
 
 
 def add_served(model: Transformer, served: Usage) -> None:
-    """Add what a model has counted while it served to what is kept; its files may be gone."""
+    """Add a model's counts from serving to the stored ones; its files may be gone."""
     if not served or model.config.path is None:
         return
     try:
         with open_checkpoint(model.config.path) as checkpoint:
             file = _file(model, checkpoint)
     except (OSError, CheckpointError) as error:
-        logger.info("how often experts were chosen isn't kept: %s", error)
+        logger.info("experts' counts are not stored: %s", error)
         return
     before = _read(file, SERVED, units_with_experts(model)) or {}
     after = {
@@ -131,7 +130,7 @@ def add_served(model: Transformer, served: Usage) -> None:
 
 
 def keep_counted(config: ModelConfig, ids: torch.Tensor, found: Usage) -> None:
-    """Keep what was counted of a text, int64 (B, T), beside the weights of this config."""
+    """Store a text's counts, int64 (B, T), beside the weights of this config."""
     assert config.path is not None
     with open_checkpoint(config.path) as checkpoint:
         file = MeasuredFile(config.path, FILE, checkpoint.fingerprint, _VERSION)
@@ -152,16 +151,17 @@ def _values(usage: Usage) -> dict[str, Any]:
 
 
 def _checked(units: Mapping[str, int], values: Mapping[str, Any]) -> Usage:
-    """ValueError, or what Python raises, where these are no counts of these units."""
+    """Parse counts read from a file; raises ValueError, or Python's own errors for malformed ones,
+    unless they are for these units."""
     found = {}
     for name, each in values.items():
         tokens, counts = each["tokens"], each["counts"]
         if len(counts) != units[name]:
-            raise ValueError(f"{name} has {units[name]} experts, and counts are {len(counts)}")
+            raise ValueError(f"{name} has {units[name]} experts, and the file {len(counts)} counts")
         if not all(isinstance(n, int | float) and 0 <= n < math.inf for n in (tokens, *counts)):
-            raise ValueError(f"a count of {name} is no number of 0 or more")
+            raise ValueError(f"a count of {name} isn't a number of at least 0")
         if tokens < max(counts) or not tokens:
-            raise ValueError(f"{name} has {tokens} tokens, and an expert more")
+            raise ValueError(f"{name} has {tokens} tokens, and one of its experts more")
         found[name] = ExpertUsage(float(tokens), tuple(map(float, counts)))
     return found
 
@@ -175,7 +175,7 @@ def _known_or_measured(
     known = _read(file, key_of(ids), units_with_experts(model))
     if known is not None:
         return known
-    logger.info("%s: counting what chooses each expert", model.config.path)
+    logger.info("%s: counting how often each expert is chosen", model.config.path)
     checkpoint.expect(model.stored_tensors(), model.unused_modules())
     found = usage_of_tokens(model.config, checkpoint, ids)
     file.write(key_of(ids), _values(found))
@@ -193,8 +193,8 @@ def _rows(config: ModelConfig, text: str) -> torch.Tensor:
     ids = Tokenizer(config.path).encode(text)[: _ROWS * _TOKENS]
     if len(ids) < _FEWEST_TOKENS:
         raise ValueError(
-            f"the text to calibrate by has {len(ids)} tokens; give some hundred words, "
-            f"{_FEWEST_TOKENS} tokens at least"
+            f"the calibration text has {len(ids)} tokens; give a few hundred words, at least "
+            f"{_FEWEST_TOKENS} tokens"
         )
     length = min(len(ids), _TOKENS)
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)

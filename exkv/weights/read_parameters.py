@@ -5,8 +5,8 @@ To the host: values that are used as stored stay in the mapped file, even as par
 the former in and fill the latter, and touch each page once. To an accelerator: through two pinned
 buffers, one filled while the other is copied; values of another dtype are converted on the device.
 Only tensors that a format computes from stored ones go through mapped files. Experts that memory
-has no room for are not read, nor is any file for tensors without memory, on simulated devices in a
-dry run.
+has no room for are not read, nor is any file for tensors without memory, on simulated devices that
+run dry.
 
 Every piece is checked for NaN and infinity right after it was read, while it is in the processor's
 cache (``finite.py``).

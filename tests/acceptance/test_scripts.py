@@ -105,11 +105,11 @@ def test_a_chat_runs_by_its_flags(flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "SystemExit: no model is given: -m FOLDER"),
+        ([], "SystemExit: give a model: -m FOLDER"),
         (["-m", "nowhere"], "SystemExit: nowhere is not a folder"),
         (["-m", str(SCRIPTS)], f"SystemExit: {SCRIPTS} has no config.json"),
         (["-m", str(DEMO), "-tp"], "ValueError: -tp: exkv keeps each layer on one device"),
-        (["-m", str(DEMO), "-lq4"], "ValueError: -lq4: exkv quantizes on load"),
+        (["-m", str(DEMO), "-lq4"], "ValueError: -lq4: exkv quantizes while loading"),
         (["-m", str(DEMO), "-tp", "-ept", "1"], "ValueError: -tp: exkv keeps each layer"),
         (["-m", str(DEMO), "-gs", "1,1,1"], "gpu_split names 3 devices, and there are 2"),
     ],

@@ -289,7 +289,7 @@ def small(tmp_path_factory) -> SimpleNamespace:
 def test_quantized_file_is_not_quantized_again(small, tmp_path, capsys):
     file = small.folder / "small.gguf"
     assert main(["quantize", str(file), str(tmp_path / "out"), "--weights", "int4"]) == 2
-    assert f"{file} is no folder of safetensors" in capsys.readouterr().err
+    assert f"{file} is not a folder of safetensors" in capsys.readouterr().err
 
 
 def _write_words(writer) -> None:

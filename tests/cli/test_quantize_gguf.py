@@ -99,7 +99,7 @@ def test_file_has_the_requested_bits_and_low_loss(tmp_path, monkeypatch, capsys)
     lost = (floats_of.exp() * (floats_of - found)).sum(-1).mean()
     assert 0 < lost < 0.02
     for arguments, message in (
-        ([str(source), str(tmp_path / "b.gguf"), *words, "4"], "in the fewest bits"),
+        ([str(source), str(tmp_path / "b.gguf"), *words, "4"], "the smallest types that fit"),
         ([str(DEMO), str(tmp_path / "b.gguf"), *words, "5"], "convert_hf_to_gguf.py"),
         ([str(source), str(out), *words, "5"], "exists already"),
         ([str(out), str(tmp_path / "b.gguf"), *words, "5"], "quantized already"),

@@ -1,5 +1,5 @@
-"""Stages at work at the same time: the chunks of one prompt, and jobs beside each other, over eight
-hosts and over two; and nobody waits for ever."""
+"""Stages that compute at the same time: the chunks of one prompt, and jobs beside each other, over
+eight hosts and over two, without deadlock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that each unit takes, whatever the processor does meanwhile."""
+    """Seconds that each unit takes, whatever the processor's load."""
 
     chunk: float
     row: float  # of a decode step
@@ -42,10 +42,10 @@ ALIKE, LONG_CHUNKS = Costs(0.015, 0.015), Costs(0.04, 0.001)
 
 class AtWork:
     """Slows units down, as if each were large, here and on hosts that are forked from here, and
-    counts how many are at work when one begins."""
+    counts how many are running when one begins."""
 
     def __init__(self, costs: Costs) -> None:
-        # Of all processes: units at work now, units that began, and the sum of those at work then.
+        # Over all processes: running units, begun units, and the sum of running ones at each begin.
         self._counts = multiprocessing.get_context("fork").Array("q", 3)
         standing, chunk, at_work = Transformer.standing, Transformer.forward_chunk, self
 
@@ -69,7 +69,7 @@ class AtWork:
                 self._counts[2] += self._counts[0]
 
     def during(self, call: Callable[[], object]) -> float:
-        """How many units are at work when one begins, on average: 1 where they take turns."""
+        """How many units are running when one begins, on average: 1 if they take turns."""
         self._counts[:] = [0, 0, 0]
         call()
         return self._counts[2] / self._counts[1]
@@ -99,7 +99,7 @@ def busy(folder: str) -> dict[str, object]:
 
 
 def mixed(folder: str) -> float:
-    """Two stages, with jobs that decode between the long chunks of others' prompts."""
+    """Run two stages, with jobs that decode between the long chunks of others' prompts."""
     at_work = AtWork(LONG_CHUNKS)
     model = Model(folder, max_input_len=CHUNK)
     pages = PagedCache(model, 1024, page=CHUNK)
@@ -118,11 +118,11 @@ def run_jobs(model, pages, folder, prompts, new: int) -> None:
 
 
 @pytest.mark.sweep(0)
-def test_eight_stages_work_at_the_same_time(folder):
+def test_eight_stages_compute_at_the_same_time(folder):
     found = run_sim(busy, "", args=[folder])
     assert (found["stages"], found["groups"], found["alone"]) == (STAGES, 0, 1)
     assert min(found["prompt"], found["jobs"], found["decoding"]) > 1.5
 
 
-def test_a_host_goes_on_while_another_one_runs_a_chunk(folder):
+def test_host_decodes_while_another_runs_a_chunk(folder):
     assert run_sim(mixed, "", args=[folder]) > 1.3

@@ -1,4 +1,4 @@
-"""Hidden states between GPUs: which hosts, in which order, and what if a peer is silent."""
+"""Hidden states between GPUs: which hosts use NCCL, the order of messages, and silent peers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Work:
 
 
 class Group:
-    """Stands in for NCCL's: what is sent lies in a list until it is awaited."""
+    """Fake NCCL group: sent tensors are in a list until they are awaited."""
 
     lying: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -60,13 +60,13 @@ def ends(*kinds: str) -> list[GpuWire]:
     ]
 
 
-def test_only_hosts_that_both_have_gpus_are_joined():
+def test_nccl_joins_only_hosts_with_gpus():
     found = [[one.reaches(other) for other in range(3)] for one in ends(CUDA, "cpu", CUDA)]
     assert found == [[True, False, True], [False] * 3, [True, False, True]]
     assert kind_of_host() == (CUDA if torch.cuda.is_available() else "cpu")
 
 
-def test_hidden_states_come_in_order_one_is_under_way_and_silence_is_an_error():
+def test_hidden_states_are_ordered_and_bounded_and_silence_is_an_error():
     one, other = ends(CUDA, CUDA)
     x = torch.randn(2, 3)
     one.send(x, 1)

@@ -1,5 +1,5 @@
-"""An engine over hosts: each job gives the tokens that it gives alone on one machine, whatever else
-runs, leaves its pages or dies."""
+"""An engine over hosts: each job gives the tokens that it gives alone on one machine, whatever runs
+beside it, is preempted or dies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 
 def jobs() -> list[Job]:
-    """Beginnings that are shared, all ways to choose, priorities, and a guided one."""
+    """Jobs with shared prefixes, all kinds of sampling, priorities, and guidance."""
     made = [
         Job(
             prompt=[*SHARED[: 40 * (i % 2)], *range(70 + i, 75 + 4 * i)],
@@ -48,7 +48,7 @@ def model_of(folder: str) -> Model:
 
 
 def alone(folder: str) -> list[list[object]]:
-    """The jobs' tokens, one job after the other on one machine."""
+    """Run one job after the other on one machine -> their tokens."""
     model = model_of(folder)
     cache = PagedCache(model, 160, page=16)
     model.load_autosplit(cache, devices=["cpu"])
@@ -62,7 +62,7 @@ def alone(folder: str) -> list[list[object]]:
 
 
 def said(handle: Handle) -> list[object]:
-    """Its tokens, and the bits of their probabilities."""
+    """A job's tokens, and the bits of their probabilities."""
     return [handle.tokens, *([each.logprob] for each in handle.logprobs)]
 
 
@@ -84,7 +84,7 @@ def in_use(engine: Engine) -> int:
 
 
 def crowded(folder: str) -> dict[str, object]:
-    """Too few pages for all: some are put away, some pages go to host memory and come back."""
+    """Too few pages for all jobs: some are preempted, swapped out and readmitted."""
     want = alone(folder)
     engine, model = on_hosts(folder, "24M", 160, host_tokens=64)
     handles = [engine.submit(job) for job in jobs()]
@@ -114,7 +114,7 @@ def crowded(folder: str) -> dict[str, object]:
 
 
 def dying(folder: str) -> dict[str, object]:
-    """A host dies while a job is put away, and comes back; another one dies."""
+    """A host dies while a job is preempted, and comes back; another one dies."""
     want = alone(folder)
     engine, model = on_hosts(folder, "", 128, spares=1)
     children = dict(model.cluster.launcher.pids)
@@ -146,7 +146,7 @@ def dying(folder: str) -> dict[str, object]:
 
 
 def generating(folder: str) -> list[bool]:
-    """Pages without an engine: generations, beams and forks, and a host that dies."""
+    """Paged caches without an engine: generations, beams and forks, and a host that dies."""
     one, model = model_of(folder), model_of(folder)
     caches = PagedCache(one, 96, 3, page=16), PagedCache(model, 96, 3, page=16)
     one.load_autosplit(caches[0], devices=["cpu"])
@@ -180,7 +180,7 @@ def generating(folder: str) -> list[bool]:
 # Tests --------------------------------------------------------------------------------------
 
 
-def test_jobs_give_the_tokens_that_they_give_alone_and_every_page_comes_back(folder):
+def test_jobs_give_the_same_tokens_as_alone_and_free_every_page(folder):
     found = run_sim(crowded, "", args=[folder])
     assert found["left"] == [0, 0]
     assert (found["pages"], found["spread"]) == (0, 3)
@@ -188,11 +188,11 @@ def test_jobs_give_the_tokens_that_they_give_alone_and_every_page_comes_back(fol
     assert all(found[name] for name in names), found
 
 
-def test_jobs_go_on_with_the_same_tokens_when_hosts_die_and_come_back(folder):
+def test_jobs_continue_with_the_same_tokens_when_hosts_die_and_return(folder):
     found = run_sim(dying, "", args=[folder])
     gone = [["host2"], ["host2", "host1"]]
     assert found == {"same": True, "gone": gone, "pages": 0, "away": 1, "back": ["host2"]}
 
 
-def test_caches_in_pages_lie_over_hosts_without_an_engine_too(folder):
+def test_paged_caches_work_over_hosts_without_an_engine(folder):
     assert run_sim(generating, "", args=[folder]) == [True] * 3

@@ -1,5 +1,5 @@
-"""What a model over hosts does like one on one machine: adapters, saved caches, a draft, an
-embedding in host memory, weights chosen by a plan; and another model in its place."""
+"""A model over hosts behaves like one on one machine: adapters, saved caches, a draft, an embedding
+in host memory, weights chosen by a plan, and another model in its place."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(7))
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two models of one vocabulary, adapters for the first, and room for files."""
+    """Two models of one vocabulary, and adapters for the first; scenarios write files here, too."""
     top = tmp_path_factory.mktemp("models")
     first = reference(llama(num_hidden_layers=4, hidden_size=64, intermediate_size=96))
     second = reference(llama(num_hidden_layers=2, hidden_size=32, intermediate_size=48), seed=2)
@@ -65,7 +65,7 @@ def load(model: ClusterModel, cache: KVCache) -> bool:
 
 
 def steps(model: Model, cache: KVCache, ids: Tensor = IDS, **options) -> list[Tensor]:
-    """Logits of a prompt, and of three tokens behind it."""
+    """Logits of a prompt, and of the three tokens after it."""
     found = [model.forward(ids, cache, last_id_only=True, **options).cpu()]
     for _ in range(3):
         tokens = found[-1][:, -1].argmax(-1, keepdim=True)
@@ -127,7 +127,7 @@ def in_turn(top: str) -> dict[str, object]:
 
 
 def adapted(top: str) -> dict[str, object]:
-    """Rows with unlike adapters, one of which comes before the load, one after it; a host dies."""
+    """Rows with different adapters, loaded before and after the model; a host dies."""
     folder = Path(top) / "first"
     cluster = cluster_of("24M", "24M", "24M", timeout=5.0, streamed=["host2"])
     empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
@@ -164,7 +164,7 @@ def adapted(top: str) -> dict[str, object]:
 
 
 def in_files(top: str) -> dict[str, object]:
-    """A cache's file is the same, byte by byte, and either can go on with the other's."""
+    """A saved cache is the same file, byte by byte, and each side can continue from the other's."""
     folder, result = Path(top) / "first", {}
     cluster = cluster_of("24M", "24M", "24M")
     expected, model = alone(folder), on_hosts(folder, cluster)
@@ -264,12 +264,12 @@ def with_states(top: str) -> dict[str, object]:
 
 
 def with_shared_keys(top: str) -> dict[str, object]:
-    """Layers that take the keys and values of layers on another host."""
+    """Layers that share keys and values with layers on another host."""
     return rows_that_move(Path(top) / "shared")
 
 
 def with_a_head(top: str) -> dict[str, object]:
-    """An MTP head's proposals, wherever it lies; a host dies."""
+    """An MTP head's proposals, whichever host it is on; a host dies."""
     result = {}
     for name in ("states and a head", "a head"):
         cluster = cluster_of("24M", "24M", "24M", timeout=5.0)
@@ -299,7 +299,7 @@ def with_a_head(top: str) -> dict[str, object]:
     return result
 
 
-#: The hosts of the embedding, the layers, the MTP head, and the head.
+#: The hosts of the embedding, the layers, the MTP head and the head.
 SPLITS = {"together": [0, 1, 2, 2], "first": [1, 2, 0, 0], "apart": [0, 2, 1, 2]}
 
 
@@ -319,7 +319,7 @@ def room(model: Model, kind: type[KVCache] = Cache, *sizes: int, **options) -> K
 
 
 def guessed(model: Model, cache: KVCache) -> list[object]:
-    """Tokens with the head's proposals, and how many of these there were."""
+    """Generated tokens, and the number of the MTP head's proposals."""
     options = {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0, "use_mtp": True}
     found = model.generate(
         IDS, cache=cache, max_new_tokens=9, return_dict_in_generate=True, **options
@@ -328,7 +328,7 @@ def guessed(model: Model, cache: KVCache) -> list[object]:
 
 
 def proposed_by_jobs(model: Model) -> list[object]:
-    """Tokens of jobs, of which one is preempted, with the head's proposals."""
+    """Tokens of jobs with the MTP head's proposals, one of which is preempted."""
     cache, tokenizer = room(model, PagedCache, 64, page=16), exkv.Tokenizer(model.config.path)
     with exkv.Engine(model, cache, tokenizer, draft=exkv.MTP(tokens=3, confidence=0)) as engine:
         how = {"max_new_tokens": 20, "settings": exkv.SamplingParams.greedy(), "ignore_eos": True}
@@ -371,7 +371,7 @@ def rows_that_move(folder: Path, atol: float = 0.0) -> dict[str, object]:
 
 
 def with_host_experts(top: str) -> dict[str, object]:
-    """Experts in the memory of each host that has their layers; then a host dies."""
+    """Experts in the memory of the host that has their layer; then a host dies."""
     expected_time.CARD, expected_time.HOST = 1e6, 6e4  # so that few bytes count
     folder, result = Path(top) / "routed", {}
     cluster = cluster_of("640K", "640K", "640K", timeout=5.0)
@@ -393,12 +393,12 @@ def with_host_experts(top: str) -> dict[str, object]:
 
 
 def hosts_with_experts(model: ClusterModel) -> set[str]:
-    """Hosts in whose memory experts are while their layers are on its card."""
+    """Hosts with experts in memory, and their layers on a card."""
     return {unit.host for unit in model._whole.units if unit.host_experts}
 
 
 def verified(model: Model) -> list[torch.Tensor]:
-    """Logits of tokens that are verified, of which some are taken back, twice."""
+    """Logits of verified tokens, some of which are rejected, twice."""
     cache = Cache(model, 64, 2, snapshots=True)
     model.forward(IDS[:, :20], cache, new_lens=[20, 9])
     found = []
@@ -414,7 +414,7 @@ def verified(model: Model) -> list[torch.Tensor]:
 
 
 def tokens_of_jobs(model: Model) -> list[list[int]]:
-    """Of jobs of unlike length, one of which is preempted."""
+    """Tokens of jobs of different lengths, one of which is preempted."""
     settings = exkv.SamplingParams.greedy()
     prompts = [IDS[0].tolist(), IDS[1, :9].tolist(), IDS[0, :20].tolist()]
     with exkv.Engine(model, PagedCache(model, 64, page=16), exkv.Tokenizer(model.config.path)) as e:
@@ -435,6 +435,6 @@ SCENARIOS.append(with_host_experts)
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_over_hosts_it_is_as_on_one_machine(folders, scenario):
+def test_results_over_hosts_match_one_machine(folders, scenario):
     found = run_sim(scenario, "", args=[folders])
     assert found == dict.fromkeys(found, True)

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces behind slow and lossy cables, one of which is pulled for a while."""
+"""Hosts in network namespaces behind slow and lossy links, one of which goes down for a while."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def across(folder: str) -> dict[str, object]:
     return result
 
 
-def test_tokens_are_the_same_over_slow_and_lossy_cables_one_of_which_is_pulled(tmp_path):
+def test_tokens_are_the_same_over_slow_lossy_and_broken_links(tmp_path):
     if why := netns.why_not():
         pytest.skip(why)
     model = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))

@@ -1,4 +1,4 @@
-"""Hosts that Ray starts, and starts again when one is killed; needs the extra ``ray``."""
+"""Hosts that Ray starts, and restarts when one is killed; needs the extra ``ray``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_ray(folder: str) -> dict[str, object]:
     os.kill(pid, signal.SIGKILL)
     decoding.go(3)
     result["gone"] = cluster.gone == ["host1"] and "host1" not in model.host_map.values()
-    wait_for(model, "host1")  # Ray has started it again
+    wait_for(model, "host1")  # Ray has restarted it
     result["back"] = model.replan() == ["host1"] and "host1" in model.host_map.values()
     decoding.go(STEPS - 6)
     result["same"] = decoding.is_like(expected)
@@ -45,13 +45,13 @@ def on_ray(folder: str) -> dict[str, object]:
 
 
 @needs_ray
-def test_ray_places_a_host_and_starts_it_again_when_it_is_killed(tmp_path):
+def test_ray_starts_a_host_and_restarts_it_when_killed(tmp_path):
     model = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))
     found = run_sim(on_ray, "", args=[str(save(model, tmp_path))])
     assert found == dict.fromkeys(found, True)
 
 
-def test_without_ray_the_error_names_the_extra_and_the_way_without(monkeypatch):
+def test_error_without_ray_names_the_extra_and_the_alternative(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"exkv\[ray\].*exkv cluster up"):
         Cluster.connect()

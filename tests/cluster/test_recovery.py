@@ -1,5 +1,5 @@
-"""A host that dies or stops in the middle of a generation: the others go on with the same tokens,
-or there is one clear error and nothing is left behind."""
+"""A host that dies or stops in the middle of a generation: the others continue with the same
+tokens, or there is one clear error and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_hosts(folder: str, sizes: list[str], timeout: float) -> ClusterModel:
 
 
 def go_on(folder: str, host: str, call: int, number: int, beams: int) -> dict[str, object]:
-    """A generation in the middle of which a host gets a signal; then another one goes, too."""
+    """A generation in which a host gets a signal half-way; then another one dies, too."""
     reference_model = alone(folder)
     model = on_hosts(folder, ["24M"] * 3, timeout=2.0)
     kept = Cache(model, 64, 1)
@@ -145,7 +145,7 @@ def driver_dies(folder: str) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody waits for stays behind as a zombie."""
+    """Whether a process runs; one that has ended and was not waited for is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -163,25 +163,25 @@ def alive(pid: int) -> bool:
         (signal.SIGKILL, 3, random.Random(5).randint(1, 7)),
     ],
 )
-def test_generations_go_on_with_the_same_tokens_when_a_host_dies_or_stops(
+def test_generations_continue_with_the_same_tokens_when_a_host_dies_or_stops(
     folder, number, beams, call
 ):
     found = run_sim(go_on, "", args=[folder, f"host{1 + call % 2}", call, number, beams])
     assert found == dict.fromkeys(found, True)
 
 
-def test_where_nothing_fits_there_is_one_error_and_every_device_is_clean(folder):
+def test_recovery_without_room_is_one_error_and_frees_every_device(folder):
     found = run_sim(nothing_fits, "", args=[folder])
     assert "host2 is gone" in found["said"] and "no room" in found["said"]
     assert found["left"] == [0, {"sim:0": 0}] and not found["loaded"]
     assert found["names"] == ["driver", "host1"] and found["threads"] == 0
 
 
-def test_the_hosts_end_when_the_driver_is_killed(folder):
+def test_hosts_exit_when_the_driver_is_killed(folder):
     assert run_sim(driver_dies, "", args=[folder])
 
 
-def test_a_host_that_stops_during_the_load_is_named_and_the_others_load_again(folder):
+def test_error_names_a_host_that_stops_during_a_load_and_others_can_reload(folder):
     found = run_sim(dies_while_loading, "", args=[folder])
     assert "host2 is gone" in found["said"]
     assert found["left"] == [0, {"sim:0": 0}] and found["same"]

@@ -1,4 +1,4 @@
-"""Hosts that come back, and hosts that have no copy of the checkpoint."""
+"""Hosts that come back, and hosts without a copy of the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def folder(tmp_path_factory):
 
 
 def comes_back(folder: str) -> dict[str, object]:
-    """A host that is killed, started again and taken in again, in the middle of generations of a
-    cache and of its fork; weights of it and of another one are sent by the driver."""
+    """A host is killed, restarted and readmitted in the middle of generations with a cache and its
+    fork; the driver sends the weights of this host and another one."""
     expected = decoded(alone(folder))
     cluster = cluster_of("24M", "24M", "24M", timeout=5.0, streamed=["host1", "host2"], spares=1)
     model = ClusterModel(folder, cluster, max_input_len=16)
@@ -56,8 +56,8 @@ def comes_back(folder: str) -> dict[str, object]:
 
 
 def keeps_its_share(folder: str, way: str) -> dict[str, object]:
-    """A host that is taken in again gets no more than it was to have: by a split by hand, by what
-    the driver was told of it, or by a reserve."""
+    """A readmitted host gets no more than its share: by a manual split, the driver's caps, or a
+    reserve."""
     share = 400 << 10
     cluster = cluster_of("24M", "24M", "24M", timeout=5.0, spares=1)
     cluster._caps = {"host1": [share]} if way == "cap" else {}  # as Cluster.listen(caps=...)
@@ -87,7 +87,7 @@ def keeps_its_share(folder: str, way: str) -> dict[str, object]:
 
 
 def stops_and_goes_on(folder: str) -> dict[str, object]:
-    """A host that the others gave up, and that the driver can't end, asks to be taken in again."""
+    """A host that counts as dead, and that the driver can't end, asks to join again."""
     expected = decoded(alone(folder))[0]
     cluster = cluster_of(*["24M"] * 2, timeout=1.0)
     model = ClusterModel(folder, cluster, max_input_len=16)
@@ -108,10 +108,10 @@ def stops_and_goes_on(folder: str) -> dict[str, object]:
 
 
 def dies_while_others_recover(folder: str) -> dict[str, object]:
-    """A second host dies while caches are computed again, or units moved, for the first."""
+    """A second host dies while caches are recomputed, or units moved, because of the first."""
     result = {}
     expected = decoded(alone(folder))[0]
-    for during in ("_rebuild", "_hand_out"):
+    for during in ("_rebuild", "_send_parts"):
         model = ClusterModel(folder, cluster_of(*["24M"] * 4, timeout=30.0), max_input_len=16)
         pids, original = model.cluster.launcher.pids, getattr(model, during)
         cache = Cache(model, 64, 1)
@@ -134,7 +134,7 @@ def dies_while_others_recover(folder: str) -> dict[str, object]:
 
 
 def does_not_reach_all(folder: str) -> dict[str, object]:
-    """A host fails to connect to another one of a new group, which the driver reaches."""
+    """A host can't connect to another one of a new group, which the driver reaches."""
     expected, held = decoded(alone(folder))[0], []
     connect = Wire.__init__
 
@@ -160,27 +160,27 @@ def does_not_reach_all(folder: str) -> dict[str, object]:
 # Tests --------------------------------------------------------------------------------------
 
 
-def test_a_host_that_comes_back_is_taken_in_and_generations_go_on_with_the_same_tokens(folder):
+def test_returning_host_is_readmitted_and_generations_keep_their_tokens(folder):
     found = run_sim(comes_back, "", args=[folder])
     assert found == dict.fromkeys(found, True)
 
 
 @pytest.mark.parametrize("way", ["split", "cap", "reserve"])
-def test_a_host_that_comes_back_gets_no_more_than_it_was_to_have(folder, way):
+def test_returning_host_gets_no_more_than_its_share(folder, way):
     found = run_sim(keeps_its_share, "", args=[folder, way])
     assert found == dict.fromkeys(found, True)
 
 
-def test_a_host_that_was_given_up_asks_to_be_taken_in_again(folder):
+def test_host_presumed_dead_asks_to_join_again(folder):
     found = run_sim(stops_and_goes_on, "", args=[folder])
     assert found == dict.fromkeys(found, True)
 
 
-def test_a_host_that_dies_during_a_recovery_changes_no_token(folder):
+def test_host_that_dies_during_a_recovery_changes_no_token(folder):
     found = run_sim(dies_while_others_recover, "", args=[folder])
     assert found == dict.fromkeys(found, True)
 
 
-def test_a_host_that_does_not_reach_all_of_a_group_is_met_in_the_next_one(folder):
+def test_host_that_cannot_reach_all_members_joins_the_next_group(folder):
     found = run_sim(does_not_reach_all, "", args=[folder], timeout=100)
     assert found == dict.fromkeys(found, True)

@@ -1,4 +1,4 @@
-"""How much may be on its way to one process."""
+"""The bound on tensors in flight to one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exkv.cluster.sends import Sends
     room=st.sampled_from([0, 20, 60]),
     largest=st.sampled_from([1, 3]),
 )
-def test_bytes_in_flight_are_bounded_and_the_oldest_is_waited_for(sizes, room, largest):
+def test_bytes_in_flight_are_bounded_by_waiting_for_the_oldest(sizes, room, largest):
     waited: list[int] = []
     sends = Sends(waited.append, room, largest)
     for number, size in enumerate(sizes):
@@ -22,13 +22,13 @@ def test_bytes_in_flight_are_bounded_and_the_oldest_is_waited_for(sizes, room, l
         sends.make_room(size)
         most = max(room, largest * max(sizes[: number + 1]))
         assert sum(sizes[len(waited) : number + 1]) <= most
-        # and no longer than it had to
+        # and no longer than necessary
         assert len(waited) == before or sum(sizes[len(waited) - 1 : number + 1]) > most
         sends.add(number, torch.empty(size, dtype=torch.uint8))
     assert waited == list(range(len(waited)))
 
 
-def test_small_states_go_out_behind_a_large_one():
+def test_small_states_are_sent_behind_a_large_one():
     waited: list[str] = []
     sends = Sends(waited.append)
     for name, nbytes in (("chunk", 512), ("chunk", 512), ("step", 8), ("step", 8)):

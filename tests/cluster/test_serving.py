@@ -1,5 +1,4 @@
-"""A server over hosts: another model in place of the one that answers, a plan meanwhile, and hosts
-that are taken in again while nobody asks."""
+"""A server over hosts: changing models, planning meanwhile, and readmitting hosts while idle."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ async def until(happened) -> None:
 
 
 async def play(serving: Serving, cluster: Cluster, top: Path) -> dict[str, object]:
-    """What clients get, of whom each waits for the one before."""
+    """The clients' results; each client waits for the one before."""
     readmitting = asyncio.create_task(serving.readmit_hosts())
     found: dict[str, object] = {"first": await ask(serving)}
     plan = serving.prepare(top / "second", OPTIONS, "second").plan(serving.leaving)
@@ -89,7 +88,7 @@ async def play(serving: Serving, cluster: Cluster, top: Path) -> dict[str, objec
     found["finished"] = said[-1]["status"]
     found["second"] = await ask(serving)
     found["hosts"] = set(serving.loaded.models[0].host_map.values())
-    os.kill(cluster.launcher.pids["host2"], signal.SIGKILL)  # while nobody asks
+    os.kill(cluster.launcher.pids["host2"], signal.SIGKILL)  # while the server is idle
     await serving.unload(now=False)
     try:
         await ask(serving)
@@ -122,7 +121,7 @@ def served(folder: str) -> dict[str, object]:
     }
 
 
-def test_a_server_over_hosts_changes_models_and_takes_hosts_in_again(top):
+def test_server_over_hosts_changes_models_and_readmits_hosts(top):
     found = run_sim(served, "", args=[top])
     assert found == {
         "tokens": [True] * 4,

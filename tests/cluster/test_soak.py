@@ -1,5 +1,5 @@
-"""Sixteen clients of a server over three stages, of which one dies: every answer is the one that
-its request has alone, and nothing stays behind."""
+"""Sixteen clients of a server over three stages, one of which dies: every answer is the one that
+its request gets alone, and nothing is leaked."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_clients_of_a_server_over_three_stages_lose_nothing_when_a_host_dies():
+def test_clients_over_three_stages_lose_nothing_when_a_host_dies():
     found = run_sim(soak, "")
     assert found.pop("right") > 5
     assert found == {"stages": 3, "gone": ["host1"], "bad": {}, "pages": 0, "files": True}

@@ -1,5 +1,5 @@
-"""Models over hosts: the same bits as on one machine, over every kind of cache, and the memory of
-each host as it was planned.
+"""Models over hosts: the same bits as on one machine, with every kind of cache, and the planned
+memory on each host.
 
 Hosts are processes on loopback, each with simulated devices of its own.
 """
@@ -23,7 +23,7 @@ from exkv.cache import OnHost
 from exkv.cluster import ClusterModel
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
-#: Kinds of cache that differ in more than the format that layers store.
+#: Kinds of cache that differ in more than their storage format.
 UNLIKE = ["fp16", "dynamic", "kivi", "sliding_window", "offloaded_static"]
 
 
@@ -39,8 +39,8 @@ def on_hosts(folder: str, count: int, **options) -> ClusterModel:
 
 
 def session(model: Model, cache: KVCache, forks: bool = False) -> list[Tensor]:
-    """What calls of all sorts give: chunks of a long prompt, ragged rows, rows that are moved,
-    cropped and forked, and tokens one by one."""
+    """Logits of many kinds of calls: chunks of a long prompt, ragged rows, reordered, cropped and
+    forked rows, and single tokens."""
     found = [model.forward(IDS, cache)]
     found.append(model.forward(IDS[:, :5], cache, new_lens=[5, 2], last_id_only=True))
     cache.reorder([1, 1])
@@ -65,8 +65,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def side_by_side(folder: str, stages: int) -> Iterator[tuple[ClusterModel, Model]]:
-    """The model over hosts and on one machine. Hosts are forked when this process knows what calls
-    take."""
+    """The model over hosts and on one machine. Hosts are forked once this process has measured the
+    workspace of calls."""
     use(cluster_product.MEMORY)
     cluster_product.predict(folder)
     with cluster_of(*[cluster_product.MEMORY] * stages) as cluster:
@@ -83,7 +83,7 @@ def over_three(folder: str) -> dict[str, object]:
 
 
 def compared(folder: str, stages: int) -> dict[str, object]:
-    """All kinds of cache that go one way together."""
+    """Compare all kinds of cache that can share one load."""
     with side_by_side(folder, stages) as (model, one):
         found = []
         for way in cluster_product.WAYS:
@@ -180,20 +180,20 @@ def found(folder):
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("stages", cluster_product.STAGES)
-def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(folder, stages):
-    """And take the bytes that were planned. Any two of stages, ways to split, kinds and batches
-    meet; ``python -m tests.bench cluster-product`` runs every combination."""
+def test_stages_give_the_bits_of_one_machine_with_every_kind_of_cache(folder, stages):
+    """And take the planned bytes. Every pair of stages, splits, kinds and batches occurs;
+    ``python -m tests.bench cluster-product`` runs every combination."""
     these = run_sim(compared, "", args=[folder, stages])
     assert (these["wrong"], these["unequal"]) == ([], [])
     assert these["same"] == 2 * len(cluster_product.KINDS)
     assert these["loads"] == 2 * (stages - 1)
 
 
-def test_calls_of_all_sorts_give_the_bits_of_one_machine(found):
+def test_all_kinds_of_calls_give_the_bits_of_one_machine(found):
     assert found["calls"] == dict.fromkeys(UNLIKE, True)
 
 
-def test_any_two_choices_of_the_product_meet():
+def test_every_pair_of_choices_occurs():
     cells = [
         (stages, way, kind, batch)
         for stages in cluster_product.STAGES
@@ -210,7 +210,7 @@ def test_generations_are_those_of_one_machine(found):
     assert found["generations"] == [True] * 4
 
 
-def test_every_host_takes_what_was_planned_and_gives_all_of_it_back(found):
+def test_every_host_takes_the_planned_bytes_and_frees_them(found):
     these = found["memory"]
     assert len(these["reports"]) == 2
     for row in these["reports"]:
@@ -219,14 +219,14 @@ def test_every_host_takes_what_was_planned_and_gives_all_of_it_back(found):
     assert these["after"] == these["before"]
 
 
-def test_what_is_not_done_over_hosts_is_refused_and_the_rest_goes_on(folder):
+def test_unsupported_calls_are_refused_and_others_continue(folder):
     said = run_sim(refusals, "", args=[folder])
     for text, part in zip(
         said,
         (
-            "is not loaded lazily: leave lazy out",
+            "can't be loaded lazily: leave lazy out",
             "no room for",
-            "what devices of other hosts read a second is not measured",
+            "the bandwidth of other hosts' devices is not measured",
             "not loaded",
             "",
             "outside the vocabulary",

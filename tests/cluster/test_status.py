@@ -1,4 +1,4 @@
-"""What a cluster's hosts offer, asked from outside."""
+"""The status of a cluster's hosts, queried from outside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from exkv.cluster.rendezvous import (
 from exkv.cluster.status import announce, cluster_status, own_devices
 
 
-def test_status_tells_who_is_there_who_is_silent_and_who_waits(capsys, monkeypatch):
+def test_status_lists_present_silent_and_waiting_hosts(capsys, monkeypatch):
     assert "free" in own_devices()[0]
     monkeypatch.setattr(status, "own_devices", lambda: ("cuda:0: 1.00 GiB of 2.00 GiB free",))
     free = status.own_devices()
@@ -34,7 +34,7 @@ def test_status_tells_who_is_there_who_is_silent_and_who_waits(capsys, monkeypat
         return connect_store("127.0.0.1", int(address.rpartition(":")[2]))
 
     admission = Admission(store, "")
-    assert cluster_status(address) == []  # nobody has come yet
+    assert cluster_status(address) == []  # no host has joined yet
     for name in ("driver", "b", "late"):
         announce(store, name)
     set_group(store, 0, ["driver", "b", "silent"])
@@ -58,7 +58,7 @@ def test_status_tells_who_is_there_who_is_silent_and_who_waits(capsys, monkeypat
     assert [each.name for each in cluster_status(address)] == ["driver", "b", "silent"]
 
 
-def test_status_where_no_driver_is_says_so(monkeypatch):
+def test_status_without_a_driver_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="HOST:PORT"):
         cluster_status("nowhere")
     with listen("127.0.0.1", 0) as taken:

@@ -1,4 +1,4 @@
-"""Weights that the driver sends: the same tensors, a unit of them at a time, and no others."""
+"""Weights that the driver sends: the same tensors, one unit at a time, and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = torch.arange(3, 15)[None]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The same model as safetensors, and packed in a GGUF file with Llama's rows in its order."""
+    """The same model as safetensors, and in a quantized GGUF file with Llama's row order."""
     top = tmp_path_factory.mktemp("models")
     theirs = reference(
         llama(hidden_size=64, intermediate_size=96, architectures=["LlamaForCausalLM"])
@@ -48,7 +48,7 @@ def wires():
 
 
 class Watched(StreamedCheckpoint):
-    """Keeps in mind what it held at most, in bytes."""
+    """Records the most bytes that it held."""
 
     most = 0
 
@@ -59,7 +59,7 @@ class Watched(StreamedCheckpoint):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
-def test_a_host_without_a_copy_gets_the_same_model_a_unit_at_a_time(folders, wires, kind):
+def test_host_without_a_copy_receives_the_model_unit_by_unit(folders, wires, kind):
     folder, (driver, host) = folders[kind], wires
     elsewhere = folder.parent / "not here" / folder.name
     expected = on_cpu(folder)
@@ -82,13 +82,13 @@ def test_a_host_without_a_copy_gets_the_same_model_a_unit_at_a_time(folders, wir
     assert 0 < Watched.most <= max(units) < sum(units)
 
 
-def test_what_is_not_what_the_driver_said_is_refused(folders, wires, tmp_path):
+def test_tensors_that_differ_from_their_description_are_refused(folders, wires, tmp_path):
     driver, host = wires
     told = describe(folders["safetensors"])
     other = save(reference(llama(hidden_size=64, intermediate_size=96), seed=5), tmp_path / "other")
     name = "model.layers.0.mlp.up_proj.weight"
     with serving(other, driver, [1]):
-        with pytest.raises(CheckpointError, match=f"'{name}' is not what it said"):
+        with pytest.raises(CheckpointError, match=f"'{name}' is not what it announced"):
             StreamedCheckpoint(other, told, lambda: host).tensor(name)
         with open(other / "model.safetensors", "ab") as file:
             file.write(b"more")

@@ -1,5 +1,5 @@
-"""What tests of the decode loop share: a tiny model with random weights, which no test changes, and
-transformers' models beside ours."""
+"""Fixtures of the decode loop's tests: a tiny model with random weights, which no test changes, and
+pairs of transformers' and our models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tiny_tokenizer(tiny_folder):
 
 @pytest.fixture
 def counted(tiny_model, tiny_tokenizer) -> Iterator[Callable[..., Engine]]:
-    """Makes engines with so many pages of such a size, which are counted at the end."""
+    """Makes engines with a number of pages of some size, which are counted at the end."""
     made: list[Engine] = []
 
     def build(pages: int, page: int = 16, **options) -> Engine:
@@ -49,7 +49,7 @@ def counted(tiny_model, tiny_tokenizer) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """transformers' model and ours, by the seed of their weights."""
+    """transformers' model and ours, by the seed of the weights."""
     return {
         seed: pair_of(seed, tmp_path_factory.mktemp(f"weights{seed}"))
         for seed in diverse_beams.SEEDS
@@ -58,8 +58,8 @@ def pairs(tmp_path_factory):
 
 @pytest.fixture
 def seed(request):
-    """Weights of a test that names none: all run the same code, so each case has one of them, which
-    its name decides, and the cases of a test have all of them."""
+    """The weights' seed for tests without one of their own: each case has one seed, chosen by its
+    name, and the cases of a test together have all of them, since all run the same code."""
     return diverse_beams.SEEDS[crc32(request.node.name.encode()) % len(diverse_beams.SEEDS)]
 
 

@@ -1,5 +1,5 @@
-"""What a plan admits finds its memory: calls with many rows a prompt, whatever the kind of cache
-and whichever step of the fallback was taken, on simulated devices cut to the planned byte."""
+"""Admitted calls have their memory: many rows a prompt, with any kind of cache and after any
+fallback step, on simulated devices cut to the planned byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {
     "llama": lambda: llama(num_hidden_layers=3, eos_token_id=None),
     "gemma2": lambda: gemma2(num_hidden_layers=4, eos_token_id=None),
 }
-#: Ways to decode, from one row a prompt to many, whose sequences end at unlike lengths.
+#: Ways to decode, with one row a prompt to many, whose sequences end at different lengths.
 WAYS = [
     {},
     {"num_beams": 9, "num_return_sequences": 2},
@@ -41,14 +41,14 @@ def folders(tmp_path_factory):
 
 
 def sized(model: Model, more: dict[str, int] | None = None) -> None:
-    """Give each device what the plan says that it takes, and so many bytes more."""
+    """Give each device the planned bytes, and ``more`` bytes by device."""
     for ledger in model.plan.ledgers:
         extra = (more or {}).get(str(ledger.device), 0)
         sim.set_capacity(ledger.device.index, max(ledger.total + extra, 1))
 
 
 def random_call(rng: random.Random) -> tuple[list[list[int]], dict[str, object]]:
-    """Prompts, and how to go on from them."""
+    """Random prompts, and how to continue them."""
     prompts = [
         [rng.randrange(3, 320) for _ in range(rng.choice([1, 9, 40, 150]))]
         for _ in range(rng.choice([1, 1, 2, 3]))
@@ -59,7 +59,7 @@ def random_call(rng: random.Random) -> tuple[list[list[int]], dict[str, object]]
 
 
 def random_model(rng: random.Random, models: dict[str, list[Model]]) -> tuple[str, Model, list]:
-    """One of the models, and one device or two for it; nothing is loaded yet."""
+    """One of the models, not yet loaded, and one or two devices for it."""
     for index in range(2):
         sim.set_capacity(index, 64 << 20)
     name = rng.choice(sorted(models))
@@ -72,7 +72,7 @@ def load(model: Model, devices: list[str], cache: KVCache) -> None:
 
 
 def opened(folders: dict[str, str]) -> dict[str, list[Model]]:
-    """Loaded again and again, so that most predictions are known from an earlier case."""
+    """Models that are loaded repeatedly, so that most predictions are known from earlier cases."""
     return {
         name: [Model(folder, max_input_len=chunk) for chunk in (1, 16, 64)]
         for name, folder in folders.items()
@@ -80,15 +80,15 @@ def opened(folders: dict[str, str]) -> dict[str, list[Model]]:
 
 
 def nothing(cache: KVCache) -> None:
-    """A step that leaves all as it is."""
+    """A step that changes nothing."""
 
 
 # A call's own cache ---------------------------------------------------------------------------
 
 
 def until_admitted(model: Model, prompts: list, call: dict) -> list[str]:
-    """Generate on devices to which, after each refusal, just what was too little is added; at what
-    the fallback's steps were taken in the end."""
+    """Generate on devices that grow by just the missing bytes after each refusal -> what the final
+    fallback steps were taken during."""
     more: dict[str, int] = {}
     while True:
         sized(model, more)
@@ -124,7 +124,7 @@ def own_caches(folders, cases, seed):
 
 
 @pytest.mark.sweep(1)
-def test_a_call_that_is_admitted_never_runs_out_of_memory(folders):
+def test_admitted_calls_never_run_out_of_memory(folders):
     calls = sweep.cases(6, 40)
     wrong, seen = run_sim(own_caches, "64M,64M", args=[folders, calls, 1], timeout=900)
     assert wrong == []
@@ -133,8 +133,8 @@ def test_a_call_that_is_admitted_never_runs_out_of_memory(folders):
 
 
 def forty_beams(folder, kind):
-    """What steps were taken for forty diverse beams over a long prompt, on a card that is cut to
-    what admits them."""
+    """Fallback steps of forty diverse beams over a long prompt, on a card that is cut to the bytes
+    that admit them."""
     model = Model(folder)
     model.load_autosplit(Cache(model, max_seq_len=481), last_id_only=True)
     prompt = torch.randint(3, 320, (481,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -148,8 +148,8 @@ def test_forty_beams_over_a_long_prompt_fit_where_they_are_admitted(folders, nam
     assert run_sim(forty_beams, "64M", args=[folders[name], kind]) == []
 
 
-def test_a_prompt_in_host_memory_counts_on_a_gpu_that_torch_was_not_built_for(folders):
-    """The host stands in for it in a prediction, and nothing has to be copied there."""
+def test_prompt_in_host_memory_counts_on_a_gpu_without_torch_support(folders):
+    """Predictions for it run on the host, to which nothing has to be copied."""
     model = on_cpu(folders["llama"])
     peaks = []
     for kind in ("fp16", "offloaded_static"):
@@ -162,11 +162,11 @@ def test_a_prompt_in_host_memory_counts_on_a_gpu_that_torch_was_not_built_for(fo
     assert peaks[1] - peaks[0] >= prompt
 
 
-# A cache that was given -----------------------------------------------------------------------
+# A given cache --------------------------------------------------------------------------------
 
 
 def failing(model: Model, rng: random.Random, times: int):
-    """``model.forward`` with an allocation that fails in so many of its next calls."""
+    """``model.forward`` with an allocation that fails in ``times`` of its next calls."""
     forward, due = type(model).forward, [rng.randrange(1, 6) for _ in range(times)]
 
     def call(*args, **kwargs):
@@ -199,7 +199,7 @@ def given_caches(folders, cases, seed):
             steps[fallback.step] = steps.get(fallback.step, 0) + 1
             sized(model)
 
-        tries = [*ladder, nothing, nothing]  # for failures where a step of the list has no use
+        tries = [*ladder, nothing, nothing]  # for failures in which no step of the list helps
         try:
             model.generate(prompts, cache=cache, on_oom=tries, on_fallback=cut, **call)
         except torch.OutOfMemoryError as error:
@@ -211,7 +211,7 @@ def given_caches(folders, cases, seed):
 
 
 @pytest.mark.sweep(1)
-def test_what_a_step_leaves_on_a_device_is_enough_for_all_that_is_left(folders):
+def test_calls_after_a_fallback_step_have_room(folders):
     calls = sweep.cases(15, 60)
     wrong, steps = run_sim(given_caches, "64M,64M", args=[folders, calls, 5], timeout=900)
     assert wrong == []

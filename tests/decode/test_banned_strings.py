@@ -1,4 +1,4 @@
-"""Banned texts never come up, in whatever tokens, and jobs go on as a plain loop does."""
+"""Banned texts never occur, however tokenized, and jobs continue as a plain loop does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOT = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)
 
 
 def oracle(model, tokenizer, prompt, banned, count):
-    """Greedily, with one forward over all tokens for each place."""
+    """Greedy tokens by a plain loop, with one forward over all tokens for each position."""
     ids, forbidden = [], {}
     while len(ids) < count:
         logits = model.forward(torch.tensor([[*prompt, *ids]]), Cache(model, 128))[0, -1]
@@ -44,7 +44,8 @@ def oracle(model, tokenizer, prompt, banned, count):
 
 @pytest.fixture(scope="module")
 def ascii_only(tiny_tokenizer):
-    """Of tokens that are ASCII letters, so that any place of a text belongs to one token."""
+    """Settings that allow tokens of ASCII letters only, so that each character belongs to one
+    token."""
     bad = [i for i in range(320) if not tiny_tokenizer.bytes_of(i).isalpha()]
     return GREEDY.disallow_tokens(bad)
 
@@ -55,7 +56,7 @@ def greedy_text(model, tokenizer, choice, prompt):
 
 
 @pytest.mark.parametrize("kind", ["float", "window", "paged"])
-def test_a_generator_and_jobs_go_on_as_a_plain_loop_does(
+def test_generator_and_jobs_match_a_plain_loop(
     tiny_model, tiny_tokenizer, ascii_only, kind, monkeypatch
 ):
     prompt = list(range(5, 21))
@@ -105,9 +106,7 @@ def test_a_generator_and_jobs_go_on_as_a_plain_loop_does(
     stop=st.sampled_from([(), ("ba",), ("Kb", "e")]),
 )
 @example(banned=[" ", "b", "Ka"], seed=10537, stop=())  # what had gone out ended with a "k"
-def test_whatever_is_chosen_none_comes_up_and_the_text_is_that_of_the_tokens(
-    tiny_tokenizer, banned, seed, stop
-):
+def test_banned_strings_never_occur_and_text_matches_tokens(tiny_tokenizer, banned, seed, stop):
     rng = random.Random(seed)
     likely = [i for i in range(320) if set(tiny_tokenizer.bytes_of(i)) & set(b"abk\xc3\xa9 ")]
     job = Job(prompt=[5], max_new_tokens=24, banned_strings=banned, stop=stop)
@@ -126,7 +125,7 @@ def test_whatever_is_chosen_none_comes_up_and_the_text_is_that_of_the_tokens(
     assert whole.startswith(text) if completion.reason == "stop" else whole == text
 
 
-def test_a_seed_repeats_it_and_a_stream_never_shows_what_is_taken_back(tiny_model, tiny_tokenizer):
+def test_seed_repeats_a_run_and_streams_hide_rolled_back_text(tiny_model, tiny_tokenizer):
     generator = Generator(tiny_model, Cache(tiny_model, 128), tiny_tokenizer)
     banned = ["e", "a", "the"]
     first = "".join(generator.stream([5, 6], HOT, 60, seed=4, banned_strings=banned, logprobs=1))
@@ -137,7 +136,7 @@ def test_a_seed_repeats_it_and_a_stream_never_shows_what_is_taken_back(tiny_mode
     assert first == again and not set("aeAE") & set(first)
 
 
-def test_a_grammar_goes_back_too(tiny_model, tiny_tokenizer):
+def test_grammar_is_rolled_back_too(tiny_model, tiny_tokenizer):
     generator = Generator(tiny_model, Cache(tiny_model, 128), tiny_tokenizer)
     grammar = Grammar.choice(["the key", "the lamp", "a ball"])
     for banned in (["key"], ["the"], ["KEY", "lamp"]):
@@ -150,7 +149,7 @@ def test_a_grammar_goes_back_too(tiny_model, tiny_tokenizer):
         )
 
 
-def test_what_is_no_list_of_texts_is_refused(tiny_model, tiny_tokenizer):
+def test_invalid_banned_strings_are_refused(tiny_model, tiny_tokenizer):
     generator = Generator(tiny_model, Cache(tiny_model, 128), tiny_tokenizer)
     with pytest.raises(TypeError, match="banned_strings is 'text'"):
         generator.generate_simple([5], banned_strings="text")
@@ -159,8 +158,8 @@ def test_what_is_no_list_of_texts_is_refused(tiny_model, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_tokens_that_were_proposed_are_taken_back_too(tiny_model, tiny_tokenizer, many):
-    """With n-grams as without them, for several jobs and in a Generator."""
+def test_proposed_tokens_are_rolled_back_too(tiny_model, tiny_tokenizer, many):
+    """Texts are the same with n-grams and without, for several jobs and in a Generator."""
     prompt, banned = [5, 6, 7, 8] * 4, ["a", "the", "in the", "is w"]
     jobs = [
         Job(prompt=prompt[row:], settings=way, max_new_tokens=40, seed=row, banned_strings=banned)

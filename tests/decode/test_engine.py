@@ -1,5 +1,5 @@
-"""Many jobs at once: each gives the tokens that it gives alone, whatever else runs; none is lost,
-and no page."""
+"""Many jobs at once: each gives the tokens that it gives alone, whatever else runs; no job and no
+page is lost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model(tiny_model):
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
-    """A model that is nearly the same."""
+    """A nearly identical model."""
     weights = reference(llama(num_hidden_layers=2, eos_token_id=None))
     for parameter in weights.parameters():
         parameter.data += 0.01 * torch.randn(parameter.shape)
@@ -84,7 +84,7 @@ def make(model, tokenizer):
 
 
 def random_jobs(count: int, seed: int) -> list[Job]:
-    """Prompts that begin alike or don't, of unlike length, sampled in several ways."""
+    """Prompts with and without a common prefix, of different lengths, sampled in several ways."""
     rng = random.Random(seed)
     shared = [rng.randrange(3, 300) for _ in range(64)]
     return [
@@ -101,7 +101,7 @@ def random_jobs(count: int, seed: int) -> list[Job]:
 
 
 def count_pages(engine: Engine) -> None:
-    """Every page is held by those who run, once by each, or is there to be taken."""
+    """Check that every page is either held by running jobs, once by each, or available."""
     running = engine._running
     tables = [cache.pages for cache in running._caches]
     held = [page for table in tables for row in table.rows for page in row]
@@ -113,7 +113,7 @@ def count_pages(engine: Engine) -> None:
 
 
 def alone(make, options, jobs, **settings) -> list[list[int]]:
-    """The tokens of each job in an engine that has nothing else to do, nor ever had."""
+    """The tokens of each job, alone in a new engine."""
     found = []
     for job in jobs:
         with make(10, options, **settings) as engine:
@@ -125,7 +125,7 @@ def alone(make, options, jobs, **settings) -> list[list[int]]:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", MAKES)
-def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(make, draft, name):
+def test_random_jobs_give_the_same_tokens_as_alone(make, draft, name):
     jobs = random_jobs(18, seed=4)
     expected = alone(make, MAKES[name], jobs)
     plain = make(9, MAKES[name], max_running=8)
@@ -147,7 +147,7 @@ def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(m
     assert stats.steps < plain.stats.steps
 
 
-def test_they_are_the_tokens_of_a_generator(make, model, tokenizer):
+def test_engine_gives_the_tokens_of_a_generator(make, model, tokenizer):
     engine = make(40)
     prompts = ["Where is the key?", "The", "Alice has the lamp. " * 4]
     for settings in WAYS:
@@ -159,8 +159,8 @@ def test_they_are_the_tokens_of_a_generator(make, model, tokenizer):
         assert engine.run(jobs) == expected
 
 
-def test_a_cache_that_was_freed_is_one_pool_again(make, model, tokenizer):
-    """The caches of prompts and of those who decode would each have allocated a pool."""
+def test_freed_cache_is_allocated_as_one_pool_again(make, model, tokenizer):
+    """The caches of prompts and of decoding jobs would otherwise each allocate a pool."""
     cache = PagedCache(model, 160, page=PAGE)
     job = Job(prompt=list(range(3, 43)), max_new_tokens=20, settings=GREEDY)
     texts = []
@@ -177,7 +177,7 @@ def test_a_model_that_is_not_loaded_is_refused(model, tokenizer):
         Engine(other, PagedCache(other, 160, page=PAGE), tokenizer)
 
 
-def test_a_chunk_is_no_longer_than_is_said_and_those_who_decode_go_on_between(make, monkeypatch):
+def test_chunks_are_bounded_and_other_jobs_decode_between_them(make, monkeypatch):
     engine = make(30, chunk=7)
     calls = []
     forward = engine.model.forward
@@ -199,7 +199,7 @@ def test_a_chunk_is_no_longer_than_is_said_and_those_who_decode_go_on_between(ma
     assert {16, 32, 48, 64} <= {end - 3 for end in ends}  # no chunk crosses the end of a page
 
 
-def test_prompts_with_one_beginning_share_its_pages(make):
+def test_prompts_with_a_common_prefix_share_pages(make):
     engine, prompt = make(30), list(range(3, 53))
     one = engine.submit(Job(prompt=prompt, max_new_tokens=3, settings=GREEDY))
     one.result()
@@ -212,13 +212,13 @@ def test_prompts_with_one_beginning_share_its_pages(make):
     assert (one.cached_tokens, two.cached_tokens, three.cached_tokens) == (0, 32, 48)
     three.result()
     assert three.tokens[:3] == one.tokens
-    # A prompt that ends where a page does runs that page again, for its logits.
+    # A prompt that ends at the end of a page runs that page again, for its logits.
     four = engine.submit(Job(prompt=prompt[:32], max_new_tokens=1, settings=GREEDY))
     four.result()
     assert four.cached_tokens == 16
 
 
-def test_two_that_run_the_same_prompt_at_once_end_with_one_copy_of_it(make):
+def test_concurrent_equal_prompts_end_with_one_copy(make):
     engine, prompt = make(30, chunk=16), list(range(3, 41))
     low = engine.submit(Job(prompt=prompt, max_new_tokens=30, settings=GREEDY, priority=0))
     engine.iterate()
@@ -231,7 +231,7 @@ def test_two_that_run_the_same_prompt_at_once_end_with_one_copy_of_it(make):
     assert low.result() == high.result()
 
 
-def test_a_higher_priority_makes_room_and_the_lower_one_comes_back(make):
+def test_higher_priority_preempts_and_lower_one_is_readmitted(make):
     engine = make(8)
     low = [
         engine.submit(Job(prompt=[5 + i] * 20, max_new_tokens=40, settings=GREEDY))
@@ -248,7 +248,7 @@ def test_a_higher_priority_makes_room_and_the_lower_one_comes_back(make):
     assert [handle.tokens for handle in low] == expected
 
 
-def test_what_never_fits_is_refused_at_the_door_with_both_numbers(make):
+def test_job_that_never_fits_is_refused_with_both_numbers(make):
     engine = make(4)
     with pytest.raises(ValueError, match="the job needs 65 tokens, and the cache holds 64"):
         engine.submit(Job(prompt=[5] * 50, max_new_tokens=16))
@@ -290,9 +290,9 @@ def test_cancelling_frees_pages_at_once_wherever_the_job_is(make):
     assert sum(handle.reason == "length" for handle in handles) == 1
 
 
-def test_a_draft_is_right_as_often_where_tokens_are_drawn(make, model):
-    """It draws the same numbers: one that is the same model is always right."""
-    twin = Draft(model, Cache(model, 160, 2), tokens=3, confidence=0)  # of another cache only
+def test_draft_proposals_for_sampled_tokens_are_accepted(make, model):
+    """It draws the same numbers, so a draft with the same model is always right."""
+    twin = Draft(model, Cache(model, 160, 2), tokens=3, confidence=0)  # differs in its cache only
     engine = make(40, draft=twin)
     for settings in WAYS:
         jobs = [Job(prompt=[5, 6, seed], settings=settings, seed=seed) for seed in (7, 8)]
@@ -301,13 +301,13 @@ def test_a_draft_is_right_as_often_where_tokens_are_drawn(make, model):
     assert stats.accepted_tokens == stats.proposed_tokens > 80
 
 
-def test_a_job_may_say_that_nothing_is_to_be_proposed_for_it(make, draft):
+def test_job_may_disable_speculation(make, draft):
     engine = make(40, draft=drafting(draft), ngrams=3)
     engine.run([Job(prompt=[5, 6, 7], max_new_tokens=20, settings=GREEDY, speculate=False)])
     assert engine.stats.proposed_tokens == 0
 
 
-def test_a_long_prompt_comes_to_the_draft_in_chunks(make, draft, monkeypatch):
+def test_draft_prefills_a_long_prompt_in_chunks(make, draft, monkeypatch):
     engine, calls = make(40, draft=drafting(draft), chunk=7), []
     forward = draft.forward
     monkeypatch.setattr(
@@ -320,7 +320,7 @@ def test_a_long_prompt_comes_to_the_draft_in_chunks(make, draft, monkeypatch):
 
 
 @pytest.mark.parametrize("pages", [1, 5, 40])
-def test_a_draft_in_pages_follows_as_many_jobs_as_these_hold(make, draft, pages):
+def test_paged_draft_follows_as_many_jobs_as_fit(make, draft, pages):
     jobs = random_jobs(12, seed=21)
     expected = alone(make, {}, jobs)
     rows = KVCache(draft, 160, growth=Paged(PAGE, pages=pages)).sharing_pool(4)
@@ -374,7 +374,7 @@ def test_a_stop_ends_a_text_and_is_left_out(make):
     assert handle.reason == "stop"
 
 
-def test_what_goes_wrong_with_one_job_is_that_jobs_own(make):
+def test_error_of_one_job_ends_that_job_only(make):
     engine = make(40)
 
     def fail(event):
@@ -397,10 +397,10 @@ def test_what_goes_wrong_with_one_job_is_that_jobs_own(make):
     count_pages(engine)
 
 
-def test_a_token_that_no_text_comes_of_ends_that_job_alone(make):
+def test_undecodable_token_ends_its_job_only(make):
     engine = make(40)
     bad = engine.submit(Job(prompt=[5, 6], settings=GREEDY))
-    bad.completion._decoder._id_limit = 0  # as where a model has ids that its tokenizer has not
+    bad.completion._decoder._id_limit = 0  # as if the model had ids that its tokenizer lacks
     good = engine.submit(Job(prompt=[5, 6], settings=GREEDY, max_new_tokens=3))
     good.result()
     with pytest.raises(ValueError, match="is outside of the vocabulary"):
@@ -408,7 +408,7 @@ def test_a_token_that_no_text_comes_of_ends_that_job_alone(make):
     count_pages(engine)
 
 
-#: A full GPU in the words of the allocator, of a library, and of the CUDA runtime.
+#: Errors of a full GPU from the allocator, a library, and the CUDA runtime.
 FULL = [
     torch.OutOfMemoryError("from outside"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
@@ -417,7 +417,7 @@ FULL = [
 
 
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
-def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch, full):
+def test_oom_caused_by_another_program_loses_no_job(make, monkeypatch, full):
     jobs = random_jobs(12, seed=3)
     expected = alone(make, {}, jobs)
     engine, count = make(30, max_running=4), itertools.count()
@@ -431,14 +431,14 @@ def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch, full)
     monkeypatch.setattr(engine.model, "forward", failing)
     handles = [engine.submit(job) for job in jobs]
     while engine.busy:
-        engine.iterate()  # with one job, nobody else makes room: it tries again
+        engine.iterate()  # a single job has nobody to preempt: it retries
         count_pages(engine)
     assert [handle.tokens for handle in handles] == expected
     assert engine.stats.out_of_memory > engine.stats.put_away > 3
 
 
 @pytest.mark.parametrize("away_tokens", [0, 64, 200])
-def test_jobs_that_are_put_away_take_no_more_than_they_may(make, monkeypatch, away_tokens):
+def test_preempted_jobs_stay_within_away_tokens(make, monkeypatch, away_tokens):
     jobs = [replace(job, priority=i % 3) for i, job in enumerate(random_jobs(14, seed=4))]
     expected = alone(make, {}, jobs)
     engine, count = make(9, max_running=4, away_tokens=away_tokens), itertools.count()
@@ -462,7 +462,7 @@ def test_jobs_that_are_put_away_take_no_more_than_they_may(make, monkeypatch, aw
 
 
 @pytest.mark.parametrize("full", FULL, ids=lambda error: type(error).__name__)
-def test_a_job_that_has_no_room_alone_ends_and_those_that_wait_go_on(make, monkeypatch, full):
+def test_job_without_room_alone_fails_and_waiting_ones_continue(make, monkeypatch, full):
     jobs = [Job(prompt=[5, 6, 7], settings=GREEDY, max_new_tokens=3, seed=i) for i in range(3)]
     engine, failing = make(40, max_running=1), iter([True, True])
     forward = engine.model.forward
@@ -545,7 +545,7 @@ def test_jobs_are_submitted_from_other_threads(make):
 
 
 @pytest.mark.parametrize("away_tokens", [None, 96])
-def test_a_step_looks_at_no_job_that_waits(make, away_tokens):
+def test_step_does_not_scan_waiting_jobs(make, away_tokens):
     engine = make(40, max_running=2, away_tokens=away_tokens)
     for job in random_jobs(60, seed=2):
         engine.submit(Job(prompt=job.prompt, max_new_tokens=30, seed=1))
@@ -568,7 +568,7 @@ def test_every_use_of_a_closed_engine_is_an_error(make):
     job = Job(prompt=[5, 6], max_new_tokens=2)
     with engine:
         engine.run([job])
-    engine.close()  # as often as one likes
+    engine.close()  # may be called again
     uses = {
         "submit": lambda: engine.submit(job),
         "run": lambda: engine.run([job]),
@@ -580,7 +580,7 @@ def test_every_use_of_a_closed_engine_is_an_error(make):
             use()
 
 
-def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
+def test_engine_holds_its_cache_until_closed(make, model, tokenizer):
     with pytest.raises(ValueError, match="is not in pages"):
         Engine(model, Cache(model, 64), tokenizer)
     with pytest.raises(TypeError, match="tokenizer is a str"):
@@ -588,7 +588,7 @@ def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
     with pytest.raises(ValueError, match="max_running is 0"):
         Engine(model, PagedCache(model, 64), tokenizer, max_running=0)
     cache = PagedCache(model, 64, page=PAGE)
-    gc.collect()  # the caches of what was refused, which errors hold
+    gc.collect()  # the refused engines' caches, which errors hold
     count = len(model.caches)
     with Engine(model, cache, tokenizer) as engine:
         handle = engine.submit(Job(prompt=[5, 6], max_new_tokens=30))
@@ -601,8 +601,8 @@ def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
     model.forward(torch.tensor([[5]]), cache)
 
 
-def test_what_has_run_is_freed_at_once_without_the_garbage_collector(model, tokenizer):
-    """A cache is gigabytes: nothing that is over may hold it in a circle of references."""
+def test_ended_jobs_are_freed_without_the_garbage_collector(model, tokenizer):
+    """A cache takes gigabytes: nothing that has ended may hold it in a reference cycle."""
     gc.collect()
     gc.disable()
     try:

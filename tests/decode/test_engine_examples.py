@@ -1,4 +1,4 @@
-"""The engine's examples answer as one conversation at a time does."""
+"""The engine's examples give the same answers as one conversation at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_proposals_change_no_answer_and_are_counted():
     assert all(0 < int(right) <= int(all_) for right, all_ in (counts["n-grams"], counts["draft"]))
 
 
-def test_a_banned_word_is_said_in_no_way():
+def test_banned_word_never_occurs():
     prompt = "Anna put the key in the"
     done = run("banned_strings", DEMO, prompt, "CHURCH")
     plain, without = done.stdout.splitlines()

@@ -1,5 +1,5 @@
-"""Jobs with unlike adapters in one engine: each gives the tokens that it gives alone, and finds no
-page, and no row of a cache, that another adapter has made."""
+"""Jobs with different adapters in one engine: each gives the tokens that it gives alone, and reuses
+no page or row of a cache that was computed with another adapter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def job(adapter: str | None, **options) -> Job:
     return Job(prompt=PROMPT, settings=GREEDY, max_new_tokens=12, adapter=adapter, **options)
 
 
-def test_jobs_with_unlike_adapters_give_the_merged_models_tokens(made):
+def test_jobs_with_different_adapters_match_merged_models(made):
     model, tokenizer, texts = made
     cache = PagedCache(model, max_seq_len=512, page=16)
     with Engine(model, cache, tokenizer) as engine:
@@ -59,7 +59,7 @@ def test_jobs_with_unlike_adapters_give_the_merged_models_tokens(made):
             engine.submit(job("three"))
 
 
-def test_jobs_with_adapters_come_back_from_host_memory(made):
+def test_preempted_jobs_with_adapters_are_readmitted(made):
     model, tokenizer, texts = made
     cache = PagedCache(model, max_seq_len=64, page=16)
     with Engine(model, cache, tokenizer) as engine:
@@ -73,7 +73,7 @@ def test_jobs_with_adapters_come_back_from_host_memory(made):
         assert [first.tokens, second.tokens] == [texts["one"], texts["two"]]
 
 
-def test_a_generator_keeps_of_a_row_what_the_same_adapter_made(made):
+def test_generator_reuses_tokens_of_the_same_adapter_only(made):
     model, tokenizer, texts = made
     cache = Cache(model, 128, 1)
     generator = Generator(model, cache, tokenizer)
@@ -87,7 +87,7 @@ def test_a_generator_keeps_of_a_row_what_the_same_adapter_made(made):
         generator.generate_simple(PROMPT, GREEDY, 4, adapter="three")
 
 
-def test_generate_goes_through_an_adapter_and_beams_too(made):
+def test_generate_and_beams_with_an_adapter(made):
     model, _, texts = made
     ids = torch.tensor([PROMPT])
     for name in NAMES:

@@ -1,4 +1,4 @@
-"""``Model.generate`` gives transformers' own tokens, and refuses what makes no sense."""
+"""``Model.generate`` gives transformers' tokens, and refuses invalid arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENDS = diverse_beams.CHANGES["eos_token_id"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """One that never ends by itself, with a tokenizer."""
+    """A model that never ends by itself, with a tokenizer."""
     folder = save(reference(llama(eos_token_id=None)), tmp_path_factory.mktemp("model"))
     return on_cpu(save_tokenizer(folder), max_input_len=16)
 
@@ -63,7 +63,7 @@ def test_greedy(pair, rows, options):
 
 
 def test_no_token_twice(pair):
-    # Of one row only: transformers counts the padding of the others as a token that was there.
+    # With one row only: transformers counts the padding of the others as a token.
     check_equal(pair, ROWS[:1], no_repeat_ngram_size=1, max_new_tokens=20, do_sample=False)
 
 
@@ -130,14 +130,14 @@ def test_groups_of_beams(pair, seed, index):
 
 
 def check_groups(pair, seed: int, options: dict, cache: KVCache | None = None) -> None:
-    """transformers 4.48's tokens and scores."""
+    """Compare with the tokens and scores of transformers 4.48."""
     theirs, ours = pair
     cases = json.loads(diverse_beams.FILE.read_text())
     (case,) = (c for c in cases if (c["seed"], c["options"]) == (seed, options))
     assert case["weights"] == diverse_beams.checksum(theirs), "other weights than the references'"
     prompts = diverse_beams.padded(diverse_beams.rows_of(options))
     found = ours.generate(**prompts, **diverse_beams.call_of(options), cache=cache)
-    # transformers 4.48 writes its first end-of-sequence token for whichever it was.
+    # transformers 4.48 writes its first end-of-sequence token in place of any.
     found.sequences[:, WIDTH:][found.sequences[:, WIDTH:] == ENDS[1]] = ENDS[0]
     assert found.sequences.tolist() == case["sequences"]
     torch.testing.assert_close(found.sequences_scores, torch.tensor(case["scores"]))
@@ -163,7 +163,7 @@ def test_stopping_criteria(pair, options):
     assert True in said
 
 
-def test_a_criterion_may_say_one_word_for_all_rows(model):
+def test_criterion_may_return_one_bool_for_all_rows(model):
     ids = model.generate(ROWS, max_new_tokens=9, stopping_criteria=[lambda ids, _: len(ids[0]) > 9])
     assert ids.shape == (3, WIDTH + 3)
 
@@ -179,7 +179,7 @@ class Recorder:
         self.seen.append("end")
 
 
-def test_a_streamer_gets_what_it_gets_from_transformers(pair):
+def test_streamer_gets_the_same_calls_as_from_transformers(pair):
     streams = Recorder(), Recorder()
     for model, streamer in zip(pair, streams, strict=True):
         call = {"do_sample": False, "max_new_tokens": 8, "streamer": streamer}
@@ -229,7 +229,7 @@ def test_padding_may_be_outside_of_the_vocabulary(pair, options):
 
 @pytest.mark.parametrize("name", [*IN_ALL_WAYS, "DeepseekV3ForCausalLM", "phi3-outgrown"])
 def test_beams_of_every_architecture(tmp_path, name):
-    """Past the sliding windows, and past the length that longrope was trained for."""
+    """Beyond the sliding windows, and beyond longrope's training length."""
     make, changes = (phi3, longrope(trained=34)) if name == "phi3-outgrown" else (TINY[name], {})
     theirs = reference(make(**{"pad_token_id": PAD, **changes}))
     ours = on_cpu(save(theirs, tmp_path), max_input_len=16)
@@ -237,7 +237,7 @@ def test_beams_of_every_architecture(tmp_path, name):
     check_equal((theirs, ours), [prompt], num_beams=3, max_new_tokens=12, do_sample=False)
 
 
-def test_texts_go_on_as_the_generator_says(model):
+def test_texts_continue_as_with_a_generator(model):
     texts = ["the key is", "anna put the red ball in the garden, and", "where"]
     tokenizer = Tokenizer(model.config)
     cache = Cache(model, max_seq_len=64, batch_size=3)
@@ -253,7 +253,7 @@ def test_texts_go_on_as_the_generator_says(model):
     assert one == found.texts[2]
 
 
-def test_what_the_checkpoint_recommends_holds(tmp_path):
+def test_checkpoint_recommendation_applies(tmp_path):
     theirs = reference(llama(**diverse_beams.CHANGES))
     recommended = {"do_sample": True, "temperature": 0.7, "top_k": 7, "top_p": 0.9}
     recommended |= {"repetition_penalty": 1.1, "eos_token_id": 17, "pad_token_id": PAD}
@@ -281,7 +281,7 @@ def test_a_seed_repeats_a_run_whatever_was_drawn_before(model):
 
 
 class Recomputing(Runner):
-    """Keeps nothing from step to step: the rows run again from their first token."""
+    """Keeps nothing between steps: the rows run again from their first token."""
 
     def prefill(self, prompts):
         with self.using():
@@ -317,7 +317,7 @@ class Recomputing(Runner):
     ],
     ids=str,
 )
-def test_every_cache_gives_what_computing_all_again_gives(pair, monkeypatch, kind, options):
+def test_every_cache_matches_full_recomputation(pair, monkeypatch, kind, options):
     ours = pair[1]
     call_options = {"max_new_tokens": 12, "seed": 1, **options}
     cache = CACHES[kind](ours, max_seq_len=32, batch_size=13)
@@ -329,7 +329,7 @@ def test_every_cache_gives_what_computing_all_again_gives(pair, monkeypatch, kin
 
 
 def is_exact(kind: str, tokens: int) -> bool:
-    """Whether such a cache loses nothing of so short a text."""
+    """Whether a cache of this kind is lossless for a text of ``tokens``."""
     tiny_model = SimpleNamespace(
         config=ModelConfig.from_dict(llama().to_dict()), dtype=torch.float32
     )
@@ -341,7 +341,7 @@ EXACT = [kind for kind in CACHES if is_exact(kind, 32)]
 
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("kind", EXACT)
-def test_every_cache_that_loses_nothing_gives_transformers_tokens(pair, seed, kind):
+def test_every_lossless_cache_gives_transformers_tokens(pair, seed, kind):
     cache = CACHES[kind](pair[1], max_seq_len=32, batch_size=13)
     for options in (
         {"do_sample": False},
@@ -353,7 +353,7 @@ def test_every_cache_that_loses_nothing_gives_transformers_tokens(pair, seed, ki
         check_groups(pair, seed, options, cache)
 
 
-def test_a_given_cache_goes_on_from_what_it_holds(model, monkeypatch):
+def test_given_cache_continues_from_its_contents(model, monkeypatch):
     cache = Cache(model, max_seq_len=64, batch_size=2)
     first = model.generate(ROWS[:2], cache=cache, max_new_tokens=10)
     longer = [[*row, 5, 6] for row in (first[0, :17].tolist(), first[1, :13].tolist())]
@@ -364,7 +364,7 @@ def test_a_given_cache_goes_on_from_what_it_holds(model, monkeypatch):
 
 
 def spied(monkeypatch, model: Model) -> list[list[int]]:
-    """The tokens that each row brings, a list for each forward call from now on."""
+    """Record the number of each row's tokens, a list for each later forward call."""
     calls: list[list[int]] = []
     forward = model.forward
 
@@ -377,7 +377,7 @@ def spied(monkeypatch, model: Model) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_what_a_row_has_for_logits_after_its_end_does_not_matter(pair, monkeypatch, options):
+def test_logits_of_ended_rows_do_not_matter(pair, monkeypatch, options):
     ours = pair[1]
     call = {"do_sample": True, "seed": 1, "max_new_tokens": 20, "early_stopping": True, **options}
     ends = {"eos_token_id": list(range(9, 18))}
@@ -396,7 +396,7 @@ def test_what_a_row_has_for_logits_after_its_end_does_not_matter(pair, monkeypat
     assert idle
 
 
-def test_beams_run_a_prompt_once_and_never_move_it(model, monkeypatch):
+def test_beams_prefill_once_and_never_move_the_prompt(model, monkeypatch):
     prompts = [torch.arange(5, 105).tolist(), torch.arange(7, 107).tolist()]
     cache = Cache(model, max_seq_len=128, batch_size=8)
     moved = []
@@ -408,7 +408,7 @@ def test_beams_run_a_prompt_once_and_never_move_it(model, monkeypatch):
     assert calls == [[100, 100]] + [[1] * 8] * 11
     first_fill, *steps = moved
     assert first_fill == slice(0, 100)
-    assert steps  # beams did change places
+    assert steps  # beams were reordered
     assert all(part.start >= 100 and part.stop <= 112 for part in steps)
 
 
@@ -434,7 +434,7 @@ def test_after_a_beam_search_the_cache_holds_the_beams(model, rows, num_beams, n
         first = index // num_beams * num_beams
         assert ids[: len(prompt)] == prompt
         assert ids[:-1] in cache.sequences[first : first + num_beams]
-        # The score is the mean log-probability, as one call over the whole sequence has it.
+        # The score is the mean log-probability by one call over the whole sequence.
         log_probs = model.forward(torch.tensor([ids]))[0, len(prompt) - 1 : -1].log_softmax(-1)
         mean = log_probs.gather(1, torch.tensor(ids[len(prompt) :])[:, None]).mean()
         torch.testing.assert_close(found.sequences_scores[index], mean, atol=1e-4, rtol=1e-4)
@@ -442,7 +442,7 @@ def test_after_a_beam_search_the_cache_holds_the_beams(model, rows, num_beams, n
 
 @pytest.mark.parametrize("options", [{}, {"num_beam_groups": 2, "diversity_penalty": 0.5}], ids=str)
 def test_rows_fork_with_their_tokens(model, monkeypatch, options):
-    """What the loop knows of a beam is what its row of the cache holds."""
+    """The loop's tokens of a beam are those that its row of the cache holds."""
     cache, steps, decode = Cache(model, max_seq_len=32, batch_size=8), [], Scheduler._decode
 
     def spy(scheduler):
@@ -457,14 +457,14 @@ def test_rows_fork_with_their_tokens(model, monkeypatch, options):
     assert len(steps) == 9 and len(steps[4]) == 8
 
 
-def test_a_cache_of_the_call_is_gone_afterwards(model):
+def test_cache_built_for_a_call_is_freed_afterwards(model):
     before = len(model.caches)
     model.generate(ROWS, num_beams=2)
     assert len(model.caches) == before
 
 
 def over_two_devices(folder: str):
-    """The tokens of each way to decode, each kind of cache, and where the model lay."""
+    """Tokens for each way to decode and each kind of cache, and the model's devices."""
     tokens = []
     for kind, ways in ways_of_kinds().items():
         model = Model(folder)
@@ -476,7 +476,7 @@ def over_two_devices(folder: str):
     return tokens, placed
 
 
-#: Ways to decode that bring every loop into play.
+#: Ways to decode that together use every loop.
 WAYS = [
     {"max_new_tokens": 12},
     {"max_new_tokens": 12, "do_sample": True, "seed": 1, "num_return_sequences": 3},
@@ -486,7 +486,7 @@ WAYS = [
 
 
 def ways_of_kinds() -> dict[str, list[dict]]:
-    """Each kind of cache decodes in one way, and in a sweep, as the first does, in all."""
+    """Each kind of cache decodes in one way; the first, and in a sweep every one, in all ways."""
     every = sweep.cases(1, len(WAYS))
     return {
         kind: WAYS if index == 0 else [WAYS[(index + i) % len(WAYS)] for i in range(every)]
@@ -494,7 +494,7 @@ def ways_of_kinds() -> dict[str, list[dict]]:
     }
 
 
-def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
+def test_tokens_over_two_devices_match_the_cpu(tmp_path):
     folder = save(reference(llama(num_hidden_layers=4, eos_token_id=None)), tmp_path)
     expected = []
     model = on_cpu(folder)
@@ -507,7 +507,7 @@ def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
 
 
 def bytes_to_the_host(folder: str):
-    """Bytes that one step more brings to the host, of ways to decode."""
+    """Bytes that one more step copies to the host, for each way to decode."""
     from exkv import sim
 
     model = Model(folder)
@@ -525,9 +525,9 @@ def bytes_to_the_host(folder: str):
     return found
 
 
-def test_a_step_brings_tokens_to_the_host_and_no_scores(tmp_path):
-    """A token, and of each row two numbers to be checked; of beams twice as many candidates as
-    beams, each a token and its score, and a number for each beam and each prompt."""
+def test_step_copies_tokens_but_no_scores_to_the_host(tmp_path):
+    """A token and two numbers to check for each row; for beams twice as many candidates as beams,
+    each a token and its score, and a number for each beam and each prompt."""
     folder = save(reference(llama(eos_token_id=None)), tmp_path)
     found = run_sim(bytes_to_the_host, "16M", args=[str(folder)])
     rows = len(ROWS)
@@ -536,7 +536,7 @@ def test_a_step_brings_tokens_to_the_host_and_no_scores(tmp_path):
     assert found == [4 * 3 * rows, 4 * 3 * sampled, 4 * beams]
 
 
-# What users get wrong -------------------------------------------------------------------------
+# User errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

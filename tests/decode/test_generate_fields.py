@@ -1,5 +1,5 @@
-"""Fields of GenerationConfig that change scores or lengths, and the scores that come back, are
-transformers'."""
+"""Fields of GenerationConfig that change scores or lengths, and returned scores, give transformers'
+results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using the model-agnostic default"),
 ]
 
-#: Every loop, and beams with enough prompts that some end before others.
+#: Every loop, and beams with enough prompts for some to end before others.
 MODES = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "num_return_sequences": 2},
@@ -49,7 +49,7 @@ def one_pair(pairs):
 
 
 def truncate(scores: Tensor, config: GenerationConfig) -> Tensor:
-    """What the steps of sampling leave of scores (N, V)."""
+    """Apply the sampling steps to scores (N, V)."""
     for processor in huggingface.processors(config, {}):
         scores = processor(scores, None)
     return scores
@@ -77,7 +77,7 @@ FIELDS = [
     {"bad_words_ids": [[2], [9], [5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]},
     {"renormalize_logits": True, "suppress_tokens": [5, 6, 7], "repetition_penalty": 1.5},
 ]
-#: Less than the prompts have already, and words that don't come up.
+#: Lengths below those of the prompts, and words that don't occur.
 NEUTRAL = [FIELDS[2], FIELDS[-2]]
 
 
@@ -85,7 +85,7 @@ NEUTRAL = [FIELDS[2], FIELDS[-2]]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", FIELDS, ids=lambda options: str(options)[:60])
 def test_a_field(pair, options, mode):
-    # Up to max_length where that is all that counts.
+    # Up to max_length where only that counts.
     length = {} if "max_length" in options else {"max_new_tokens": 14}
     check_equal(pair, ROWS, **length, **MODES[mode], **options)
 
@@ -125,8 +125,8 @@ def test_a_longer_prompt_is_not_given_a_first_token(pair):
 
 
 @pytest.mark.parametrize("options", FIELDS, ids=lambda options: str(options)[:60])
-def test_a_field_that_should_changes_something(one_pair, options):
-    """Or the comparisons would hold for fields that nobody reads."""
+def test_every_field_changes_the_result(one_pair, options):
+    """Else the comparisons would also hold for fields that are ignored."""
     ours = one_pair[1]
     prompts = diverse_beams.padded(ROWS)
     length = {} if "max_length" in options else {"max_new_tokens": 14}
@@ -139,12 +139,12 @@ def test_a_field_that_should_changes_something(one_pair, options):
     assert any(map(changes, MODES.values())) == (options not in NEUTRAL)
 
 
-def test_what_is_said_nowhere_is_20_new_tokens(one_pair):
+def test_default_is_20_new_tokens(one_pair):
     found = check_equal(one_pair, ROWS[:1], do_sample=False, eos_token_id=31)
     assert found.sequences.shape == (1, WIDTH + 20)
 
 
-def test_the_checkpoints_lengths_hold_as_in_transformers(tmp_path):
+def test_checkpoint_lengths_apply_as_in_transformers(tmp_path):
     theirs, ours = pair_of(0, tmp_path)
     for stated in ({"max_length": 13}, {"max_length": 13, "max_new_tokens": 4}, {"min_length": 14}):
         (tmp_path / "generation_config.json").write_text(json.dumps(stated))
@@ -218,9 +218,9 @@ for vocab_size in (70, 1003, 32000):
 
 
 @pytest.mark.parametrize("env", [{}, {"ATEN_CPU_CAPABILITY": "default"}])
-def test_probabilities_among_what_is_possible_are_those_among_all_to_the_bit(env):
-    """Whether a sum shows how many numbers are side by side depends on torch's kernels."""
-    if env:  # torch reads it when it is imported
+def test_probabilities_among_possible_tokens_match_the_full_softmax_bitwise(env):
+    """Whether a sum depends on the number of columns depends on torch's kernels."""
+    if env:  # torch reads it on import
         command = [sys.executable, "-c", AMONG_WHAT_IS_POSSIBLE]
         env = {**os.environ, **env}
         result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
@@ -229,7 +229,7 @@ def test_probabilities_among_what_is_possible_are_those_among_all_to_the_bit(env
         exec(AMONG_WHAT_IS_POSSIBLE, {})
 
 
-def test_a_mass_that_is_met_exactly_is_enough():
+def test_top_p_reached_exactly_is_enough():
     scores = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     expected = TypicalLogitsWarper(0.25)(None, scores)
     assert torch.equal(
@@ -238,7 +238,7 @@ def test_a_mass_that_is_met_exactly_is_enough():
     assert expected.isfinite().tolist() == [[False, True, False, False]]
 
 
-# What comes back ------------------------------------------------------------------------------
+# Returned scores ------------------------------------------------------------------------------
 
 
 def going(found: Any, ends: list[int], new: int) -> Tensor:
@@ -302,12 +302,12 @@ def test_greedy_steps_by_transformers_formula(pair):
     torch.testing.assert_close(*steps, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_not_asked_for_is_not_kept(one_pair):
+def test_unrequested_scores_are_not_kept(one_pair):
     found = one_pair[1].generate(ROWS, max_new_tokens=3, return_dict_in_generate=True)
     assert (found.scores, found.logits, found.beam_indices) == (None, None, None)
 
 
-# What users get wrong -------------------------------------------------------------------------
+# User errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_a_bad_field_is_named(one_pair, options, said):
     ],
     ids=str,
 )
-def test_what_a_checkpoint_asks_for_and_is_not_done_is_refused(tmp_path, stated):
+def test_unsupported_checkpoint_settings_are_refused(tmp_path, stated):
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     with pytest.raises(ValueError, match=f"generation_config.json: {next(iter(stated))} "):
         GenerationConfig.from_pretrained(tmp_path)
@@ -379,6 +379,6 @@ def test_what_a_checkpoint_asks_for_and_is_not_done_is_refused(tmp_path, stated)
     ],
     ids=str,
 )
-def test_what_a_checkpoint_says_and_transformers_never_looks_at_is_passed_over(tmp_path, stated):
+def test_checkpoint_settings_that_transformers_ignores_are_ignored(tmp_path, stated):
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     assert GenerationConfig.from_pretrained(tmp_path) == GenerationConfig()

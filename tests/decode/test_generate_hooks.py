@@ -1,4 +1,4 @@
-"""What of the caller's runs in each step of ``Model.generate`` sees and does what it does in
+"""The caller's functions in each step of ``Model.generate`` see and do the same as in
 transformers."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ours(pairs):
 
 
 def lean(ids, scores):
-    """Depends on the newest token and, by -inf, on what ran before it."""
+    """Depends on the newest token and, by -inf, on earlier processors."""
     favoured = (ids[:, -1:] * 7 + torch.arange(5)) % scores.shape[1]
     out = scores.scatter_add(1, favoured, torch.full(favoured.shape, 1.5))
     return torch.where(scores == -torch.inf, -torch.inf, out)
@@ -42,7 +42,7 @@ def lean(ids, scores):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4, "suppress_tokens": [5, 18]}])
-def test_a_processor_of_ones_own(pair, mode, options):
+def test_custom_processor(pair, mode, options):
     call = {"max_new_tokens": 14, **MODES[mode], **options}
     found = check_equal(pair, ROWS, logits_processor=[lean], **call)
     without = check_equal(pair, ROWS, **call)
@@ -70,7 +70,7 @@ def test_transformers_own_processors_take_the_place_of_fields(pair, mode):
     assert given.sequences.tolist() == fields.sequences.tolist()
 
 
-def test_a_processor_sees_what_it_sees_in_transformers(pair):
+def test_custom_processor_gets_the_same_arguments_as_in_transformers(pair):
     seen = []
 
     def watch(ids, scores):
@@ -83,8 +83,8 @@ def test_a_processor_sees_what_it_sees_in_transformers(pair):
     assert seen[0] == (diverse_beams.padded(ROWS)["input_ids"].tolist(), (3, 32), torch.float32)
 
 
-def test_a_processor_comes_before_what_belongs_to_sampling(pair):
-    """A nucleus of the flattened scores is a wider one."""
+def test_custom_processor_runs_before_sampling_steps(pair):
+    """The nucleus of flattened scores is wider."""
 
     def flatten(ids, scores):
         return scores / 10
@@ -100,7 +100,7 @@ def test_a_processor_comes_before_what_belongs_to_sampling(pair):
     ids=["repetition_penalty", "no_repeat_ngram_size"],
 )
 def test_groups_of_beams_run_processors_too(pair, seed, index, processor):
-    """transformers' own, in place of the fields that transformers 4.48 was called with."""
+    """transformers' processors, in place of the fields of transformers 4.48's recorded call."""
     options = diverse_beams.CALLS[index]
     cases = json.loads(diverse_beams.FILE.read_text())
     (case,) = (c for c in cases if (c["seed"], c["options"]) == (seed, options))
@@ -111,7 +111,7 @@ def test_groups_of_beams_run_processors_too(pair, seed, index, processor):
     found = pair[1].generate(**prompts, **call, logits_processor=[processor])
     new = found.sequences[:, WIDTH:]
     first, second = diverse_beams.CHANGES["eos_token_id"]
-    new[new == second] = first  # 4.48 writes its first one for whichever it was
+    new[new == second] = first  # 4.48 writes its first end-of-sequence token in place of any
     assert found.sequences.tolist() == case["sequences"]
 
 
@@ -130,7 +130,7 @@ def test_logits_are_kept_as_the_model_gave_them_whatever_a_processor_writes(ours
 
 
 def allow(prompt, ids):
-    """A third of the vocabulary, another one for each prompt and each newest token."""
+    """Allow a third of the vocabulary, a different one for each prompt and newest token."""
     return [*range((prompt + int(ids[-1])) % 3, 32, 3), 2]
 
 
@@ -149,7 +149,7 @@ def test_only_what_is_allowed_comes_up(pair, mode, options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_allowed_holds_where_a_field_forbids_it(pair, mode):
+def test_prefix_allowed_tokens_override_forbidding_fields(pair, mode):
     def only(prompt, ids):
         return [5, 6] if len(ids) % 2 else torch.tensor([7, 8, 9])
 
@@ -161,7 +161,7 @@ def test_what_is_allowed_holds_where_a_field_forbids_it(pair, mode):
 @pytest.mark.parametrize("new", [1, 2, 5])
 @pytest.mark.parametrize("allowed", [[5], [9], [5, 9], [5, 6, 9]])
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-def test_more_beams_than_sequences_that_are_allowed(pair, allowed, new, early_stopping):
+def test_more_beams_than_allowed_sequences(pair, allowed, new, early_stopping):
     check_equal(
         pair,
         ROWS,
@@ -192,10 +192,10 @@ def test_groups_of_beams_have_what_is_allowed(ours):
     [
         ({"logits_processor": lean}, "logits_processor is .* must be a list"),
         ({"logits_processor": [lean, 3]}, "logits_processor is .*3.* must be a list"),
-        ({"logits_processor": [lambda ids, scores: None]}, "gave back None: it must return"),
+        ({"logits_processor": [lambda ids, scores: None]}, "returned None: it must return"),
         (
             {"logits_processor": [lambda ids, scores: scores[:1]]},
-            r"gave back scores of \(1, 32\), and got \(3, 32\)",
+            r"returned scores of \(1, 32\) for scores of \(3, 32\)",
         ),
         ({"stopping_criteria": "end"}, "stopping_criteria is 'end'"),
         ({"logits_processors": [lean]}, "'logits_processors': did you mean logits_processor?"),

@@ -33,7 +33,7 @@ def generator(request, model, tiny_tokenizer):
 
 
 def fresh(generator: Generator) -> Generator:
-    """The same with a cache that has seen nothing."""
+    """The same generator with a new cache."""
     cache = generator.cache
     other = type(cache)(cache.model, cache.max_seq_len, cache.batch_size)
     return Generator(generator.model, other, generator.tokenizer)
@@ -56,7 +56,7 @@ def test_a_seed_repeats_a_run_and_another_seed_changes_it(generator):
     assert generator.generate_simple(PROMPTS[0], SAMPLED, 16, seed=2) != first
 
 
-def test_a_conversation_reuses_the_common_prefix_and_says_the_same(generator):
+def test_conversation_reuses_the_common_prefix_with_the_same_text(generator):
     tokenizer = generator.tokenizer
     first = generator.generate_simple(PROMPTS[1], GREEDY, 10)
     longer = first + " where is it"
@@ -73,13 +73,13 @@ def test_a_prompt_that_diverges_early_or_repeats_gets_fresh_answers(generator):
     for prompt in (PROMPTS[1], PROMPTS[1][:10] + " it", PROMPTS[1], "where"):
         expected = fresh(generator).generate_simple(prompt, GREEDY, 8)
         assert generator.generate_simple(prompt, GREEDY, 8) == expected
-        # A random model may say the same whatever it was told: look at what it was told.
+        # A random model may answer the same to any prompt: compare the cached prompts.
         ids = generator.tokenizer.encode(prompt)
         assert generator.cache.sequences[0][: len(ids)] == ids
 
 
-def test_a_completion_goes_on_from_the_prompt_with_its_spaces(generator):
-    """The text must be what all the ids together decode to."""
+def test_completion_continues_the_prompt_with_its_spaces(generator):
+    """The text is that of all ids decoded together."""
     text = generator.generate_simple(PROMPTS[0], SAMPLED, 20, seed=11)
     last = generator.cache.sequences[0]
     assert text.startswith(generator.tokenizer.decode(last))
@@ -92,7 +92,7 @@ def test_stream_yields_the_text_of_generate_simple_in_pieces(generator):
     assert len(pieces) > 1 and "" not in pieces
 
 
-def test_a_dropped_stream_leaves_a_cache_that_goes_on(generator):
+def test_dropped_stream_leaves_a_usable_cache(generator):
     stream = generator.stream(PROMPTS[1], GREEDY, 20)
     next(stream)
     stream.close()
@@ -126,7 +126,7 @@ def test_generation_ends_where_the_cache_ends(model, tiny_tokenizer):
     generator.generate_simple(PROMPTS[0], GREEDY, 100)
     assert generator.stats.stop_reasons == ("cache_full",)
     assert cache.current_seq_len == 24
-    # One more than the cache holds: the last token needs no place of its own.
+    # One more than the cache holds: the last token isn't stored.
     assert generator.stats.new_tokens == 24 - len(ids) + 1
 
 
@@ -135,7 +135,7 @@ def test_a_prompt_past_the_limit_is_refused_with_both_numbers(generator):
         generator.generate_simple([5] * 129, GREEDY, 1)
 
 
-def test_what_cannot_be_generated_is_refused(generator):
+def test_invalid_arguments_of_a_generator_are_refused(generator):
     with pytest.raises(ValueError, match="5 prompts.*batch_size = 4"):
         generator.generate_simple(["a"] * 5)
     with pytest.raises(ValueError, match="num_tokens is 0"):
@@ -187,7 +187,7 @@ def test_stop_text_is_found_however_the_text_is_cut(text, cuts, stops):
 
 
 def _first_stop(text: str, stops: list[str]) -> int:
-    """Where the stop text that is complete first begins; the end if there is none."""
+    """Where the first stop text to be complete begins; the end if there is none."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -241,12 +241,12 @@ def test_a_stream_whose_model_is_unloaded_says_so(tiny_folder, tiny_tokenizer):
         list(stream)
 
 
-# What goes to and from the devices ----------------------------------------------------------------
+# Copies between devices ---------------------------------------------------------------------------
 
 
 def copied_by_steps(folder, seed):
-    """Bytes that a step copies between places, by their names, of greedy and sampled decoding over
-    two devices; and the tokens that come of it."""
+    """Bytes that a step of greedy and of sampled decoding copies between devices, by their names,
+    and the tokens."""
     found = {}
     for name, choice in (("greedy", GREEDY), ("sampled", SAMPLED), ("default", SamplingParams())):
         model = Model(folder)

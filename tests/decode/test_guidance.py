@@ -14,7 +14,7 @@ NEGATIVE = torch.tensor([[9, 8, 7], [4, 5, 5]])
 
 @contextmanager
 def forward_calls(model):
-    """Tokens of each row, of each call."""
+    """Record each call's number of tokens a row."""
     calls, forward = [], model.forward
 
     def spy(ids, cache=None, **options):
@@ -44,8 +44,8 @@ def test_scores_and_tokens_are_transformers(pair, options):
     assert len(pair[1].caches) == count  # the second cache is gone
 
 
-def test_a_row_that_has_ended_is_run_no_more(pair):
-    """Neither it nor its negative prompt; the other row's tokens are transformers' all the same."""
+def test_ended_row_does_not_run(pair):
+    """Nor does its negative prompt; the other row still gives transformers' tokens."""
     options = {"guidance_scale": 2.0, "negative_prompt_ids": NEGATIVE, "max_new_tokens": 12}
     _, model = pair
     free = model.generate(torch.tensor(ROWS), **options)[:, len(ROWS[0]) :].tolist()

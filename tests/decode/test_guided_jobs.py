@@ -1,4 +1,4 @@
-"""Guided jobs give ``generate``'s tokens, whatever runs beside them, and leave no page behind."""
+"""Guided jobs give ``generate``'s tokens, whatever runs beside them, and leak no page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = (
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
-    """The tokens of ``generate`` for each of the ways."""
+    """The tokens of ``generate`` for each way to decode."""
     found = []
     for way in WAYS:
         options = dict(way)
@@ -45,11 +45,11 @@ def test_jobs_give_generates_tokens(counted, expected):
     (unguided, *_) = [handle.result() for handle in handles]
     assert [handle.tokens for handle in handles[1:]] == expected
     assert engine.run(jobs[:1]) == [unguided]
-    # Each found the two pages that came before: three prompts did, and a negative one.
+    # Three prompts and a negative one found the two earlier pages.
     assert engine.stats.found_tokens == 32 * 5 and engine.stats.prompt_tokens == 5 * 40 + 1 + 35 + 3
 
 
-def test_a_generator_gives_generates_tokens_and_keeps_both_prompts(
+def test_guided_generator_matches_generate_and_reuses_both_prompts(
     tiny_model, tiny_tokenizer, expected
 ):
     cache = Cache(tiny_model, 128, 4)
@@ -60,7 +60,7 @@ def test_a_generator_gives_generates_tokens_and_keeps_both_prompts(
         negative = way.get("negative_prompt", PROMPT[-1:])
         assert [len(ids) for ids in cache.sequences] == [51, 46, *[len(negative) + 11] * 2]
         assert generator.stats.proposed_tokens == 0
-    # A row that has ended stays as it is beside one that goes on.
+    # A row that has ended stays unchanged beside one that continues.
     first, second = (list(ids) for ids in cache.sequences[:2])
     stop = next(token for token in second[35:] if token not in first[40:])
     generator.generate_simple([PROMPT, PROMPT[5:]], GREEDY, 12, stop=[stop], **WAYS[-1])
@@ -106,7 +106,7 @@ def kinds() -> list[Job]:
     ]
 
 
-def test_they_give_what_they_give_alone_and_come_back_from_host_memory(counted):
+def test_guided_jobs_give_the_same_as_alone_when_preempted(counted):
     jobs, alone = kinds(), []
     for job in jobs:
         engine = counted(14, chunk=8)
@@ -129,7 +129,7 @@ def test_they_give_what_they_give_alone_and_come_back_from_host_memory(counted):
         assert (engine.stats.accepted_tokens > 0) == (ngrams is not None)
 
 
-def test_one_that_goes_back_takes_both_rows_along(counted, expected):
+def test_rollback_of_a_guided_job_covers_both_rows(counted, expected):
     engine = counted(12)
     job = Job(prompt=PROMPT, settings=GREEDY, max_new_tokens=12, **WAYS[1])
     texts = [event.text for event in engine.submit(job)]
@@ -137,14 +137,14 @@ def test_one_that_goes_back_takes_both_rows_along(counted, expected):
     assert handle.result() != "".join(texts)
     begun = handle.tokens[:8]
     assert begun[:7] == expected[1][:7] and begun[7] != expected[1][7]
-    # What comes behind these is what comes where nothing was taken back.
+    # The tokens after these are those of a run without a rollback.
     more = replace(job, prompt=PROMPT + begun, negative_prompt=NEGATIVE + begun, max_new_tokens=4)
     again = engine.submit(more)
     again.result()
     assert again.tokens == handle.tokens[8:]
 
 
-def test_one_that_is_cancelled_gives_both_rows_back(counted):
+def test_cancelled_guided_job_frees_both_rows(counted):
     engine = counted(12)
     job = Job(prompt=PROMPT, max_new_tokens=40, **WAYS[1])
     for steps in (1, 4, 9):  # its prompt, the negative one, its answer

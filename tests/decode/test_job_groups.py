@@ -1,5 +1,5 @@
-"""Jobs that decode in several groups, as over hosts: here the calls of one machine are looked at as
-late as if hosts had made them."""
+"""Jobs that decode in several groups, as over hosts: here one machine's calls are settled as late
+as if hosts had made them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = (
 
 @pytest.fixture
 def make(counted, tiny_model, monkeypatch):
-    """Engines of so many groups."""
+    """Makes engines with a number of groups."""
 
     def build(pages: int, groups: int = GROUPS, **options) -> Engine:
         monkeypatch.setattr(tiny_model, "in_flight", float(groups))
@@ -57,7 +57,7 @@ def under_way(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("ngrams", [None, 3])
-def test_jobs_that_come_and_go_give_what_they_give_alone(make, monkeypatch, ngrams):
+def test_jobs_in_groups_give_the_same_as_alone(make, monkeypatch, ngrams):
     given, alone = jobs(12), []
     one = make(14, groups=1)
     for job in given:
@@ -92,7 +92,7 @@ def test_jobs_that_come_and_go_give_what_they_give_alone(make, monkeypatch, ngra
     assert stats.found_tokens > 0 and bool(stats.accepted_tokens) == bool(ngrams)
 
 
-def test_a_group_begins_again_before_the_next_one_is_waited_for(make, monkeypatch):
+def test_group_begins_its_next_call_before_waiting_for_another(make, monkeypatch):
     engine, order = make(40), []
     begin_forward = engine.model.begin_forward
 

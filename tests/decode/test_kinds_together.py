@@ -1,4 +1,4 @@
-"""Jobs of unlike kinds at once: each gives what it gives alone, with its events in order."""
+"""Jobs of different kinds at once: each gives what it gives alone, with its events in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOT = SamplingParams(temperature=1.2, top_k=0, top_p=1.0)
 
 
 def jobs() -> list[Job]:
-    """One of each kind, and some that are of several."""
+    """A job of each kind, and some that combine several."""
     rng = random.Random(7)
     kinds = [
         {},
@@ -34,7 +34,7 @@ def jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize("ngrams", [None, 2])
-def test_each_gives_what_it_gives_alone(tiny_model, tiny_tokenizer, ngrams):
+def test_each_kind_of_job_gives_the_same_as_alone(tiny_model, tiny_tokenizer, ngrams):
     def engine(pages):
         cache = PagedCache(tiny_model, 16 * pages, page=16)
         return Engine(tiny_model, cache, tiny_tokenizer, ngrams=ngrams)

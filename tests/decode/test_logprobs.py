@@ -21,7 +21,7 @@ def tokenizer(tiny_tokenizer):
 
 
 def expected(model, ids, first):
-    """log_softmax of one forward over all tokens, at the places before each new one."""
+    """log_softmax of one forward over all tokens, at the position before each new one."""
     logits = model.forward(torch.tensor([ids]), Cache(model, 128))
     return torch.log_softmax(logits[0, first - 1 : -1].float(), -1)
 
@@ -37,7 +37,7 @@ def check(model, prompt, tokens, found, most):
             assert value == pytest.approx(row[token].item(), abs=1e-4)
 
 
-def test_those_of_jobs_are_of_the_model_before_temperature_and_cuts(model, tokenizer):
+def test_job_logprobs_are_before_temperature_and_truncation(model, tokenizer):
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
     with Engine(model, PagedCache(model, 256, page=16), tokenizer) as engine:
         handles = [
@@ -54,7 +54,7 @@ def test_those_of_jobs_are_of_the_model_before_temperature_and_cuts(model, token
     check(model, prompts[1], handles[1].tokens, handles[1].logprobs, 0)
 
 
-def test_a_generator_has_those_of_its_last_run(model, tokenizer):
+def test_generator_has_logprobs_of_its_last_run(model, tokenizer):
     generator = Generator(model, Cache(model, 64, 2), tokenizer)
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     generator.generate_simple(prompts, SAMPLED, 5, seed=3, logprobs=2)
@@ -66,11 +66,11 @@ def test_a_generator_has_those_of_its_last_run(model, tokenizer):
     assert generator.logprobs == [[], []]
     with pytest.raises(ValueError, match="logprobs is -1"):
         generator.generate_simple(prompts, logprobs=-1)
-    with pytest.raises(TypeError, match="'logprob' is no argument"):
+    with pytest.raises(TypeError, match="has no argument 'logprob'"):
         generator.generate_simple(prompts, logprob=2)
 
 
-def test_those_of_a_prompt_are_of_the_model_whatever_pages_are_known(counted, model):
+def test_prompt_logprobs_do_not_depend_on_cached_pages(counted, model):
     prompt = [5 + i % 90 for i in range(70)]
     engine = counted(12, max_running=3, chunk=32)
     for found in (0, 64):  # pages of a scored prompt aren't found; a plain one's are

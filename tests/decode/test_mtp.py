@@ -1,5 +1,5 @@
 """A checkpoint's own head for multi-token prediction: its logits are transformers', its proposals
-change no token, and one that agrees with the model is always right."""
+change no token, and a head that agrees with the model is always right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Q8 = gguf.GGMLQuantizationType.Q8_0
 
 
 def q8(key, values):
-    """Matrices of whole blocks in 8 bits."""
+    """Store matrices of whole blocks in 8 bits."""
     is_matrix = values.ndim > 1 and values.shape[-1] % 32 == 0 and "norm" not in key
     return Q8 if is_matrix and "gate_inp" not in key else floats(key, values)
 
@@ -78,7 +78,7 @@ def generated(model, prompts=PROMPTS, **options):
 
 
 def made_by_head(model):
-    """Logits of all that the model's head makes from now on."""
+    """Record the logits that the MTP head computes from now on."""
     found = []
     project = model.units[-1].module.project
     module = model.units[-2].module
@@ -95,7 +95,7 @@ def test_the_heads_logits_are_transformers(folders, name):
     theirs, model = Theirs(folders[name]), loaded(folders[name])
     ids = torch.randint(3, 300, (1, 40))
     hidden = theirs.hidden(ids)
-    # Nothing comes before the first token, where exkv has zeros.
+    # There is no hidden state before the first token, where exkv has zeros.
     before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
     _, expected = theirs.step(ids, before, 0)
     found, handle = made_by_head(model)
@@ -108,7 +108,7 @@ def test_the_heads_logits_are_transformers(folders, name):
 @pytest.mark.parametrize(("kind", "chunk"), [(Cache, 16), (Cache, 64), (PagedCache, 64)])
 @torch.no_grad()
 def test_proposals_are_transformers_head_on_its_own_output(folders, kind, chunk):
-    """Rows of unlike length, after a call whose last tokens were dropped again."""
+    """Rows of different lengths, after a call whose last tokens were dropped."""
     folder = folders["DeepseekV3ForCausalLM"]
     model, prompts = loaded(folder, max_input_len=chunk), [PROMPTS[0], PROMPTS[2]]
     cache = kind(model, max_seq_len=48, batch_size=2)
@@ -139,7 +139,7 @@ def test_proposals_are_transformers_head_on_its_own_output(folders, kind, chunk)
 
 @pytest.mark.parametrize("type_of", [floats, q8], ids=["floats", "Q8_0"])
 def test_a_gguf_files_head(folders, tmp_path, caplog, type_of):
-    """Its tensors lie behind the layers; those of both ends are left alone."""
+    """Its tensors come after the layers; those of both ends are ignored."""
     folder, file = folders["Glm4MoeForCausalLM"], tmp_path / "model.gguf"
     config = Theirs(folder).model.config
     tensors = load_file(folder / "model.safetensors")
@@ -198,9 +198,9 @@ def test_greedy_tokens_are_transformers_with_its_head(folders):
 
 
 @pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_k": 4, "seed": 3}], ids=str)
-def test_a_head_that_agrees_is_always_right(agreed, sampled):
-    """Its keys and values are then those of the model, wherever tokens came from."""
-    rows = PROMPTS[:1] if sampled else PROMPTS  # drawn ones are others where several rows draw
+def test_head_that_agrees_is_always_accepted(agreed, sampled):
+    """Its keys and values are then those of the model, whoever proposed the tokens."""
+    rows = PROMPTS[:1] if sampled else PROMPTS  # draws differ with several rows
     options = {"use_mtp": True, "num_assistant_tokens": 4, "assistant_confidence_threshold": 0}
     found = generated(agreed, rows, **options, **sampled)
     assert found.sequences.tolist() == generated(agreed, rows, **sampled).sequences.tolist()
@@ -212,7 +212,7 @@ def test_a_head_that_agrees_is_always_right(agreed, sampled):
 )
 @torch.no_grad()
 def test_proposals_of_a_run_are_transformers(folders, proposed, name):
-    """Behind rejected ones, too, from which recurrent states return."""
+    """Also after rejected ones, where recurrent states are rolled back."""
     model, theirs = loaded(folders[name]), Theirs(folders[name])
     options = {"use_mtp": True, "num_assistant_tokens": 3, "assistant_confidence_threshold": 0}
     found = generated(model, max_new_tokens=12, **options)
@@ -284,14 +284,14 @@ def test_jobs_of_an_engine(agreed, pages):
             assert [*handle.prompt, *handle.tokens] == row
         stats = engine.stats
     assert stats.found_tokens and bool(stats.put_away) == (pages == 10)
-    # A job that comes back has lost one hidden state.
+    # A readmitted job has lost one hidden state.
     assert stats.proposed_tokens - stats.accepted_tokens <= 4 * stats.put_away
     assert stats.accepted_tokens > 60
 
 
 @pytest.fixture
 def proposed(monkeypatch):
-    """Proposals, behind the tokens so far."""
+    """Record proposals, by the tokens so far."""
     found = {}
 
     def recorded(model, cache, rows, most, *how):
@@ -304,8 +304,8 @@ def proposed(monkeypatch):
     return found
 
 
-def test_a_row_is_proposed_what_it_is_alone(model, proposed):
-    """Its hidden state goes with it, from the cache that prefills, and when other rows leave."""
+def test_proposals_for_a_row_do_not_depend_on_others(model, proposed):
+    """Its hidden state moves with it, from the prefill's cache, and when other rows leave."""
     options = {"use_mtp": True, "num_assistant_tokens": 4, "assistant_confidence_threshold": 0}
     lengths = [9, 30, 20]
     for prompt, length in zip(PROMPTS, lengths, strict=True):
@@ -331,7 +331,7 @@ def test_a_row_is_proposed_what_it_is_alone(model, proposed):
     assert proposed == alone
 
 
-def test_a_generator_takes_it_by_name(agreed):
+def test_generator_accepts_mtp_by_name(agreed):
     generator = Generator(agreed, Cache(agreed, 64), Tokenizer(agreed.config), draft="mtp")
     plain = Generator(agreed, Cache(agreed, 64), Tokenizer(agreed.config))
     texts = [each.generate_simple("the key", GREEDY, 20) for each in (plain, generator)]
@@ -362,8 +362,8 @@ def predicted_and_measured(folder):
     return lines
 
 
-def test_planned_is_measured_on_simulated_devices(tmp_path):
-    """To the byte without experts, whose calls take what tokens choose."""
+def test_plan_matches_measurement_on_simulated_devices(tmp_path):
+    """To the byte without experts, whose calls depend on routing."""
     folder = with_head("Glm4MoeForCausalLM", tmp_path, first_k_dense_replace=3)
     found = run_sim(predicted_and_measured, "250K,500K,64M", args=[str(folder)])
     for name, *rest in found:
@@ -376,8 +376,8 @@ def test_planned_is_measured_on_simulated_devices(tmp_path):
 
 
 def chosen_for_a_card(folder, text):
-    """Bits of the head and of all else for a small card, its bytes, and its tokens and proposals
-    beside those of the same choice on the host."""
+    """Bits of the head and of the other units on a small card, the card's bytes, and tokens and
+    proposals compared with the same choice on the host."""
     found = {}
     for calibration in (None, text):
         model = Model(folder, max_input_len=16, mtp=True, weights="best", calibration=calibration)
@@ -427,9 +427,7 @@ def test_bits_of_a_head_are_chosen_with_those_of_the_layers(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["Glm4MoeLiteForCausalLM", "Qwen3NextForCausalLM"])
 @torch.no_grad()
-def test_a_heads_loss_on_a_text_is_the_divergence_of_transformers_heads_probabilities(
-    folders, name
-):
+def test_head_loss_is_the_divergence_of_transformers_head(folders, name):
     folder, text = folders[name], "one two three " * 15
     config = with_mtp(ModelConfig.from_pretrained(folder))
     model = Model(config, weights="best", calibration=text)
@@ -453,7 +451,7 @@ def test_a_heads_loss_on_a_text_is_the_divergence_of_transformers_heads_probabil
     assert sum(each["int4"] for each in matrices) == pytest.approx(found.units[units[-2]]["int4"])
 
 
-def test_layers_are_rounded_by_a_text_and_the_head_as_without_one(folders):
+def test_calibration_rounds_layers_but_not_the_head(folders):
     folder = folders["Glm4MoeForCausalLM"]
     ways = {"weights": "int4", "dtype": "float32"}
     by_text = loaded(folder, calibration="one two three " * 400, **ways)
@@ -467,7 +465,7 @@ def test_layers_are_rounded_by_a_text_and_the_head_as_without_one(folders):
 # Commands ---------------------------------------------------------------------------------------
 
 
-def test_the_word_stands_for_it_in_flags(agreed):
+def test_mtp_flag(agreed):
     folder = str(agreed.config.path)
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
@@ -510,7 +508,7 @@ def test_a_model_that_was_built_without_its_head_is_refused(folders, tiny_model,
         Engine(tiny_model, PagedCache(tiny_model, 64), tiny_tokenizer, draft="other")
 
 
-def test_what_does_not_go_with_it_is_refused(model):
+def test_options_incompatible_with_mtp_are_refused(model):
     with pytest.raises(ValueError, match="use_mtp with num_beams = 2"):
         generated(model, use_mtp=True, num_beams=2)
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens and use_mtp are both given"):

@@ -1,5 +1,5 @@
-"""Another program takes memory of a card while an engine runs: it preempts before a call fails, and
-goes back up when memory returns."""
+"""Another program takes memory of a card while an engine runs: the engine preempts before a call
+fails, and runs more jobs again when memory returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def jobs() -> list[Job]:
 
 
 def squeezed(folder: str, looks: bool) -> dict:
-    """Jobs of an engine whose card loses all that calls of more than 4 rows take, for a while."""
+    """Run jobs while the card lacks the memory of calls of more than 4 rows for a while."""
     logging.disable(logging.WARNING)
     pressure.INTERVAL = 0
     if not looks:
@@ -64,20 +64,20 @@ def squeezed(folder: str, looks: bool) -> dict:
     }
 
 
-def test_an_engine_preempts_before_a_call_fails_and_goes_back_up(tmp_path):
+def test_engine_preempts_under_pressure_and_recovers(tmp_path):
     config = llama(num_hidden_layers=2, eos_token_id=None)
     folder = str(save_tokenizer(save(reference(config), tmp_path)))
     with_looks, blind = (run_sim(squeezed, "64M", args=[folder, looks]) for looks in (True, False))
     one, four, many = with_looks["needed"]
     assert one <= four < many
-    assert blind["out of memory"] > 0 == blind["pressed"]  # the squeeze is one
+    assert blind["out of memory"] > 0 == blind["pressed"]  # without checks, calls do fail
     assert with_looks["out of memory"] == 0 < with_looks["pressed"]
     assert with_looks["tokens"] == blind["tokens"]
     running = with_looks["running"]
     assert max(running[:24]) == ROWS and max(running[25:36]) <= 4 < max(running[40:])
 
 
-def test_rows_halve_at_once_and_double_a_rung_at_a_look(monkeypatch):
+def test_rows_halve_at_once_and_double_once_a_check(monkeypatch):
     device, now, free = torch.device("cuda", 0), [0.0], [1600]
     monkeypatch.setattr(pressure.devices, "available_memory", lambda device: free[0])
     monkeypatch.setattr(pressure, "call_bytes", lambda *args, most_rows: {device: 100 * most_rows})
@@ -97,7 +97,7 @@ def test_rows_halve_at_once_and_double_a_rung_at_a_look(monkeypatch):
     assert looked.look() == 16  # it is too early to ask again
 
 
-def test_calls_count_by_what_they_reserve():
+def test_calls_count_by_reserved_bytes():
     model = Model(ModelConfig.from_dict(llama().to_dict()), dtype="float16")
     cache = PagedCache(model, 4096, page=32)
     plan = place(model, cache, devices="24G")
@@ -107,7 +107,7 @@ def test_calls_count_by_what_they_reserve():
     assert needed == {ledger.device: ledger.promised_call}
 
 
-def test_a_model_on_the_host_alone_is_under_no_pressure():
+def test_model_on_the_host_has_no_memory_pressure():
     class Unplanned:
         plan = None
 

@@ -1,5 +1,5 @@
-"""Generation that runs out of memory goes on with its cache stored in another way, and beams over
-a prompt store it once."""
+"""Generation that runs out of memory continues with its cache stored in another way, and beams
+store their prompt once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two layers, which never end by themselves."""
+    """A model of two layers that never ends by itself."""
     theirs = reference(llama(num_hidden_layers=2, eos_token_id=None))
     return str(save(theirs, tmp_path_factory.mktemp("model")))
 
@@ -61,7 +61,7 @@ def model(folder):
 
 
 def small(folder: str) -> tuple[Model, int]:
-    """On the simulated card, with nothing but its weights there, and the bytes of these."""
+    """A model alone on the simulated card, and the bytes of its weights."""
     entry.WORTH_SHARING = 0
     model = Model(folder, max_input_len=16)
     model.load_autosplit(Cache(model, max_seq_len=64, batch_size=16), last_id_only=True)
@@ -69,7 +69,7 @@ def small(folder: str) -> tuple[Model, int]:
 
 
 def expected_of(folder: str, prompts: list[list[int]], **options: object) -> list[list[int]]:
-    """On the host, in a cache with a row for every beam, where nothing is shared."""
+    """Tokens on the host, with a cache that has a row for every beam and shares nothing."""
     model = on_cpu(folder, max_input_len=16)
     cache = Cache(model, max_seq_len=64, batch_size=16)
     return model.generate(prompts, cache=cache, **options).tolist()
@@ -81,7 +81,7 @@ def expected_of(folder: str, prompts: list[list[int]], **options: object) -> lis
 @pytest.mark.sweep(24)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_kind_for_the_call_gives_the_tokens_of_a_given_one(model, kind, options):
+def test_cache_built_by_kind_gives_the_tokens_of_a_given_one(model, kind, options):
     given = CACHES[kind](model, max_seq_len=64, batch_size=16)
     expected = model.generate(PROMPTS, cache=given, **options)
     found = model.generate(PROMPTS, cache_implementation=kind, **options)
@@ -89,7 +89,7 @@ def test_a_kind_for_the_call_gives_the_tokens_of_a_given_one(model, kind, option
 
 
 @pytest.mark.parametrize("window", [16, 40, 64])
-def test_beams_in_a_window_that_their_prompt_does_not_fill(model, window):
+def test_beams_with_a_prompt_shorter_than_the_window(model, window):
     given = CACHES["sliding_window"](model, 64, 4, window_length=window)
     expected = model.generate(PROMPTS[:1], cache=given, **{**BEAMS, "max_new_tokens": 12})
     kind = {"cache_implementation": "sliding_window", "cache_config": {"window_length": window}}
@@ -97,7 +97,7 @@ def test_beams_in_a_window_that_their_prompt_does_not_fill(model, window):
     assert found.tolist() == expected.tolist()
 
 
-def test_a_kinds_options_reach_it(model, monkeypatch):
+def test_cache_config_reaches_the_cache(model, monkeypatch):
     made = []
     register = Model.register_cache
     monkeypatch.setattr(Model, "register_cache", lambda m, c: (made.append(c), register(m, c)))
@@ -150,7 +150,7 @@ def test_a_bad_argument_is_named(model, options, said):
         model.generate(PROMPTS, **options)
 
 
-def test_a_kind_and_a_cache_are_too_much(model):
+def test_cache_implementation_with_a_given_cache_is_refused(model):
     cache = Cache(model, 64, 3)
     with pytest.raises(ValueError, match="'offloaded', and a cache is given"):
         model.generate(PROMPTS, cache=cache, cache_implementation="offloaded")
@@ -160,8 +160,8 @@ def test_a_kind_and_a_cache_are_too_much(model):
 
 
 def forty_beams(folder):
-    """Bytes of caches in each step of a search, where rows were moved to, and how many bytes there
-    are before and after."""
+    """Bytes of caches in each step of a search, where rows were moved to, and the bytes before and
+    after."""
     model, weights = small(folder)
     prompt = torch.randint(3, 320, (500,), generator=torch.Generator().manual_seed(1)).tolist()
     held, moves, promised = [], [], model.plan.ledgers
@@ -197,19 +197,19 @@ def test_forty_beams_store_their_prompt_once_and_never_move_it(folder):
     assert moves
     assert all(shared and 0 <= start < stop <= 8 for shared, start, stop in moves)
     assert left == 0
-    assert promise == [True, True]  # still of the last logits only, and without the beams
+    assert promise == [True, True]  # still for the last logits only, and without the beams
 
 
 # Out of memory ---------------------------------------------------------------------------------
 
 
-#: Of a call's allocations, every so many fails once; 1 for all of them, which takes minutes. It
-#: divides no loop's number of allocations, so that each kind comes up.
+#: Every n-th of a call's allocations fails once; 1 for all of them, which takes minutes. It divides
+#: no loop's number of allocations, so that each kind occurs.
 STRIDE = 37
 
 
 def at_every_allocation(folder, options, stride, error):
-    """For each allocation of a call, what comes of it where that one fails."""
+    """For each allocation of a call, the outcome if that one fails."""
     model, weights = small(folder)
     call = {**options, "on_oom": ["offload"], "return_dict_in_generate": True}
     before = sim.allocation_count()
@@ -237,11 +237,11 @@ def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options, err
     assert points > 200 / STRIDE
     assert wrong == []
     assert set(during) <= {"building the cache", "running the model", "forking the prompt"}
-    assert len(during) > 0.7 * points  # the others are moves of rows, which find a way by the host
+    assert len(during) > 0.7 * points  # the others move rows, which works by way of the host
 
 
 def given_at_every_allocation(folder, on_oom, stride, errors):
-    """The same with a cache that is given, which must be right after an error, too."""
+    """The same with a given cache, which must also be right after an error."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=16)
     call = {**FEW, "cache": cache, "on_oom": on_oom}
@@ -277,7 +277,7 @@ def test_a_given_cache_is_right_whichever_allocation_fails(folder, on_oom):
 
 
 def card_shrinks(folder):
-    """Another program takes what is free in the midst of a search: each step's fallbacks."""
+    """Another program takes the free memory in the middle of a search -> each step's fallbacks."""
     model, _ = small(folder)
     whole = model.generate(PROMPTS, **BEAMS).tolist()
     seen = {}
@@ -307,7 +307,7 @@ def card_shrinks(folder):
     return seen
 
 
-def test_a_card_that_shrinks_in_the_midst_of_a_search(folder):
+def test_search_falls_back_when_the_card_shrinks(folder):
     seen = run_sim(card_shrinks, "64M", args=[folder])
     same, lengths, ((step, during, token, before, after, why),), _, away = seen["fallback"]
     assert same and away
@@ -326,7 +326,7 @@ def test_a_card_that_shrinks_in_the_midst_of_a_search(folder):
         assert told[0][4]["sim:0"] < told[0][3]["sim:0"] / 2
 
 
-def test_it_answers_as_well_after_it_was_rounded():
+def test_answers_are_right_after_rounding_the_cache():
     assert run_sim(rounded_half_way, "64M") == ["The cup is in the bathroom."] * 3
 
 
@@ -358,8 +358,8 @@ def rounded_half_way():
 
 
 def converted_at_every_allocation(folder, error):
-    """What layers hold after a conversion that ran out of memory half-way, beside what they held:
-    the largest difference over the largest value, by how they store it."""
+    """Compare layers after a conversion that ran out of memory half-way with those before: the
+    largest difference over the largest value, by storage."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=3)
     model.generate(PROMPTS, cache=cache, max_new_tokens=2)
@@ -392,8 +392,8 @@ def test_a_conversion_that_fails_half_way_loses_nothing(folder, error):
 
 
 def offloaded_at_every_pinned_allocation(folder):
-    """What layers hold that were moved to the host while it could not pin memory, and how many
-    allocations of pinned memory there were."""
+    """Contents of layers that were moved to the host while it could not pin memory, and the number
+    of pinned allocations."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=3)
     model.generate(PROMPTS, cache=cache, max_new_tokens=2)
@@ -415,13 +415,13 @@ def offloaded_at_every_pinned_allocation(folder):
     return points, wrong
 
 
-def test_a_cache_is_offloaded_whichever_pinned_allocation_fails(folder):
+def test_offloading_survives_failures_of_any_pinned_allocation(folder):
     points, wrong = run_sim(offloaded_at_every_pinned_allocation, "64M", args=[folder])
     assert points >= 2 and wrong == []  # one a layer
 
 
 def grown_at_every_allocation(folder, error):
-    """A call for which the cache grows: for each allocation of it, what comes where it fails."""
+    """A call in which the cache grows: for each of its allocations, the outcome if it fails."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=2, growth=Dynamic(block=16))
     ids = torch.tensor([PROMPTS[0][:20], PROMPTS[2][:20]])
@@ -449,14 +449,14 @@ def grown_at_every_allocation(folder, error):
 
 
 @pytest.mark.parametrize("error", sim.MEMORY_ERRORS[:4])
-def test_a_cache_that_grows_is_right_whichever_allocation_fails(folder, error):
+def test_growing_cache_is_right_whichever_allocation_fails(folder, error):
     grown, points, told, wrong = run_sim(grown_at_every_allocation, "64M", args=[folder, error])
     assert grown == [32, 32]
     assert wrong == [] and told == points > 20
 
 
-def test_where_memory_comes_in_segments_a_call_that_failed_runs_once_more(folder):
-    """Behind a release of idle segments, and with storages that grew packed anew."""
+def test_failed_call_is_retried_after_releasing_segments(folder):
+    """After a release of idle segments, and with grown storages repacked."""
     env = {"EXKV_SIM_ALLOCATOR": "cuda"}
     result = run_sim(grown_at_every_allocation, "64M", args=[folder, "torch"], env=env)
     grown, points, told, wrong = result
@@ -464,7 +464,7 @@ def test_where_memory_comes_in_segments_a_call_that_failed_runs_once_more(folder
 
 
 def packed_at_every_allocation(folder, errors):
-    """What layers hold that were packed anew, where one finds no room for what it had."""
+    """Contents of repacked layers, one of which finds no room for what it had."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=2, growth=Dynamic(block=16))
     model.forward(torch.tensor([PROMPTS[0][:20], PROMPTS[2][:20]]), cache)
@@ -486,16 +486,16 @@ def packed_at_every_allocation(folder, errors):
     return points, wrong, away
 
 
-def test_packing_a_cache_anew_loses_nothing_whichever_allocation_fails(folder):
+def test_repacking_a_cache_loses_nothing_whichever_allocation_fails(folder):
     args = [folder, sim.MEMORY_ERRORS[:4]]
     env = {"EXKV_SIM_ALLOCATOR": "cuda"}
     points, wrong, away = run_sim(packed_at_every_allocation, "64M", args=args, env=env)
     assert points >= 2 and wrong == []
-    assert away[-1] == 0 and 1 in away  # a layer that found no room is on the host
+    assert away[-1] == 0 and 1 in away  # a layer without room is on the host
 
 
 def moved_at_every_allocation(folder, errors):
-    """Where a move of rows ends that finds no room, beside one that does."""
+    """Results of reordering rows without room, beside those with room."""
     model, _ = small(folder)
     cache = Cache(model, max_seq_len=64, batch_size=3)
     model.generate(PROMPTS, cache=cache, max_new_tokens=2)
@@ -524,7 +524,7 @@ def test_rows_are_moved_whichever_allocation_fails(folder):
 
 
 def no_room_to_build(folder):
-    """The first allocation of a call fails, where the only step is a function."""
+    """The first allocation of a call fails, and the only step is a function."""
     model, _ = small(folder)
     expected = model.generate(PROMPTS, **FEW).tolist()
     seen = []
@@ -541,16 +541,16 @@ def no_room_to_build(folder):
     return found.tolist() == expected, [sorted(each) for each in seen[:2]]
 
 
-def test_a_function_gets_a_cache_on_the_host_where_none_could_be_built(folder):
+def test_callable_step_gets_a_host_cache_if_none_could_be_built(folder):
     same, (first, later) = run_sim(no_room_to_build, "64M", args=[folder])
     assert same and first == ["cpu"] and later == ["sim:0"]
 
 
-# What is run again -----------------------------------------------------------------------------
+# Retries ---------------------------------------------------------------------------------------
 
 
 class Failing:
-    """``forward_chunk`` runs out of memory in some of its calls, by their number from 0."""
+    """Makes ``forward_chunk`` run out of memory in some calls, numbered from 0."""
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
         self.lengths: list[list[int]] = []
@@ -566,10 +566,10 @@ class Failing:
 
 
 def nothing(cache):
-    """A step that leaves all as it is."""
+    """A step that changes nothing."""
 
 
-def test_a_prefill_goes_on_with_the_chunk_that_failed(model, monkeypatch):
+def test_prefill_resumes_at_the_failed_chunk(model, monkeypatch):
     prompt = torch.arange(5, 75).tolist()
     expected = model.generate([prompt], num_beams=3, max_new_tokens=5).tolist()
     failing = Failing(model, monkeypatch, 3)
@@ -578,7 +578,7 @@ def test_a_prefill_goes_on_with_the_chunk_that_failed(model, monkeypatch):
     assert failing.lengths == [[16]] * 5 + [[6]] + [[1] * 3] * 4
 
 
-def test_rows_that_were_through_run_their_last_token_again(model, monkeypatch):
+def test_prefilled_rows_rerun_their_last_token(model, monkeypatch):
     expected = model.generate(PROMPTS, max_new_tokens=5).tolist()
     failing = Failing(model, monkeypatch, 2)
     assert model.generate(PROMPTS, max_new_tokens=5, on_oom=[nothing]).tolist() == expected
@@ -619,8 +619,8 @@ def test_each_step_is_taken_once_and_in_order(model, monkeypatch, caplog):
     assert not model.caches
 
 
-def test_a_step_that_would_free_nothing_is_passed_over(model, monkeypatch):
-    # On the host there is nowhere to move to, and in 4 bits there is nothing to round to 8.
+def test_fallback_step_that_frees_nothing_is_skipped(model, monkeypatch):
+    # A cache on the host can't be offloaded, and one in 4 bits can't be rounded to 8.
     told, cache = [], Cache4bit(model, 64)
     Failing(model, monkeypatch, 2)
     with pytest.raises(OutOfMemoryError, match="ran out of memory"):
@@ -644,7 +644,7 @@ def test_rounding_warns_once_a_call(model, monkeypatch):
 
 
 def no_room_for_a_cache(folder):
-    """What comes where a call finds no room for its cache, and was told to raise."""
+    """The error of a call without room for its cache and with ``on_oom="raise"``."""
     model, _ = small(folder)
     sim.set_capacity(0, torch.accelerator.memory_allocated(0) + 1024)
     try:
@@ -662,7 +662,7 @@ def test_no_room_for_a_cache_is_an_out_of_memory_error(folder):
 
 
 def beams_on(card: str, *flags: str) -> tuple[list[str], str]:
-    """What the example says on a simulated card: the answers, and what it did on the way."""
+    """Run the example on a simulated card -> the answers, and its log."""
     done = run_script("examples/resilient_beams.py", DEMO, "--simulate", card, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
@@ -670,7 +670,7 @@ def beams_on(card: str, *flags: str) -> tuple[list[str], str]:
 
 @needs_kernels
 @needs_sim
-def test_forty_beams_on_a_card_too_small_for_them_say_what_they_say_on_a_large_one():
+def test_forty_beams_answer_the_same_on_a_small_card():
     expected, said = beams_on("64M")
     assert "steps: none" in said and "out of memory" not in said
     answers, said = beams_on("5M")
@@ -682,22 +682,22 @@ def test_forty_beams_on_a_card_too_small_for_them_say_what_they_say_on_a_large_o
     assert "out of memory while forking the prompt at token 481" in said  # the log's
 
 
-# What was admitted holds -----------------------------------------------------------------------
+# Admitted calls --------------------------------------------------------------------------------
 
-#: Ways to decode with several rows a prompt, whose sequences end at unlike lengths.
+#: Ways to decode with several rows a prompt, whose sequences end at different lengths.
 MANY = [
     {"num_beams": 12, "num_beam_groups": 6, "diversity_penalty": 1.0, "num_return_sequences": 6},
     {"num_beams": 9, "num_return_sequences": 2},
     {"do_sample": True, "num_return_sequences": 16, "seed": 3},
 ]
 LADDERS = [[], ["offload"], ["8bit"], ["4bit"], ["offload", "8bit"], ["8bit", "4bit", "offload"]]
-#: The first case, before those that chance makes: its prompt is longer than what beams add.
+#: The first case, before random ones: its prompt is longer than what beams add.
 FIRST = {"cache_implementation": "offloaded", "on_oom": [], "max_new_tokens": 30, **MANY[0]}
 
 
 def promised_beside_taken(folder, cases, seed):
-    """The most bytes that steps took after the prompts were through, where that is more than the
-    plan promised, in calls that fall back in their midst; and which steps these took."""
+    """Peaks of calls that fall back half-way, after their prefill, where these exceed the plan; and
+    the fallback steps that they took."""
     model, _ = small(folder)
     rng, wrong, steps, due = random.Random(seed), [], [], [False]
     forward = model.forward
@@ -713,7 +713,7 @@ def promised_beside_taken(folder, cases, seed):
         call = {**rng.choice(MANY), "cache_implementation": kind, "on_oom": ladder}
         call |= {"max_new_tokens": rng.choice([3, 30])}
         call = call if case else FIRST
-        tries = [*call["on_oom"], nothing, nothing, nothing]  # a failure is planted for each step
+        tries = [*call["on_oom"], nothing, nothing, nothing]  # a failure is injected for each step
         prompts = [
             [rng.randrange(3, 320) for _ in range(200 if not case else rng.choice([9, 200]))]
         ]
@@ -726,7 +726,7 @@ def promised_beside_taken(folder, cases, seed):
             taken = torch.accelerator.max_memory_allocated(0)
             if ids.shape[1] > width + 1 and taken > model.plan.ledgers[0].total:
                 wrong.append([str(call), ids.shape[1], taken, model.plan.ledgers[0].total])
-            if ids.shape[1] == width + 1:  # the prompts are through
+            if ids.shape[1] == width + 1:  # the prompts have prefilled
                 torch.accelerator.reset_peak_memory_stats(0)
             due[:] = [ids.shape[1] in failures]
             return scores
@@ -742,7 +742,7 @@ def promised_beside_taken(folder, cases, seed):
     return wrong, sorted(set(steps))
 
 
-def test_beams_take_no_more_than_was_promised_whatever_step_was_taken(folder):
+def test_beams_stay_within_the_plan_after_any_fallback(folder):
     wrong, steps = run_sim(promised_beside_taken, "64M", args=[folder, sweep.cases(12, 24), 4])
     assert wrong == []
     assert {"4bit", "8bit", "offload"} <= set(steps)

@@ -1,5 +1,5 @@
-"""Proposals change no token: greedy ones, drawn ones, over every kind of cache. What is right of
-them takes one call of the model instead of several."""
+"""Proposals change no token, greedy or drawn, with any kind of cache. Right ones take one call of
+the model instead of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exkv import Cache, Draft, Model
 from exkv.decode.speculation import Limits, NGramIndex, NGrams
 
 LOOKUP = {"prompt_lookup_num_tokens": 6}
-#: What repeats itself, and what goes its own ways.
+#: A repetitive prompt, and one without repetition.
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6, 7], [11, 12, 13], [40, 41, 42, 43, 40, 41]]
 DRAWN = {"do_sample": True, "top_k": 4, "seed": 3}
 
@@ -33,7 +33,7 @@ def made(tmp_path_factory, config, noise: float = 0.0) -> Model:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """One that never ends by itself, and falls into loops."""
+    """A model that never ends by itself, and falls into loops."""
     return made(tmp_path_factory, llama(eos_token_id=None))
 
 
@@ -63,7 +63,7 @@ def assert_alike(found, expected):
 # Proposals ------------------------------------------------------------------------------------
 
 
-def test_what_followed_the_same_tokens_last_is_proposed():
+def test_ngrams_propose_the_latest_continuation():
     index = NGramIndex(2, [1, 2, 3, 9, 2, 3, 4, 1, 2])
     assert index.propose(3) == [3, 9, 2]  # after 1 2; after 2 alone it would be 3 4 1
     index.extend([7])
@@ -72,12 +72,12 @@ def test_what_followed_the_same_tokens_last_is_proposed():
     assert index.propose(2) == [7, 2]
 
 
-def test_a_loop_is_followed_beyond_its_end():
+def test_ngrams_continue_a_loop():
     assert NGramIndex(3, [8, 1, 2, 3, 1, 2, 3, 1]).propose(5) == [2, 3, 1, 2, 3]
 
 
 @needs_kernels
-def test_what_a_call_takes_is_shared(model):
+def test_room_of_a_call_is_shared_between_rows(model):
     limits = Limits(model, Cache(model, max_seq_len=64, batch_size=4))
     assert limits.shared([10]) == [10]
     assert limits.shared([20]) == [15]
@@ -89,7 +89,7 @@ def test_what_a_call_takes_is_shared(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_those_without(model, other, kind):
+def test_greedy_tokens_are_the_same_without_proposals(model, other, kind):
     ways = [{}, LOOKUP]
     if kind in ("fp16", "paged"):
         ways.append({"assistant_model": other, "assistant_confidence_threshold": 0})
@@ -102,7 +102,7 @@ def test_greedy_tokens_are_those_without(model, other, kind):
     for found in others:
         assert_alike(found, expected)
         assert 0 < found.accepted_tokens < found.proposed_tokens
-    for cache in caches[1:]:  # what was refused is forgotten
+    for cache in caches[1:]:  # rejected tokens are dropped
         assert cache.sequences == caches[0].sequences
 
 
@@ -111,7 +111,7 @@ def test_greedy_tokens_are_transformers(pair, twin):
     for row in ROWS:  # transformers has one sequence at a time
         check_equal(pair, [row], **options)
     expected = generated(pair[1], ROWS, max_new_tokens=20)
-    assert_alike(generated(pair[1], ROWS, **options), expected)  # of unlike ends
+    assert_alike(generated(pair[1], ROWS, **options), expected)  # rows end at different lengths
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_greedy_tokens_are_transformers(pair, twin):
     ],
     ids=lambda options: " ".join(options),
 )
-def test_all_that_is_done_to_scores_holds(model, twin, options):
+def test_processors_apply_to_verified_tokens(model, twin, options):
     expected = generated(model, PROMPTS[:1], **options)
     for how in (LOOKUP, {"assistant_model": twin, "assistant_confidence_threshold": 0}):
         found = generated(model, PROMPTS[:1], **options, **how)
@@ -136,7 +136,7 @@ def test_all_that_is_done_to_scores_holds(model, twin, options):
                 assert all(map(torch.equal, getattr(found, name), kept))
 
 
-def test_without_a_seed_tokens_are_those_of_torchs_generator(model, twin):
+def test_tokens_without_a_seed_use_torchs_generator(model, twin):
     found = []
     for how in ({}, LOOKUP, {"assistant_model": twin}):
         torch.manual_seed(7)
@@ -146,15 +146,15 @@ def test_without_a_seed_tokens_are_those_of_torchs_generator(model, twin):
 
 
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "drawn"])
-def test_a_draft_that_is_the_same_model_is_always_right(model, twin, options):
+def test_draft_with_the_same_model_is_always_accepted(model, twin, options):
     how = {"assistant_model": twin, "assistant_confidence_threshold": 0, "num_assistant_tokens": 4}
     found = generated(model, PROMPTS[:1], max_new_tokens=41, **options, **how)
     assert (found.proposed_tokens, found.accepted_tokens) == (32, 32)
 
 
 def test_drawn_tokens_have_the_distribution_of_the_model(model, other):
-    """Counts of four tokens in a row beside transformers' own probabilities, for sequences that
-    run ahead of each other."""
+    """Counts of four successive tokens against transformers' own probabilities, for sequences that
+    advance at different rates."""
     config = {"do_sample": True, "top_k": 2, "temperature": 2.0, "max_new_tokens": 4}
     prompt = PROMPTS[0]
     expected = probabilities(model, prompt, 2, 2.0, 4)
@@ -174,7 +174,8 @@ def test_drawn_tokens_have_the_distribution_of_the_model(model, other):
 
 
 def probabilities(model, prompt, top_k, temperature, length) -> dict[tuple[int, ...], float]:
-    """Of all completions of so many tokens, by torch's softmax of the model's own logits."""
+    """Probabilities of all completions of ``length`` tokens, by torch's softmax of the model's
+    logits."""
     found = {(): 1.0}
     for _ in range(length):
         longer = {}
@@ -192,22 +193,22 @@ def probabilities(model, prompt, top_k, temperature, length) -> dict[tuple[int, 
 
 
 @needs_kernels
-def test_right_proposals_are_checked_in_one_call(model, twin):
+def test_right_proposals_are_verified_in_one_call(model, twin):
     with bound_runs() as runs:
         generated(model, PROMPTS[:1], **LOOKUP)
     lookups = len(runs)
     with bound_runs() as runs:
         found = generated(model, PROMPTS[:1])
     assert found.proposed_tokens == 0
-    assert lookups < len(runs) / 2  # greedy decoding of random weights goes round
+    assert lookups < len(runs) / 2  # greedy decoding of random weights loops
 
 
-#: Without something that is asked for in the midst of a layer.
+#: An architecture whose layers run whole in the bound run.
 BOUND = ("Gemma2ForCausalLM",)
 
 
 @pytest.mark.parametrize("name", [*BOUND, "Qwen2MoeForCausalLM"])
-def test_tokens_of_one_call_have_the_bits_that_they_have_one_by_one(tmp_path, name):
+def test_tokens_verified_together_have_the_bits_of_single_tokens(tmp_path, name):
     model = on_cpu(save(reference(TINY[name]()), tmp_path), dtype=torch.bfloat16)
     ids = torch.randint(3, 320, (3, 47), generator=torch.Generator().manual_seed(1))
     new = [7, 0, 4]
@@ -222,15 +223,15 @@ def test_tokens_of_one_call_have_the_bits_that_they_have_one_by_one(tmp_path, na
         ]
         expected = [steps[t][row] for row, n in enumerate(new) for t in range(n)]
         assert found.shape == (11, 1, 320)
-        # Elsewhere attention of several tokens sums in an order of its own. With AVX512-BF16 one
-        # output of it differs here by its last bit, and a value's scale in 4 bits with it.
+        # Elsewhere attention of several tokens sums in another order. With AVX512-BF16 one output
+        # differs here by its last bit, and a value's scale in 4 bits with it.
         near = partial(torch.allclose, atol=1 / 64 if kind == "4bit" else 1e-8)
         bits = torch.equal if name in BOUND else near
         assert all(map(bits, found, expected)), kind
         assert together.sequences == alone.sequences
 
 
-def test_a_ring_that_has_come_round_gets_no_proposals(model):
+def test_wrapped_ring_gets_no_proposals(model):
     cache = KINDS["sliding_window"](model, 64, 1, window_length=16)
     limits = Limits(model, cache)
     model.forward(torch.tensor([list(range(5, 13))]), cache)
@@ -258,13 +259,13 @@ def test_no_proposal_goes_beyond_where_longrope_changes(tmp_path_factory):
     ],
     ids=str,
 )
-def test_what_does_not_go_with_proposals_is_refused(model, other, options, said):
+def test_options_incompatible_with_proposals_are_refused(model, other, options, said):
     for how in (LOOKUP, {"assistant_model": other}):
         with pytest.raises(ValueError, match=said):
             generated(model, **options, **how)
 
 
-def test_a_draft_that_is_none_is_refused(model, other, tmp_path_factory):
+def test_invalid_draft_is_refused(model, other, tmp_path_factory):
     few = made(tmp_path_factory, llama(vocab_size=200, num_hidden_layers=1))
     with pytest.raises(ValueError, match="vocabulary of 200 tokens, and the model one of 320"):
         generated(model, assistant_model=few)

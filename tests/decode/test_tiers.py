@@ -1,5 +1,5 @@
-"""Pages that give way to others, under a random load: found again in host memory, none lost, and
-no device ever holds more than its plan says."""
+"""Evicted pages under a random load: found again in host memory, none lost, and no device ever
+holds more than planned."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ def test_rounded_pages_are_for_jobs_that_allow_it(tiny_model, tiny_tokenizer):
         assert allowed.cached_tokens == 64 and len(allowed.tokens) == 8
         exact = finished(engine, job(first))
         assert exact.cached_tokens == 0 and exact.tokens == expected
-        assert finished(engine, job(first)).cached_tokens == 64  # what is exact took their place
+        assert finished(engine, job(first)).cached_tokens == 64  # exact pages replaced them
 
 
-def test_the_next_turn_of_a_chat_finds_the_answer_where_that_is_allowed(tiny_model, tiny_tokenizer):
+def test_next_turn_of_a_chat_reuses_the_answer_if_allowed(tiny_model, tiny_tokenizer):
     (first,) = texts(1, 40)
     with Engine(tiny_model, PagedCache(tiny_model, 320, page=PAGE), tiny_tokenizer) as engine:
         turn = finished(engine, job(first, 30, approximate_reuse=True))
         second = [*first, *turn.tokens, 7, 8, 9]
         plain = finished(engine, job(second))
-        assert plain.cached_tokens == 32  # of the prompt, and nothing of the answer
+        assert plain.cached_tokens == 32  # those of the prompt, none of the answer
         plain_tokens = plain.tokens
     with Engine(tiny_model, PagedCache(tiny_model, 320, page=PAGE), tiny_tokenizer) as engine:
         finished(engine, job(first, 30, approximate_reuse=True))
         allowed = finished(engine, job(second, approximate_reuse=True))
-        assert allowed.cached_tokens == 64  # of 69 that were stored
+        assert allowed.cached_tokens == 64  # of 69 stored tokens
         assert finished(engine, job(second)).tokens == plain_tokens
         assert not any(engine.pool.holders)
 
 
 def random_load(engine: Engine, seed: int) -> list:
-    """Jobs that arrive at random, some with one beginning, some cancelled; those not cancelled."""
+    """Run jobs that arrive at random, some with a common prefix, some cancelled -> the others."""
     rng, (shared,) = random.Random(seed), texts(1, 48)
     coming = [
         job(
@@ -97,12 +97,12 @@ def random_load(engine: Engine, seed: int) -> list:
         try:
             engine.iterate()
         except torch.OutOfMemoryError:
-            assert len(engine._running.jobs) < 2  # nobody could make room
+            assert len(engine._running.jobs) < 2  # no other job could be preempted
     return [handle for handle in handles if handle.reason != "cancelled"]
 
 
 @pytest.mark.parametrize("nbits", [16, 4])
-def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
+def test_injected_oom_loses_no_job_under_random_load(
     tiny_model, tiny_tokenizer, monkeypatch, nbits
 ):
     cache = PagedCache(tiny_model, 160, page=PAGE, nbits=nbits, host_tokens=96)
@@ -128,9 +128,9 @@ def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
 
 
 def loaded_devices(folder: str) -> list:
-    """Of each simulated device its peak under a random load and what is planned for it; what of
-    the tiers was used, how many jobs gave other tokens than alone, and what it takes of a device
-    that a job leaves its pages and comes back."""
+    """Each simulated device's peak under a random load and its planned bytes; the tiers that were
+    used, the number of jobs whose tokens differ from those alone, and the bytes that preempting and
+    readmitting a job takes."""
     model = Model(folder, max_input_len=64)
     options = {
         "page": PAGE,
@@ -168,8 +168,8 @@ def bytes_to_leave_and_return(engine: Engine) -> list[int]:
     return [torch.accelerator.max_memory_allocated(i) - before[i] for i in range(2)]
 
 
-def test_a_random_load_takes_no_more_of_any_device_than_its_plan_says(tiny_folder):
+def test_random_load_stays_within_each_devices_plan(tiny_folder):
     peaks, used, wrong, moved = run_sim(loaded_devices, "600K,64M", args=[str(tiny_folder)])
     assert all(0 < taken <= planned for taken, planned in peaks), peaks
     assert min(used) > 0 and wrong == 0
-    assert max(moved) < 4096, "a page after the other, and none beside those that there are"
+    assert max(moved) < 4096, "one page after another, without a second copy"

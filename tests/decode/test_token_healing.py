@@ -1,4 +1,4 @@
-"""Token healing: where a prompt was cut decides nothing."""
+"""Token healing: where a prompt was cut makes no difference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_first_token_is_the_likeliest_that_begins_with_the_last_ones_text(
     assert TEXT + text == tiny_tokenizer.decode([*ids[:-1], *handle.tokens])
 
 
-def test_a_trained_model_finishes_the_word_that_was_cut():
+def test_trained_model_completes_a_cut_word():
     model, tokenizer = Model("examples/demo-model"), Tokenizer("examples/demo-model")
     model.load(devices=["cpu"])
     generator = Generator(model, Cache(model, 256), tokenizer)
@@ -49,9 +49,7 @@ def test_one_token_alone_and_a_control_token_are_left_as_they_are(tiny_model, ti
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_the_text_goes_on_from_the_prompts_in_the_middle_of_characters_too(
-    tiny_model, tiny_tokenizer, cut
-):
+def test_healed_text_continues_within_a_character_too(tiny_model, tiny_tokenizer, cut):
     ids = tiny_tokenizer.encode("caf\u00e9 \u6f22\u5b57 the key")[:-cut]
     with Engine(tiny_model, PagedCache(tiny_model, 256, page=16), tiny_tokenizer) as engine:
         handle = engine.submit(

@@ -1,5 +1,5 @@
-"""Weights that a text rounds while they are loaded: which matrices, by what inputs, and what is
-lost less."""
+"""Weights rounded for a calibration text on load: which matrices, for which inputs, and how much
+less they lose."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 
 @functools.cache
 def text_of(seed: int) -> str:
-    """Some 2,000 tokens of the demo model's language."""
-    import toy_world  # which is not there in the processes of simulated devices
+    """About 2,000 tokens of the demo model's language."""
+    import toy_world  # not importable in the processes of simulated devices
 
     return toy_world.heldout_text(seed, 2000)
 
@@ -55,7 +55,7 @@ def rounded_by_ids(folder: Path) -> list[dict]:
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_path):
-    """A matrix whose inputs nobody sees would be rounded without data."""
+    """A matrix whose inputs are not recorded would be rounded without data."""
     folder = save(reference(TINY[name]()), tmp_path)
     found = rounded_by_ids(folder)
     model = on_cpu(folder, dtype=torch.float32)
@@ -68,9 +68,9 @@ def test_every_matrix_of_every_architecture_is_rounded_for_its_inputs(name, tmp_
             assert not torch.equal(values.codes, rounded(weight, 4, 32, torch.float16).codes)
 
 
-def test_inputs_are_those_behind_all_that_is_rounded_and_outputs_those_of_floats():
-    """Hooks on the model, before and after its weights are the rounded ones, see the inputs by
-    which they were rounded."""
+def test_moments_are_of_rounded_inputs_and_targets_are_float_outputs():
+    """Hooks on the model, with float and with rounded weights, see the inputs for which matrices
+    were rounded."""
     model = on_cpu(DEMO, dtype=torch.float32)
     ids = calibration_rows(model.config, text_of(5))
     assert ids.shape == (4, TOKENS)
@@ -106,7 +106,7 @@ def log_probs(model: Model) -> torch.Tensor:
 
 @pytest.mark.parametrize("weights", ["int4", "int6"])
 def test_a_real_model_diverges_far_less_on_another_text(weights):
-    """Also by a text of one row."""
+    """Also with a text of one row."""
     floats = log_probs(Model(DEMO, dtype=torch.float32))
 
     def divergence(**how: str) -> float:
@@ -119,7 +119,7 @@ def test_a_real_model_diverges_far_less_on_another_text(weights):
 
 
 def on_devices(folder: str, text: str) -> dict:
-    """On two cards, and alone; the loads of one model and of another."""
+    """Loads over two cards and on one, of one model and of another."""
     model = Model(folder, max_input_len=32, weights="int4", calibration=text)
     cache = Cache(model, 64)
     model.load_autosplit(cache, devices=["sim:0"])
@@ -139,7 +139,7 @@ def on_devices(folder: str, text: str) -> dict:
     }
 
 
-def test_it_is_placed_as_any_other_and_has_the_same_bits_at_each_load(tmp_path):
+def test_placement_and_bits_are_the_same_at_each_load(tmp_path):
     folder = save_tokenizer(save(reference(llama()), tmp_path))
     text = "the quick brown fox jumps over the lazy dog " * 60
     seen = run_sim(on_devices, "64M,64M", args=[str(folder), text])
@@ -147,9 +147,9 @@ def test_it_is_placed_as_any_other_and_has_the_same_bits_at_each_load(tmp_path):
     assert len(seen["lines"]) == 2 and all(planned == found for planned, found in seen["lines"])
 
 
-def test_an_expert_that_few_tokens_choose_is_rounded_for_others_as_well(tmp_path, monkeypatch):
-    """The router sends every token to experts 0 and 1. Each runs on floats and on what is left of
-    them."""
+def test_rarely_chosen_expert_is_rounded_for_other_tokens_too(tmp_path, monkeypatch):
+    """The router sends every token to experts 0 and 1. Each runs in the float pass and in the
+    rounded one."""
     folder = save(reference(TINY["MixtralForCausalLM"](num_hidden_layers=1)), tmp_path)
     of_expert: dict[int, list[tuple[int, int]]] = {}
     run = Experts.run
@@ -182,25 +182,25 @@ def test_rows_are_full():
     assert calibration_rows(config, text[:2600]).shape == (1, TOKENS)
 
 
-def test_a_text_that_says_too_little_is_refused_before_anything_is_read():
+def test_too_short_text_is_refused_before_reading_weights():
     for text, count in (("", r"\d"), (text_of(5)[:1000], r"\d\d\d")):
         model = Model(DEMO, weights="int4", calibration=text)
-        with pytest.raises(ValueError, match=rf"round by has {count} tokens; give some"):
+        with pytest.raises(ValueError, match=rf"calibration text has {count} tokens; give a few"):
             model.load(devices=["cpu"])
         assert not model.loaded and model.checkpoint is None
 
 
-def test_a_model_over_hosts_takes_integers_from_a_folder_only():
+def test_model_over_hosts_refuses_calibration():
     with pytest.raises(ValueError, match=r"rounds weights on one host: .* --calibration FILE"):
         ClusterModel(DEMO, None, weights="int4", calibration="a text")
 
 
-def test_a_model_that_overflows_on_the_text_is_refused_by_the_matrix(tmp_path):
+def test_overflow_on_the_text_names_the_matrix(tmp_path):
     model = reference(llama(num_hidden_layers=2))
     model.model.layers[1].input_layernorm.weight.data *= 1e30
     folder = save_tokenizer(save(model, tmp_path))
     quantized = Model(folder, weights="int4", calibration="a fox and a dog " * 150)
-    where = r"model.layers.1.self_attn.q_proj: .* squares are not finite"
+    where = r"model.layers.1.self_attn.q_proj: squares .* are not finite"
     with pytest.raises(ValueError, match=where):
         quantized.load(devices=["cpu"])
     assert not quantized.loaded

@@ -1,5 +1,5 @@
-"""Every card its own: one that is full or busy is left out with its reason, and one that the user
-left out isn't touched."""
+"""Cards are handled one by one: a full or busy one is left out with the reason, and one that the
+user left out isn't touched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def touches() -> list[int]:
 
 
 def used(folder: str, **options) -> tuple[list[str], list[int]]:
-    """Load, run, generate and serve: where the units are, and how often each card was touched."""
+    """Load, run, generate and serve -> the units' devices, and how often each card was touched."""
     before = touches()
     model = Model(folder, max_input_len=16)
     cache = Cache(model, 64)
@@ -81,7 +81,7 @@ def busy(folder):
     return offered, with_reserves, where, records, errors
 
 
-def test_a_card_that_is_busy_is_left_out_and_the_reason_told(folder):
+def test_busy_card_is_left_out_and_the_reason_is_logged(folder):
     offered, reserves, where, records, errors = run_sim(busy, CARDS, args=[folder])
     first = BUSY.splitlines()[0]
     assert offered == ["sim:1", "sim:2"] and reserves == [2, 3] and where == ["sim:1"]

@@ -1,5 +1,5 @@
-"""A mixture with more experts than memory has room for runs from disk: planned to the byte, the
-same tokens, no copy of what stays in the file, and said so."""
+"""A mixture with more experts than fit in memory runs from disk: planned to the byte, with the same
+tokens, without copies of what stays in the file, and with a message that says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from exkv.models.units import expert_of
 from exkv.planning import Plan
 from exkv.planning.expected_time import DISK, OnDisk, on_disk
 
-#: Sizes with which all else is little beside the experts.
+#: Sizes that make everything but the experts small.
 LARGE = {
     "hidden_size": 256,
     "num_hidden_layers": 2,
@@ -39,7 +39,7 @@ LARGE = {
     "moe_intermediate_size": 384,
     "decoder_sparse_step": 1,
 }
-#: Bytes of a process that come and go.
+#: Bytes by which a process's memory fluctuates.
 NOISE = 8 << 20
 IDS = torch.randint(3, 300, (1, 9), generator=torch.Generator().manual_seed(53))
 #: Bytes that a plan of these models leaves on disk.
@@ -47,7 +47,7 @@ LEFT = 12 << 20
 
 
 def mixture(folder: Path) -> Path:
-    """A Qwen 3 with experts that are nearly all of it."""
+    """A Qwen 3 that is nearly all experts."""
     config = TINY["Qwen3MoeForCausalLM"](**LARGE)
     config.eos_token_id = None
     return save_tokenizer(save(reference(config).bfloat16(), folder))
@@ -60,14 +60,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
-    """A gpt-oss in MXFP4, of whose experts a part is mapped."""
+    """A gpt-oss in MXFP4, whose experts are partly mapped."""
     from test_mapped_experts import packed
 
     return packed(tmp_path_factory.mktemp("packed"))
 
 
 def beside_disk(model: Model, cache: Cache, left: int = LEFT, **options) -> Plan:
-    """A plan for so many bytes fewer than the model takes."""
+    """A plan for ``left`` bytes fewer than the model takes."""
     whole = place(model, cache, devices=["cpu"]).ledgers[0].total
     options = {"disk_bandwidth": 3e9, **options}
     return place(model, cache, devices=["cpu"], cap=whole - left, **options)
@@ -77,7 +77,7 @@ def tokens(model: Model, cache: Cache) -> list[int]:
     return model.generate(IDS, GenerationConfig(max_new_tokens=12), cache=cache).tolist()
 
 
-def test_what_memory_has_no_room_for_is_left_on_disk_to_the_byte(folder):
+def test_plan_leaves_on_disk_what_does_not_fit_to_the_byte(folder):
     model = Model(folder)
     cache = Cache(model, max_seq_len=64)
     usual = place(model, cache, devices=["cpu"], disk_experts=False)
@@ -96,8 +96,8 @@ def test_what_memory_has_no_room_for_is_left_on_disk_to_the_byte(folder):
 
 
 def opened(folder: str) -> dict:
-    """Of a model that is loaded with experts on disk: bytes and tokens."""
-    Model(folder).unload()  # imports what is imported late
+    """Load a model with experts on disk -> bytes and tokens."""
+    Model(folder).unload()  # triggers late imports
     model, before = Model(folder), resident()
     cache = Cache(model, max_seq_len=64, lazy=True)
     plan = beside_disk(model, cache)
@@ -132,13 +132,13 @@ def opened(folder: str) -> dict:
 
 
 def resident(kind: str = "RssAnon") -> int:
-    """Bytes of this process in memory: those that lie in no file, or in files."""
+    """Bytes of this process in memory: anonymous, or of files."""
     gc.collect()
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if kind in line)
 
 
-def test_nothing_is_copied_and_tokens_are_those_of_a_model_in_memory(folder):
+def test_mapped_experts_give_the_same_tokens_without_copies(folder):
     found = run_sim(opened, "", args=[str(folder)], fresh=True)
     assert found["tokens"] == found["expected"]
     assert found["mapped"] == pytest.approx(found["planned"], abs=1024)
@@ -155,7 +155,7 @@ def test_nothing_is_copied_and_tokens_are_those_of_a_model_in_memory(folder):
 
 
 def beside_card(folder: str, share_of_host: float) -> dict:
-    """With layers on a card, and exchanges of experts: tokens, and bytes."""
+    """Load with layers on a card, and exchange experts -> tokens and bytes."""
     model = Model(folder, max_input_len=32)
     cache = Cache(model, max_seq_len=64, lazy=True)
     whole = place(model, cache, devices=["sim:0"], allocator="exact").ledgers[0].total
@@ -192,7 +192,7 @@ def copied(model: Model) -> set[str]:
 
 
 def pairs(model: Model):
-    """Exchanges of whatever is alike, by chance."""
+    """Random exchanges between experts of equal sizes."""
     from exkv.models.exchange import Swap
 
     exchange, draw = model.exchange, random.Random(7)
@@ -208,7 +208,7 @@ def pairs(model: Model):
 
 
 @pytest.mark.parametrize(("kind", "room"), [("floats", 0.25), ("packed", 0.45)])
-def test_experts_on_disk_change_places_with_those_on_a_card(folder, packed, kind, room):
+def test_disk_experts_are_exchanged_with_those_on_a_card(folder, packed, kind, room):
     of = {"floats": folder, "packed": packed}[kind]
     found = run_sim(beside_card, "256M", args=[str(of), room], fresh=True)
     assert found["tokens"] == found["expected"] and found["swaps"] >= 24
@@ -219,7 +219,7 @@ def test_experts_on_disk_change_places_with_those_on_a_card(folder, packed, kind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layouts_that_are_none_of_the_kernels_are_refused_with_what_would_do(folder, packed, dtype):
+def test_layouts_without_kernels_are_refused_with_a_remedy(folder, packed, dtype):
     of, said = (folder, r"0 B of \d") if dtype == "float32" else (packed, r"\d.* of \d")
     model = Model(of, dtype=dtype)
     total = sum(sum(unit.expert_bytes) for unit in model.units)
@@ -227,7 +227,7 @@ def test_layouts_that_are_none_of_the_kernels_are_refused_with_what_would_do(fol
         beside_disk(model, Cache(model, max_seq_len=64), int(0.9 * total))
 
 
-def test_a_part_of_experts_may_be_mapped(packed):
+def test_experts_may_be_partly_mapped(packed):
     model = Model(packed, dtype="bfloat16")
     cache = Cache(model, max_seq_len=64)
     plan = beside_disk(model, cache, 4 << 20)
@@ -275,7 +275,7 @@ def test_a_plan_for_other_files_is_refused(folder, tmp_path):
     config = TINY["Qwen3MoeForCausalLM"](**LARGE)
     other = Model(save(reference(config).float(), tmp_path), dtype="bfloat16")
     other_cache = Cache(other, max_seq_len=64)
-    with pytest.raises(ValueError, match="other files: of each expert of .* make a new plan"):
+    with pytest.raises(ValueError, match="other files: it leaves .* each expert of .* a new plan"):
         other.load(plan=plan)
     assert not other.loaded and other_cache.batch_size == 1
 
@@ -297,7 +297,7 @@ def costs_of(model: Model, plan: Plan, cache: Cache):
     return workload.costs(workload.peaks([each.budget for each in plan.ledgers]))
 
 
-def test_a_step_reads_of_disk_what_a_cache_of_pages_misses(folder):
+def test_step_reads_what_an_lru_page_cache_misses(folder):
     model = Model(folder)
     cache = Cache(model, max_seq_len=64)
     plan = beside_disk(model, cache)
@@ -314,12 +314,12 @@ def test_a_step_reads_of_disk_what_a_cache_of_pages_misses(folder):
                 missed += (step > 500) * ((layer, expert) not in held)
                 held[layer, expert] = held.pop((layer, expert), None)
                 if len(held) > room:
-                    held.popitem(last=False)  # the one that was used longest ago
+                    held.popitem(last=False)  # the least recently used one
     assert predicted.read == pytest.approx(missed * size / (steps - 501), rel=0.05)
     assert predicted.seconds == predicted.read / 3e9 and not predicted.assumed
 
 
-def test_those_that_are_chosen_least_are_on_disk(folder):
+def test_least_chosen_experts_are_on_disk(folder):
     model = Model(folder)
     cache = Cache(model, max_seq_len=64)
     plan = beside_disk(model, cache)
@@ -356,7 +356,7 @@ def test_a_disk_is_read_ahead_and_measured(tmp_path):
 
 
 def pages_there(tensor: torch.Tensor) -> float:
-    """The share of its pages that is in memory."""
+    """The share of a tensor's pages that is in memory."""
     first = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - first
     flags = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
@@ -365,7 +365,7 @@ def pages_there(tensor: torch.Tensor) -> float:
     return sum(flag & 1 for flag in flags) / len(flags)
 
 
-def test_users_are_told(folder, capsys):
+def test_report_and_errors_mention_experts_on_disk(folder, capsys):
     model = Model(folder)
     whole = place(model, Cache(model, max_seq_len=64), devices=["cpu"]).ledgers[0].total
     asked = ["plan", str(folder), "--devices", "cpu", "--max-seq-len", "64", "--cap"]

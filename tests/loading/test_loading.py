@@ -1,8 +1,8 @@
-"""Loading over simulated devices: where things go, that it never depends on the way, and that
-whatever goes wrong leaves nothing behind.
+"""Loading over simulated devices: placement, which is the same however a model is loaded, and
+failures, which leave nothing behind.
 
 Each scenario is a function that runs in a process of its own, on the devices that it names, and
-returns what the test then judges.
+returns what the test then checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     return str(save(reference(llama()), tmp_path_factory.mktemp("model")))
 
 
-# What a scenario reports --------------------------------------------------------------------
+# Results of scenarios -----------------------------------------------------------------------
 
 
 def allocated() -> list[int]:
@@ -51,7 +51,7 @@ def on_cpu(folder: str, kind: type, rows: int = 2) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Equal for equal bits only, for all that matters here."""
+    """A hash of a tensor's bits."""
     return hash(tensor.cpu().numpy().tobytes())
 
 
@@ -66,8 +66,8 @@ def greedy(model: Model, cache: Cache) -> list[list[int]]:
 
 # The table ----------------------------------------------------------------------------------
 
-# Between what the first layers need with caches and what one layer more needs without any, so
-# that a split by hand can't come out differently just because a cache was built later.
+# Between the needs of the first layers with caches and of one more layer without any, so that a
+# manual split is the same whether or not a cache is built later.
 SPLIT = [1330 << 10, 1900 << 10, 64 << 20]
 WAYS = ("load", "load_gen", "load_autosplit", "load_autosplit_gen")
 
@@ -82,7 +82,7 @@ def load_in_a_way(model: Model, way: str, cache: Cache | None) -> None:
 
 
 def one_combination(folder, kind, lazy, before, way, count):
-    """Everything that must not depend on lazy, before and way."""
+    """Everything that must not depend on ``lazy``, ``before`` and ``way``."""
     model = Model(folder, max_input_len=16)
 
     def one() -> Cache:
@@ -91,7 +91,7 @@ def one_combination(folder, kind, lazy, before, way, count):
     def build() -> list[Cache]:
         return [one() for _ in range(count)]
 
-    # load_autosplit needs its cache; then "after" means the second one.
+    # load_autosplit needs its cache, so "after" then means the second one.
     first = way.startswith("load_autosplit")
     caches = (
         build()
@@ -114,13 +114,13 @@ def one_combination(folder, kind, lazy, before, way, count):
     return result, allocated()
 
 
-#: Every kind alone, and two caches at once of one that is beside the weights and one that isn't.
+#: Every kind alone, and two caches at once of a kind on the weights' device and of one elsewhere.
 CACHE_COUNTS = [*((kind, 1) for kind in CACHES), ("fp16", 2), ("offloaded", 2)]
 ROWS = [
     (*caches, lazy, before, way)
     for caches in CACHE_COUNTS
     for lazy, before, way in itertools.product((False, True), (False, True), WAYS)
-    if caches == ("fp16", 1) or "gen" not in way  # a generator goes the same way, in steps
+    if caches == ("fp16", 1) or "gen" not in way  # generators run the same code, in steps
 ]
 
 
@@ -132,9 +132,9 @@ def whole_table(folder):
     return rows, {kind: digest(on_cpu(folder, CACHES[kind])) for kind in CACHES}
 
 
-def test_lazy_or_eager_before_or_after_by_hand_or_automatic_is_all_the_same(folder):
+def test_placement_and_logits_are_the_same_however_loaded(folder):
     sizes = ",".join(str(nbytes) for nbytes in SPLIT)
-    # Hashes of bytes must mean the same in the scenario's process and nowhere else.
+    # Hashes of bytes are comparable within the scenario's process only.
     rows, alone = run_sim(whole_table, sizes, args=[folder])
     assert len(rows) == len(ROWS) == len(CACHE_COUNTS) * 2 * 2 * 2 + 2 * 2 * 2
     for kind, count in CACHE_COUNTS:
@@ -172,7 +172,7 @@ def predicted_and_measured(folder):
     return rows
 
 
-def test_predicted_is_measured_to_the_byte(folder):
+def test_prediction_matches_measurement_to_the_byte(folder):
     rows = run_sim(predicted_and_measured, "1400K,1900K,64M", args=[folder])
     assert len(rows) == 15 * len(LINES)
     assert sum(predicted > 0 for predicted, _ in rows) > 30
@@ -181,7 +181,7 @@ def test_predicted_is_measured_to_the_byte(folder):
 
 
 def cut_to_the_byte(folder):
-    """Shrink the only device to what the plan promises; then work at the promise's edge."""
+    """Shrink the only device to what the plan promises; then run the largest promised calls."""
     outcomes = []
     for kind, batch in [(Cache, 1), (Cache, 2), (Cache8bit, 2)]:
         sim.set_capacity(0, 64 * MEBI)
@@ -193,7 +193,7 @@ def cut_to_the_byte(folder):
         model.unload()
         sim.set_capacity(0, total)
         model.load_autosplit(cache)
-        # Unlike lengths, then full to the last token, then one token at a time.
+        # Ragged lengths, then full to the last token, then one token at a time.
         ids = IDS[:batch].repeat(1, 2)[:, :62]
         model.forward(ids, cache, new_lens=[62, 50][:batch])
         cache.reset()
@@ -211,7 +211,7 @@ def cut_to_the_byte(folder):
     return outcomes
 
 
-def test_what_the_plan_promises_holds_and_a_byte_less_is_refused_before_loading(folder):
+def test_promised_calls_fit_and_one_byte_less_is_refused_before_loading(folder):
     assert run_sim(cut_to_the_byte, "64M", args=[folder]) == [[1, 0]] * 3
 
 
@@ -241,11 +241,11 @@ def rolled_back(folder):
     return [*result, stolen, allocated()]
 
 
-def test_a_real_oom_rolls_the_unit_back_whole_and_the_next_device_takes_it(folder):
+def test_real_oom_rolls_back_the_unit_and_uses_the_next_device(folder):
     devices, same, stolen, left = run_sim(rolled_back, "64M,64M,64M", args=[folder])
     assert devices == ["sim:0"] * 2 + ["sim:1"] * 2 + ["sim:2"] * 2
     assert same
-    # All that is left is the thieves' own, rounded up as the allocator does.
+    # Only the other program's memory is left, rounded up as the allocator does.
     assert [left[0] - stolen[0], left[1] - stolen[1], left[2]] == [
         -stolen[0] % 512,
         -stolen[1] % 512,
@@ -254,7 +254,7 @@ def test_a_real_oom_rolls_the_unit_back_whole_and_the_next_device_takes_it(folde
 
 
 def planned_again(folder):
-    """A program takes what calls need on a device whose units are loaded already."""
+    """A program takes memory that calls need, on a device whose units are loaded already."""
     expected = digest(on_one_device(folder))
     model = Model(folder, max_input_len=16)
     cache, thieves, seen = Cache(model, 48, 2), [], []
@@ -288,7 +288,7 @@ def on_one_device(folder):
     return logits
 
 
-def test_what_a_hog_takes_during_a_load_is_planned_around(folder):
+def test_load_is_replanned_around_memory_taken_meanwhile(folder):
     found, same, seen, loads, stolen, failed, left = run_sim(
         planned_again, "64M,64M", args=[folder]
     )
@@ -306,8 +306,8 @@ def beside_a_larger_one(folder):
     ]
 
 
-def test_the_workspace_of_a_model_beside_is_no_surprise(folder):
-    """Calls run one after the other, so that the ledger has the larger of both."""
+def test_workspace_shared_with_a_loaded_model_is_no_surprise(folder):
+    """Calls run one after the other, so the ledger has the larger of both models' workspaces."""
     surprises, less = run_sim(beside_a_larger_one, "64M", args=[folder])
     assert surprises == [[], []] and less == [True]
 
@@ -323,8 +323,8 @@ def offered_again(folder):
         return str(error), allocated(), len(model.caches), cache.nbytes()
 
 
-def test_a_device_that_is_full_is_not_tried_for_ever(tmp_path):
-    """A mistake in the route is an error, and not a load that never ends."""
+def test_full_device_is_not_retried_forever(tmp_path):
+    """A mistake in the route is an error, not an endless load."""
     folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path))
     said = run_sim(offered_again, "64M,64M", args=[folder], timeout=60)
     assert said == ["sim:0 is full, and is offered again", [0, 0], 1, {}]
@@ -383,13 +383,13 @@ def test_an_oom_at_any_allocation_leaves_the_model_right_or_all_devices_clean(
     assert outcomes["right"] == tried  # the second device takes over wherever it happens
     wrong, free = run_sim(oom_on_the_only_device, "64M", args=[folder, error, stride])
     assert wrong == []
-    # Whatever a unit had got when memory ran out is back when the error says what was free.
+    # What a unit had allocated when memory ran out is released before the error says what is free.
     assert [len(each) for each in free] == [1] * 4
     assert free == sorted(free, reverse=True) and free[0] == [64 << 20]
 
 
 def oom_on_the_only_device(folder, error, stride):
-    """Here nothing can take over: each must end in one clean error."""
+    """Without another device, each must end in one clean error."""
     model = Model(folder, max_input_len=8)
     cache = Cache(model, 8)
     before = sim.allocation_count()
@@ -416,8 +416,8 @@ def oom_on_the_only_device(folder, error, stride):
 
 
 def pinned_at_every_allocation(folder):
-    """Loads and calls of which one allocation of pinned memory fails: the logits are right, or the
-    error says why and nothing is left. (torch itself pins what a copy to the host is written to.)
+    """Loads and calls in which one allocation of pinned memory fails: the logits are right, or the
+    error says why and nothing is left. (torch itself pins the targets of copies to the host.)
     """
     sim.let_streams_lag()  # else nothing is pinned for simulated devices
     model = Model(folder, max_input_len=8)
@@ -444,7 +444,7 @@ def pinned_at_every_allocation(folder):
     return points, right, told
 
 
-def test_a_failed_pinned_allocation_is_told_or_done_without(tmp_path):
+def test_failed_pinned_allocation_is_reported_or_avoided(tmp_path):
     folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path))
     points, right, told = run_sim(pinned_at_every_allocation, "64M", args=[folder])
     assert points > 10 and all(right) and len(right) == 2 * points + 1
@@ -462,7 +462,7 @@ def no_room_at_all(folder):
     except PlacementError as error:
         outcome = {"message": str(error), "unit": error.unit, "fits": list(error.suggestions)}
     outcome["as_found"] = allocated() == before and cache.nbytes() == {}
-    # Each suggestion, taken.
+    # Follow each suggestion.
     taken = []
     for suggestion in outcome["fits"]:
         model = Model(folder, max_input_len=16)
@@ -489,7 +489,7 @@ def no_room_at_all(folder):
 
 
 @needs_kernels
-def test_where_nothing_fits_the_error_says_what_would_and_it_does(folder):
+def test_suggestions_of_a_placement_error_fit(folder):
     outcome = run_sim(no_room_at_all, "2380K,2380K", args=[folder])
     assert outcome["as_found"]
     assert outcome["unit"] in outcome["message"]
@@ -510,7 +510,7 @@ def a_cache_too_many(folder):
         return [fine, "sim:0" in str(error), greedy(model, cache) is not None]
 
 
-def test_a_cache_that_finds_no_room_on_a_loaded_model_leaves_it_as_it_was(folder):
+def test_refused_cache_leaves_a_loaded_model_unchanged(folder):
     assert run_sim(a_cache_too_many, "8M", args=[folder]) == [True, True, True]
 
 
@@ -530,13 +530,13 @@ def a_freed_cache(folder):
     return [named, model.forward(IDS, cache) is not None]
 
 
-def test_a_freed_cache_that_finds_no_room_for_a_call_says_so(folder):
+def test_freed_cache_without_room_for_a_call_names_its_layer(folder):
     seen = run_sim(a_freed_cache, "8M", args=[folder])
     assert seen == [["sim:0", "cache layer 0", True], True]
 
 
 def saved_on_one_split(folder, file):
-    """Written from a cache over two devices, read into one over two others."""
+    """Save a cache over two devices, and restore it over two others."""
     digests = []
     for number, split in enumerate(([1330, 4000], [2000, 4000])):
         for name, kind in CACHES.items():
@@ -630,7 +630,7 @@ def ways_to_load(folder):
     return seen
 
 
-def test_every_way_to_load_does_what_its_words_say(folder):
+def test_load_variants_do_what_their_arguments_say(folder):
     seen = run_sim(ways_to_load, "32M,32M", args=[folder])
     total = 6
     assert seen["callback"] == [[index, total] for index in range(total + 1)]
@@ -712,14 +712,14 @@ def test_a_copy_between_devices_that_yields_zeros_goes_through_the_host(folder):
         ({"devices": ["cpu", "cpu"]}, "names one twice"),
     ],
 )
-def test_a_split_that_makes_no_sense_is_refused(folder, arguments, message):
+def test_invalid_split_is_refused(folder, arguments, message):
     model = Model(folder)
     with pytest.raises(ValueError, match=message):
         model.load(**{"devices": ["cpu"], **arguments})
     assert not model.device_map
 
 
-def test_a_dtype_goes_by_its_name_too_and_nonsense_is_told_with_its_own(folder):
+def test_dtype_may_be_a_name_and_unknown_arguments_are_refused(folder):
     assert Model(folder, dtype="float16").dtype == Model(folder, dtype=torch.float16).dtype
     assert Model(folder, dtype="auto").dtype == Model(folder).dtype
     for wrong in ("fp4", torch.int8):
@@ -734,7 +734,7 @@ def test_a_dtype_goes_by_its_name_too_and_nonsense_is_told_with_its_own(folder):
 
 @pytest.mark.parametrize("host", [False, "1G"])
 def test_a_plan_with_a_device_that_is_not_here_is_refused(folder, host):
-    """Whether or not it holds anything: where another one is full, it would be next."""
+    """Whether or not it holds anything: it would be next when another one is full."""
     model = Model(folder)
     sizes = ["1K" if host else "1G"] * 40
     plan = place(
@@ -746,7 +746,7 @@ def test_a_plan_with_a_device_that_is_not_here_is_refused(folder, host):
     assert not model.device_map
 
 
-def test_a_reserve_that_makes_no_sense_is_refused(folder):
+def test_invalid_reserve_is_refused(folder):
     model = Model(folder)
     cache = Cache(model, 16)
     with pytest.raises(ValueError, match="reserve for cpu is -1"):
@@ -774,7 +774,7 @@ HOSTILE = {
 
 
 def spoil(folder: Path, how: str) -> None:
-    """Make a good checkpoint bad."""
+    """Damage a checkpoint."""
     file = folder / "model.safetensors"
     data = file.read_bytes() if file.exists() else b""
     if how == "truncated":
@@ -836,7 +836,7 @@ def test_a_hostile_checkpoint_is_refused_before_anything_is_allocated(tmp_path):
 
 
 def dry_70b():
-    """Llama-2-70B's shapes over three cards that nobody has; the weights are a sparse file."""
+    """Plan Llama-2-70B's shapes over three imaginary cards; the weights are a sparse file."""
     import resource
 
     with tempfile.TemporaryDirectory() as name:
@@ -862,7 +862,7 @@ def dry_70b():
 
 
 def bytes_read() -> int:
-    """By this process, from files, whether they were in memory or not."""
+    """Bytes that this process has read from files, cached or not."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
@@ -893,15 +893,15 @@ def test_a_dry_run_places_70b_with_a_32k_cache_in_little_memory():
         assert all(predicted == measured for predicted, measured in lines)
         assert sum(predicted for predicted, _ in lines) <= limit
     assert peak < 1.5 * 2**30
-    assert read < 2**30  # nothing is read for tensors that no memory is behind
+    assert read < 2**30  # no tensor is read
     assert left == [0, 0, 0]
 
 
-# The bar ------------------------------------------------------------------------------------------
+# The progress bar ---------------------------------------------------------------------------------
 
 
-def test_a_bar_moves_from_the_first_moment(folder, monkeypatch):
-    """While the plan is being made nobody knows how far it is: the bar pulses, then counts."""
+def test_progress_bar_moves_from_the_start(folder, monkeypatch):
+    """The bar pulses while the plan is being made, whose progress is unknown, then counts."""
     states = []
 
     class Watched(Progress):

@@ -1,5 +1,5 @@
-"""Adapters on simulated devices: planned to the byte, loaded before or after the model, and no byte
-left where one doesn't fit."""
+"""Adapters on simulated devices: planned to the byte, loaded before or after the model, and rolled
+back to the byte where one doesn't fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def lines_of(model: Model) -> list[list[int]]:
 
 
 def in_every_order(folder, first, other):
-    """Before the model is loaded, after, and lazily: digests, the ledger, bytes after unloading."""
+    """Load adapters before the model, after it, and lazily -> digests, the ledger, and bytes after
+    unloading."""
     digests, lines, left = [], [], []
     for when in ("before", "after", "lazy"):
         model = Model(folder, max_input_len=16)
@@ -74,7 +75,7 @@ def in_every_order(folder, first, other):
     return [digests, lines, left, sorted(used), allocated()]
 
 
-def test_they_are_planned_to_the_byte_and_it_makes_no_difference_when_they_come(folders):
+def test_adapters_are_planned_to_the_byte_whenever_loaded(folders):
     digests, lines, freed, used, left = run_sim(in_every_order, "1700K,2M,64M", args=folders)
     assert digests[:2] == digests[2:4] == digests[4:] and digests[0] != digests[1]
     assert all(predicted == measured for predicted, measured in lines) and len(lines) == 18
@@ -83,8 +84,8 @@ def test_they_are_planned_to_the_byte_and_it_makes_no_difference_when_they_come(
 
 
 def refused(folder, first, other):
-    """What is said where the plan has no room for a second adapter, and where memory really runs
-    out in the middle of it."""
+    """Load a second adapter where the plan has no room, and where memory really runs out half-way
+    -> the errors' messages, and bytes."""
     model = Model(folder, max_input_len=16)
     cache = Cache(model, 48, 2)
     model.load_adapter(first, "first")
@@ -107,14 +108,14 @@ def refused(folder, first, other):
     return [messages, same, found == expected]
 
 
-def test_an_adapter_without_room_leaves_all_as_it_was(folders):
+def test_adapter_without_room_changes_nothing(folders):
     (planned, real), same, works = run_sim(refused, "64M", args=folders)
     assert "no room for adapter 'other' on sim:0" in planned and "too few" in planned
     assert "sim:0 ran out of memory at" in real and "of adapter 'other'" in real
     assert same and works
 
 
-def test_the_plan_command_counts_them(folders, capsys):
+def test_plan_command_counts_adapters(folders, capsys):
     folder, first, other = folders
     command, weights = ["plan", folder, "--devices", "4G", "--max-seq-len", "64"], []
     for more in ([], [first], [first, other]):

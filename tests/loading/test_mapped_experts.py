@@ -1,5 +1,5 @@
-"""Experts that lie together in one tensor of a layer are used where they lie in the mapped file, if
-their layout is the kernels': opening such a model takes the memory of the others only."""
+"""Experts stacked in one tensor of a layer are used in place in the mapped file if their layout is
+the kernels': loading such a model takes memory for its other weights only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tiny import TINY, reference, save
 from exkv import Model, devices
 from exkv.models.units import expert_of
 
-#: Sizes with which all else is little beside the experts, of floats and of MXFP4.
+#: Sizes that make everything but the experts small, for floats and for MXFP4.
 LARGE = {"hidden_size": 256, "num_hidden_layers": 2}
 FLOATS = {**LARGE, "num_experts": 32, "moe_intermediate_size": 384, "decoder_sparse_step": 1}
 PACKED = {**LARGE, "num_local_experts": 32, "intermediate_size": 2048}
 IDS = torch.randint(3, 300, (2, 7), generator=torch.Generator().manual_seed(43))
-#: Bytes of a process that come and go.
+#: Bytes by which a process's memory fluctuates.
 NOISE = 8 << 20
 
 
 def packed(folder: Path) -> Path:
-    """A gpt-oss with experts of any codes."""
+    """A gpt-oss whose experts have random codes."""
     theirs = reference(TINY["GptOssForCausalLM"](**PACKED)).bfloat16()
     theirs.config.quantization_config = {"quant_method": "mxfp4"}
     file = save(theirs, folder) / "model.safetensors"
@@ -40,7 +40,7 @@ def packed(folder: Path) -> Path:
 
 
 def floats(folder: Path) -> Path:
-    """A Qwen 3 VL with experts, each layer's in two tensors, outputs first."""
+    """A Qwen 3 VL mixture whose layers store their experts in two tensors, outputs first."""
     config = TINY["Qwen3VLMoeForConditionalGeneration"](**FLOATS)
     return save(reference(config).bfloat16(), folder)
 
@@ -49,15 +49,15 @@ MADE = {"floats": (floats, ("w1", "w2", "w3")), "packed": (packed, ("w2",))}
 
 
 def resident() -> int:
-    """Bytes of this process that lie in no file."""
+    """Bytes of this process's anonymous memory."""
     gc.collect()
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) << 10 for line in lines if "RssAnon" in line)
 
 
 def opened(folder: str) -> dict:
-    """Bytes of a loaded model: planned, in mapped files, and what the process grew by."""
-    Model(folder).unload()  # imports what is imported late
+    """Bytes of a loaded model: planned, in mapped files, and the growth of the process."""
+    Model(folder).unload()  # triggers late imports
     model, before = Model(folder), resident()
     model.load(devices=["cpu"])
     found = {"grown": resident() - before, "mapped": devices.mapped_memory()}
@@ -71,7 +71,7 @@ def opened(folder: str) -> dict:
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_model_with_stacked_experts_takes_the_memory_of_what_is_not_mapped(tmp_path, kind):
+def test_stacked_experts_stay_mapped_and_take_no_memory(tmp_path, kind):
     make, matrices = MADE[kind]
     found = run_sim(opened, "", args=[str(make(tmp_path))], fresh=True)
     sizes = found["sizes"]
@@ -89,7 +89,7 @@ def test_a_model_with_stacked_experts_takes_the_memory_of_what_is_not_mapped(tmp
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_mapped_experts_compute_what_copies_do(tmp_path, kind, monkeypatch):
+def test_mapped_experts_compute_the_same_as_copies(tmp_path, kind, monkeypatch):
     folder = MADE[kind][0](tmp_path)
     model = Model(folder, dtype="bfloat16")
     model.load(devices=["cpu"])
@@ -100,7 +100,7 @@ def test_mapped_experts_compute_what_copies_do(tmp_path, kind, monkeypatch):
     assert torch.equal(copies.forward(IDS), logits)
 
 
-def test_a_number_that_is_not_finite_is_named_where_it_lies_in_the_whole(tmp_path):
+def test_non_finite_number_is_named_by_its_index_in_the_tensor(tmp_path):
     file = floats(tmp_path) / "model.safetensors"
     tensors = load_file(file)
     name = next(each for each in tensors if each.endswith("down_proj") and "experts" in each)

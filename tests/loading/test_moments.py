@@ -1,4 +1,4 @@
-"""Loads that are interrupted at their last moment, and memory that others take meanwhile."""
+"""Loads that are interrupted at the last moment, and memory that others take during a load."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_error_in_the_last_callback_leaves_nothing_loaded(folder, way, error)
 
 
 def stolen_behind(folder):
-    """Somebody takes memory of a card that a plan of the user's has filled already."""
+    """Another program takes memory of a card that the user's plan has filled already."""
     model = Model(folder)
     cache = Cache(model, 40, 2)
     thieves = []
@@ -69,7 +69,7 @@ def stolen_behind(folder):
     return [message, model.loaded, left]
 
 
-def test_memory_that_goes_during_a_load_is_told_at_its_end(folder):
+def test_memory_taken_during_a_load_is_reported_at_its_end(folder):
     message, again, left = run_sim(stolen_behind, "4M,4M", args=[folder])
     assert "bytes on sim:0, and 512 are free" in message
     assert "while the model was loaded" in message
@@ -77,7 +77,7 @@ def test_memory_that_goes_during_a_load_is_told_at_its_end(folder):
 
 
 class Host:
-    """The host's memory: what the process and others have of it is what a test says."""
+    """Fake host memory: a test sets what this process and others use."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.mine = self.others = 0
@@ -89,7 +89,7 @@ class Host:
 
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_host_memory_that_goes_during_a_load_is_told_at_its_end(folder, monkeypatch, lazy, lacking):
+def test_host_memory_taken_during_a_load_is_reported_at_its_end(folder, monkeypatch, lazy, lacking):
     host, model = Host(monkeypatch), Model(folder)
     caches = [Cache(model, 40, 2), DynamicCache(model, 400)]
     plan = place(model, caches, devices=["cpu"])
@@ -123,7 +123,7 @@ def test_a_load_computes_costs_once(folder, monkeypatch, planned):
 
 
 def stolen_before_the_end(folder):
-    """An error of a later call counts from before the load."""
+    """The error of a later call compares with memory before the load."""
     model = Model(folder)
     cache = Cache(model, 40, 2)
     model.load_autosplit(cache)
@@ -145,7 +145,7 @@ def lazily(folder):
     return lazy, measured
 
 
-def test_a_lazy_load_measures_no_workspace_and_complains_of_none(folder):
+def test_lazy_load_measures_no_workspace_and_reports_no_surprise(folder):
     surprises, measured = run_sim(lazily, "8M", args=[folder])
     assert surprises == []
     assert measured == [["cache"]]
@@ -167,7 +167,7 @@ def test_an_empty_split_is_no_split(folder):
         ([1e300], ValueError, r"gpu_split\[0\] is 1e\+300"),
     ],
 )
-def test_a_split_that_makes_no_sense_is_refused_by_name(folder, split, error, message):
+def test_invalid_split_names_the_entry(folder, split, error, message):
     with pytest.raises(error, match=message):
         Model(folder).load(split)
 

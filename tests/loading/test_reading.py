@@ -1,4 +1,4 @@
-"""From files to devices: every byte arrives, whatever it is stored as, and no file is mixed."""
+"""From files to devices: every byte arrives, whatever its dtype, and two files are never mixed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
 def saved(folder):
-    """Tensors of every dtype, some of several pieces and none a multiple of one."""
+    """Tensors of every dtype, some of several pieces, and none a multiple of a piece."""
     made = torch.Generator().manual_seed(1)
     tensors = {
         "long": torch.randn(3, 1001, generator=made),
@@ -49,8 +49,8 @@ def read(folder, device: str, dtype: torch.dtype | None, piece: int) -> dict[str
         return read_parameters.read_parameters(checkpoint, sources, shapes, torch.device(device))
 
 
-def all_that_differs(folder, device):
-    """Pieces of few bytes and of many; stored dtypes and others."""
+def wrongly_read(folder, device):
+    """Tensors that are read wrongly, in small and large pieces, in stored dtypes and others."""
     from pathlib import Path
 
     stored, wrong = saved(Path(folder)), []
@@ -67,15 +67,15 @@ def all_that_differs(folder, device):
 
 
 def test_every_byte_arrives_on_the_host(tmp_path):
-    assert all_that_differs(str(tmp_path), "cpu") == []
+    assert wrongly_read(str(tmp_path), "cpu") == []
 
 
 def test_every_byte_arrives_on_an_accelerator(tmp_path):
-    assert run_sim(all_that_differs, "8M", args=[str(tmp_path), "sim:0"]) == []
+    assert run_sim(wrongly_read, "8M", args=[str(tmp_path), "sim:0"]) == []
 
 
 def full_to_the_byte(folder):
-    """No byte is left for a conversion on the device: it is made on the host."""
+    """With no memory left for a conversion on the device, it is made on the host."""
     from pathlib import Path
 
     from exkv import sim
@@ -87,11 +87,11 @@ def full_to_the_byte(folder):
     return [name for name in stored if not torch.equal(found[name].cpu(), stored[name].bfloat16())]
 
 
-def test_a_conversion_takes_no_memory_that_is_not_there(tmp_path):
+def test_conversion_without_device_memory_runs_on_the_host(tmp_path):
     assert run_sim(full_to_the_byte, "8M", args=[str(tmp_path)]) == []
 
 
-def test_what_a_format_makes_of_stored_tensors_arrives_too(tmp_path):
+def test_converted_tensors_arrive_too(tmp_path):
     stored = saved(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         source = Source(
@@ -122,7 +122,7 @@ on_linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Lin
 
 
 @on_linux
-def test_only_what_is_stored_as_it_is_used_stays_in_the_file(tmp_path):
+def test_only_unconverted_tensors_stay_mapped(tmp_path):
     saved(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
         shapes = {
@@ -136,8 +136,8 @@ def test_only_what_is_stored_as_it_is_used_stays_in_the_file(tmp_path):
 
 
 @on_linux
-def test_a_tensor_that_starts_amid_an_element_is_copied(tmp_path):
-    """The format allows it, and no kernel reads such floats."""
+def test_unaligned_tensor_is_copied(tmp_path):
+    """The format allows it, but no kernel reads unaligned floats."""
     values = torch.arange(6, dtype=torch.float32)
     header = {
         "byte": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]},
@@ -155,7 +155,7 @@ def test_a_tensor_that_starts_amid_an_element_is_copied(tmp_path):
     assert torch.equal(made["after"], values) and not lies_in(made["after"], file)
 
 
-def test_a_change_of_mapped_weights_reaches_no_file(tmp_path):
+def test_writing_to_mapped_weights_changes_no_file(tmp_path):
     save(reference(llama()), tmp_path)
     model, other = Model(tmp_path), Model(tmp_path)
     model.load()
@@ -167,8 +167,8 @@ def test_a_change_of_mapped_weights_reaches_no_file(tmp_path):
     assert torch.equal(other.forward(IDS[:1]), before)
 
 
-def test_mapped_weights_count_as_ours_until_they_are_gone(tmp_path):
-    """To the system they are pages that it could drop; a plan must not give them away again."""
+def test_mapped_weights_count_as_in_use_while_they_live(tmp_path):
+    """To the system they are reclaimable pages; a plan must not offer them again."""
     save(reference(llama()), tmp_path)
     model = Model(tmp_path)
     before = devices.mapped_memory()
@@ -183,7 +183,7 @@ def test_mapped_weights_count_as_ours_until_they_are_gone(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of pages that can't be read")
-def test_a_page_that_cannot_be_read_is_an_error_and_no_signal(tmp_path):
+def test_unreadable_page_raises_an_error_not_a_signal(tmp_path):
     saved(tmp_path)
     file = tmp_path / "model.safetensors"
     with Checkpoint(tmp_path) as checkpoint:
@@ -208,7 +208,7 @@ def replace_weights(folder, other):
     (other / "model.safetensors").rename(folder / "model.safetensors")
 
 
-def test_a_file_that_is_replaced_during_a_load_is_told_and_nothing_is_loaded(tmp_path):
+def test_file_replaced_during_a_load_is_an_error_and_nothing_is_loaded(tmp_path):
     folder, other = two_models(tmp_path)
     model = Model(folder)
     cache = Cache(model, 32)
@@ -227,7 +227,7 @@ def test_a_file_that_is_replaced_during_a_load_is_told_and_nothing_is_loaded(tmp
     assert torch.equal(again.forward(IDS[:1]), logits)
 
 
-def test_a_file_that_is_replaced_between_placing_and_a_lazy_read_is_told(tmp_path):
+def test_file_replaced_before_a_lazy_read_is_an_error(tmp_path):
     folder, other = two_models(tmp_path)
     model = Model(folder)
     model.load(lazy=True)

@@ -22,7 +22,7 @@ LAYER = "model.layers.1"
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def theirs(request, tmp_path_factory):
-    """transformers' model, and its folder."""
+    """A model of transformers, and its folder."""
     model = reference(TINY[request.param]())
     return model, save_tokenizer(save(model, tmp_path_factory.mktemp(request.param)))
 
@@ -36,11 +36,11 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def without_prior(monkeypatch):
-    """So that shares are those of the counts alone."""
+    """Make shares those of the counts alone."""
     monkeypatch.setattr(usage, "PRIOR", 0)
 
 
-def test_few_tokens_say_little_and_many_say_nearly_all(folder, monkeypatch):
+def test_few_tokens_count_little_and_many_nearly_fully(folder, monkeypatch):
     monkeypatch.setattr(usage, "PRIOR", 256)
     model = Model(folder)
     add_served(model, {LAYER: ExpertUsage(16.0, (16.0, 16.0, 0.0, 0.0))})
@@ -52,7 +52,7 @@ def test_few_tokens_say_little_and_many_say_nearly_all(folder, monkeypatch):
 
 
 def shares(model, ids: torch.Tensor) -> list[tuple[float, ...]]:
-    """Of each layer with experts, by transformers' routers."""
+    """Shares by transformers' routers, for each layer with experts."""
     config, found = model.config, []
     top_k = config.num_experts_per_tok
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_a_text_chooses_what_transformers_routers_choose(theirs):
     assert Model(folder, calibration=TEXT).usage() == usage_of(Model(folder)) == found
 
 
-def test_what_passes_a_loaded_model_is_counted_where_it_is_chosen(theirs):
+def test_tokens_of_a_loaded_model_are_counted_by_expert(theirs):
     theirs, folder = theirs
     model = Model(folder, dtype=torch.float32)
     model.load(devices=["cpu"])
@@ -93,7 +93,7 @@ def test_what_passes_a_loaded_model_is_counted_where_it_is_chosen(theirs):
     assert [of.shares for of in found.values()] == [pytest.approx(each) for each in expected]
 
 
-def test_served_counts_fade_and_join_those_of_texts(folder):
+def test_served_counts_decay_and_add_to_those_of_texts(folder):
     model = Model(folder)
     assert usage_of(model) is None
     served = {LAYER: ExpertUsage(100.0, (100.0, 60.0, 40.0, 0.0))}
@@ -133,7 +133,7 @@ def test_another_text_is_measured_by_itself(folder, monkeypatch):
         lambda values: json.dumps(values).replace('"tokens": ', '"tokens": 1e-9', 1).encode(),
     ],
 )
-def test_a_file_of_counts_that_cannot_be_is_ignored_and_measured_anew(folder, damage):
+def test_invalid_counts_file_is_ignored_and_measured_anew(folder, damage):
     expected, file = usage_of(Model(folder), TEXT), folder / usage.FILE
     values = json.loads(file.read_bytes())
     file.write_bytes(damage(values))
@@ -142,7 +142,7 @@ def test_a_file_of_counts_that_cannot_be_is_ignored_and_measured_anew(folder, da
     assert json.loads(file.read_bytes()) == values
 
 
-def test_a_folder_that_takes_no_file_has_its_counts_in_the_cache_folder(folder, tmp_path):
+def test_counts_of_a_read_only_folder_are_in_the_cache_folder(folder, tmp_path):
     (folder / usage.FILE).mkdir()  # in the way of a file, for root too
     found = usage_of(Model(folder), TEXT)
     assert [file.name.partition("-")[0] for file in (tmp_path / "cache/exkv").iterdir()] == [
@@ -151,7 +151,7 @@ def test_a_folder_that_takes_no_file_has_its_counts_in_the_cache_folder(folder, 
     assert usage_of(Model(folder)) == found
 
 
-def test_quantizing_by_a_text_leaves_its_counts_beside_the_integers(folder, tmp_path):
+def test_quantizing_stores_counts_beside_the_integers(folder, tmp_path):
     text = tmp_path / "text"
     text.write_text(TEXT * 4)
     out = tmp_path / "out"

@@ -335,7 +335,7 @@ def test_wrong_prediction_is_logged_with_both_numbers(folders):
     lines, surprises = run_sim(surprised, "64M", args=[folders["wide"], 0.5])
     assert lines == surprises
     assert len(lines) == 1 and lines[0].startswith("sim:0: workspace took")
-    assert "where the plan said" in lines[0]
+    assert "and the plan has" in lines[0]
     assert run_sim(surprised, "64M", args=[folders["wide"], 1]) == [[], []]
 
 
@@ -547,5 +547,5 @@ def test_oom_in_a_call_reports_changes_and_allows_shorter_calls():
     assert seen["long enough"] and seen["is torch's"] and seen["cache"] and seen["shorter"]
     taken = -(-seen["taken"] // 512) * 512
     assert f"Since loading, on sim:0: this process {taken:+,} bytes" in seen["error"]
-    assert "others +0" in seen["error"] and "a shorter call can go on" in seen["error"]
+    assert "others +0" in seen["error"] and "a shorter call can continue" in seen["error"]
     assert "sim out of memory" in seen["error"]

@@ -293,7 +293,7 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
     [
         (["-m", "no-such-folder"], 2, "no-such-folder"),
         (["-gs", "1,1"], 2, "gpu_split names 2 devices"),
-        (["-gs", "1", "--reserve-vram", "1M"], 2, "--reserve belongs"),
+        (["-gs", "1", "--reserve-vram", "1M"], 2, "--reserve and --gpu-split exclude each other"),
         (["-gs", "0.001"], 1, "no room for"),
         (["-l", "4"], 2, "context of 4"),
         (["--devices", "abacus"], 2, "abacus"),

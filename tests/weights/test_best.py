@@ -355,7 +355,7 @@ def test_a_refusal_names_the_integers_in_which_the_weights_would_fit(large, caps
 
 
 def test_invalid_requests_are_refused(folder, capsys):
-    with pytest.raises(ValueError, match="has 3 tokens; give some hundred words"):
+    with pytest.raises(ValueError, match="has 3 tokens; give a few hundred words"):
         Model(folder, weights="best", calibration="a").losses()
     assert main(["plan", str(folder), "--weights", "best", "--max-seq-len", "max"]) == 2
     assert "--max-seq-len max and --weights best: one unknown" in capsys.readouterr().err

@@ -26,8 +26,8 @@ class Draft(Leased):
         model: loaded.
         cache: of this model, for the draft alone, with a row for each text that it follows at once.
             When its pages run out, texts wait.
-        tokens: proposed at a time, at most.
-        confidence: stop behind a token of less than this probability.
+        tokens: most tokens to propose at a time.
+        confidence: stop after a token of less than this probability.
 
     Raises:
         ValueError, TypeError: a cache of another model, or a number out of range.
@@ -58,18 +58,18 @@ class Draft(Leased):
         guesses: Mapping[int, Guess],
         chunk: int | None = None,
     ) -> dict[int, list[int]]:
-        """Propose tokens behind some texts, in shared calls.
+        """Propose continuations of some texts, in shared calls.
 
         Args:
             texts: row of the cache -> token ids; cached ones are not run again.
-            most: row -> tokens to propose at most.
+            most: row -> most tokens to propose.
             guesses: row -> its chooser.
-            chunk: tokens of a new text to run at most; proposals follow once all have run.
+            chunk: most tokens of a new text to run; proposals follow once all have run.
         """
         with self.using():
             rows = self._begun(texts, self._fitting(texts, most), chunk)
             found: dict[int, list[int]] = {row: [] for row in texts}
-            snapshot_at = list(map(len, rows))  # texts stay, proposals may go
+            snapshot_at = list(map(len, rows))  # texts stay, proposals may be dropped
             while any(rows):
                 padded, lengths = pad_rows(rows)
                 logits = self.model.forward(
@@ -89,7 +89,7 @@ class Draft(Leased):
 
     def _fitting(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> list[int]:
         """Rows with room for their texts and proposals. When pages are short, rows that aren't
-        asked for release theirs, then those that ask for most; they run again later."""
+        requested release theirs, then those that request the most; they run again later."""
         limit, table = self.cache.row_limit, self.cache.pages
         rows = [row for row, text in texts.items() if len(text) <= limit(row)]
         if table is None:
@@ -108,7 +108,7 @@ class Draft(Leased):
     def _begun(
         self, texts: Mapping[int, Sequence[int]], fitting: Sequence[int], chunk: int | None
     ) -> list[list[int]]:
-        """Crop rows to what they share with their texts, and return the tokens to run of each."""
+        """Crop rows to the prefixes shared with their texts -> each row's tokens to run."""
         held = self.cache.sequences
         rows: list[list[int]] = [[] for _ in range(max(texts, default=-1) + 1)]
         keep = self.cache.seq_lens
@@ -128,7 +128,7 @@ class Draft(Leased):
         found: Mapping[int, Sequence[int]],
         guesses: Mapping[int, Guess],
     ) -> list[tuple[int, int, bool]]:
-        """Each row's next token, and whether it is likely enough to continue behind it."""
+        """Each row's next token, and whether it is likely enough to continue after it."""
         tokens = [guesses[row](logits[row : row + 1], found[row]) for row in going]
         sure = likely(logits[going], tokens, self.confidence)
         return list(zip(going, tokens, sure, strict=True))

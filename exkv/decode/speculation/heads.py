@@ -1,5 +1,5 @@
-"""Proposals by the model's own head for multi-token prediction (``exkv.models.mtp``), run again and
-again on what it makes."""
+"""Proposals by the model's own head for multi-token prediction (``exkv.models.mtp``), run
+repeatedly on its own output."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from exkv.sampling.bounds import check_count
 from ..rows import Row
 from .draft import Guess, likely
 
-#: What is given in a draft's place for ``MTP()``.
+#: Stands for ``MTP()`` in place of a draft.
 OWN_HEAD = "mtp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTP:
-    """Propose by the head of a model that was built with ``mtp=True``.
+    """Propose by the MTP head of a model that was built with ``mtp=True``.
 
     Attributes:
-        tokens: proposed at a time, at most.
-        confidence: stop behind a token of less than this probability.
+        tokens: most tokens to propose at a time.
+        confidence: stop after a token of less than this probability.
 
     Raises:
         TypeError, ValueError: a number out of range.
@@ -62,16 +62,16 @@ def propose(
     guesses: Mapping[Row, Guess],
     confidence: float,
 ) -> dict[Row, list[int]]:
-    """Propose tokens behind the newest ones of some rows, in shared calls; fewer, or none, where
-    memory runs out.
+    """Propose tokens after the newest ones of some rows, in shared calls; fewer, or none, if memory
+    runs out.
 
-    The head stores keys and values of the newest token and of its own, in its layer only. The call
-    of the model that verifies them stores others in their place.
+    The head stores keys and values of the newest token and of the proposed ones, in its layer only.
+    The call of the model that verifies them overwrites these.
 
     Args:
         rows: of the cache.
-        most: tokens to propose for each that is asked, at most; there is room for them.
-        guesses: how each chooses.
+        most: row -> most tokens to propose; there is room for them.
+        guesses: row -> its chooser.
     """
     asked = {at: row for at, row in enumerate(rows) if row is not None and row in most}
     found: dict[int, list[int]] = {at: [] for at in asked}
@@ -92,5 +92,5 @@ def propose(
                 found[at].append(token)
             pairs = zip(going, sure, strict=True)
             going = [at for at, on in pairs if on and len(found[at]) < most[asked[at]]]
-    cache.layers[model.config.num_hidden_layers].prefetched = None  # of a call that failed
+    cache.layers[model.config.num_hidden_layers].prefetched = None  # left by a failed call
     return {row: found[at] for at, row in asked.items()}

@@ -25,18 +25,18 @@ def check_promised(model: Transformer) -> None:
     plan = getattr(model, "plan", None)
     if plan is not None and plan.last_id_only:
         raise ValueError(
-            "the model was placed for logits of each row's last token only, and proposed tokens "
-            "need theirs: load it with last_id_only=False"
+            "the model was placed for logits of each row's last token only, and verifying proposed "
+            "tokens takes those of all: load it with last_id_only=False"
         )
 
 
 def check_rollback(cache: KVCache) -> None:
-    """ValueError for a cache whose recurrent states have no snapshots to return to."""
+    """ValueError for a cache whose recurrent states have no snapshots to roll back to."""
     if cache.model.config.has_states and not cache.has_snapshots:
         raise ValueError(
-            "proposed tokens that are rejected leave recurrent states that this cache can't return "
-            f"from: make it with snapshots=True ({type(cache).__name__}(model, ..., "
-            "snapshots=True)), which takes the bytes of its states once more"
+            "this cache can't roll back recurrent states after rejected tokens: make it with "
+            f"snapshots=True ({type(cache).__name__}(model, ..., snapshots=True)), which doubles "
+            "the bytes of its states"
         )
 
 
@@ -44,7 +44,7 @@ class Limits:
     """Limits of one model and one cache.
 
     On the CPU a call has at most as many tokens as the bound run takes: they have the bits of
-    single tokens, and cost little more than one while reading weights takes the time. Nothing is
+    single tokens, and cost little more than one while reading weights dominates. Nothing is
     proposed where rejected tokens would overwrite needed ones, in a ring that has wrapped around.
     """
 
@@ -58,13 +58,13 @@ class Limits:
         self._most_tokens = MOST_TOKENS if on_host else None
 
     def shared(self, wanted: Sequence[int]) -> list[int]:
-        """How many proposed tokens of each row go into one call beside its newest: as many as
+        """How many proposed tokens of each row one call takes beside its newest: as many as
         wanted, or equal shares of what a call takes."""
         room = None if self._most_tokens is None else max(self._most_tokens - len(wanted), 0)
         if room is None or sum(wanted) <= room:
             return list(wanted)
         given = [0] * len(wanted)
-        # Smallest first, so that the others share what it leaves.
+        # Smallest first, so that the others share the rest.
         order = sorted(range(len(wanted)), key=lambda row: wanted[row])
         for done, row in enumerate(order):
             given[row] = min(wanted[row], room // (len(wanted) - done))
@@ -72,7 +72,7 @@ class Limits:
         return given
 
     def of_row(self, row: int, most: int) -> int:
-        """How many of ``most`` tokens a row may store behind its next one, and drop without running
+        """How many of ``most`` tokens a row may store after its next one, and drop without running
         any again."""
         kept = len(self._cache.sequences[row]) + 1
         again = self._cache.rerun_lens(row + 1).get(row, 0)  # in the same call

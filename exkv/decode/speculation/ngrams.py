@@ -14,7 +14,7 @@ class NGrams:
     """Propose by lookup.
 
     Attributes:
-        tokens: proposed at a time, at most.
+        tokens: most tokens to propose at a time.
         longest: length of the longest n-gram to look up; shorter ones follow, down to one token.
 
     Raises:
@@ -30,12 +30,12 @@ class NGrams:
 
 
 class NGramIndex:
-    """A text, and the last place of each of its n-grams, up to the longest."""
+    """A text, and the last position of each of its n-grams, up to the longest."""
 
     def __init__(self, longest: int, tokens: Iterable[int] = ()) -> None:
         self._longest = longest
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # the place behind them
+        self._after: dict[tuple[int, ...], int] = {}  # the position after them
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class NGramIndex:
 
     def propose(self, most: int) -> list[int]:
         """The tokens that followed the longest suffix that occurred before, or none. Repetition
-        continues beyond the end: ``b a b`` behind ``a b a``."""
+        continues beyond the end: ``b a b`` after ``a b a``."""
         known = self._tokens
         for n in range(min(self._longest, len(known)), 0, -1):
             start = self._after.get(tuple(known[-n:]))

@@ -18,8 +18,8 @@ from .ngrams import NGramIndex, NGrams
 #: Wanted tokens of each job -> how many the next call takes.
 Room = Callable[[Sequence[int]], list[int]]
 
-#: Has the MTP head propose behind some rows: from the most tokens for each, how each
-#: chooses, and a confidence.
+#: Has the MTP head propose for some rows, given each one's most tokens and chooser, and a
+#: confidence.
 ByHead = Callable[[Mapping[Row, int], Mapping[Row, Guess], float], Mapping[Row, list[int]]]
 
 #: Tokens to look up for a new job.
@@ -31,12 +31,12 @@ class Speculation:
 
     Args:
         draft: a model, or how to use the model's own MTP head; "mtp" for ``MTP()``.
-        chunk: prompt tokens that the draft runs in a step, at most; None for all.
+        chunk: most prompt tokens that the draft runs in a step; None for all.
 
     Raises:
         TypeError: not a draft, or no n-grams.
-        ValueError: a draft of another vocabulary, or a model that was placed without room for it or
-            has no MTP head.
+        ValueError: a draft with another vocabulary, or a model that was placed without room for
+            verifying, or has no MTP head.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Speculation:
 
     @property
     def tokens(self) -> int:
-        """Proposed for a job at a time, at most."""
+        """Most tokens to propose for a job at a time."""
         drafts = self.draft or self._head
         drafted = 0 if drafts is None else drafts.tokens
         return max(drafted, 0 if self._ngrams is None else self._ngrams.tokens)
@@ -81,7 +81,7 @@ class Speculation:
     def propose(
         self, jobs: Sequence[Row], room: Room, chooser: Chooser[Any], by_head: ByHead
     ) -> list[list[int]]:
-        """Propose tokens behind the newest of each decoding job."""
+        """Propose tokens after the newest of each decoding job."""
         found = [self._looked_up(row) for row in jobs]
         most = room(
             [len(tokens) or self._drafted(row) for row, tokens in zip(jobs, found, strict=True)]
@@ -94,7 +94,7 @@ class Speculation:
         return [chooser.valid(row, ids) for row, ids in zip(jobs, found, strict=True)]
 
     def forget(self, row: Row) -> None:
-        """Drop a row that doesn't run any more."""
+        """Drop a row that no longer runs."""
         self._texts.pop(row, None)
         self._rows.pop(row, None)
         self._most.pop(row, None)
@@ -102,8 +102,8 @@ class Speculation:
     def learn(
         self, jobs: Sequence[Row], proposed: Sequence[Sequence[int]], right: Sequence[int]
     ) -> None:
-        """Adapt to the accepted numbers: look up twice as many tokens if all were, else one more
-        than were, since verifying takes time."""
+        """Adapt to the numbers of accepted tokens: next look up twice as many if all were accepted,
+        else one more than were, since verifying takes time."""
         for row, tokens, count in zip(jobs, proposed, right, strict=True):
             if tokens and not row.done:
                 self._most[row] = 2 * count if count == len(tokens) else count + 1
@@ -113,8 +113,8 @@ class Speculation:
         self._texts.pop(row, None)
 
     def _left(self, row: Row) -> int:
-        """Tokens that may be proposed, with one more to follow; 0 for a guided job, whose next
-        token depends on two rows."""
+        """How many tokens may be proposed so that one more can follow; 0 for a guided job, whose
+        next token depends on two rows."""
         if not row.job.speculate or row.negative is not None:
             return 0
         return row.job.max_new_tokens - len(row.tokens) - 1
