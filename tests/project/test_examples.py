@@ -234,7 +234,7 @@ def test_a_cache_in_host_memory_is_told_apart_from_the_devices(kind):
     assert answers == "The key is in the kitchen.\n", errors
     size = "256.00 KiB" if kind == "offloaded" else "512.00 KiB"
     assert f"| sim:0 1.82 MiB | cpu {size}" in errors
-    told = f"of 512 tokens: cpu {size}; in host memory, from which each layer's tokens are fetched"
+    told = f"of 512 tokens: cpu {size}; offloaded to host memory, fetched layer by layer"
     assert told in errors
 
 
