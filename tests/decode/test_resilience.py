@@ -126,7 +126,7 @@ def test_beams_have_copies_of_a_short_prompt_and_share_a_long_one(model, monkeyp
     ("options", "said"),
     [
         ({"cache_implementation": "paper"}, "'paper' is none of fp16, dynamic"),
-        ({"cache_config": {"nbits": 4}}, "set cache_implementation"),
+        ({"cache_config": {"nbits": 4}}, "without a cache_implementation: set both"),
         ({"cache_implementation": "quantized", "cache_config": 4}, "cache_config is 4"),
         (
             {"cache_implementation": "quantized", "cache_config": {"max_seq_len": 9}},
