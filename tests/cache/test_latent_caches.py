@@ -50,7 +50,8 @@ def test_queries_see_the_keys_of_the_definition(model, storage, retention, cut):
     two_formats, kept = STORAGES[storage], RETENTIONS[retention]
     one_format = replace(two_formats, values=two_formats.keys)
     found = in_calls(model, two_formats, kept, cut)
-    assert near(found, definition(model, one_format, kept), TOLERANCES[storage])
+    tolerance = 3 * TOLERANCES[storage]  # a step that turns over is one of keys and of values
+    assert near(found, definition(model, one_format, kept), tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -190,7 +190,7 @@ WIDE, MIXTURE = {"hidden_size": 2**20}, {"architectures": ["MixtralForCausalLM"]
         ({**WIDE, "intermediate_size": 2**30}, "intermediate_size 1073741824 by hidden_size"),
         ({**WIDE, "vocab_size": 2**30}, "vocab_size 1073741824 by hidden_size 1048576 are"),
         ({**WIDE, "num_attention_heads": 2**19}, r"num_attention_heads \* head_dim 16777216 by"),
-        ({**MIXTURE, "num_local_experts": 10**6}, "num_local_experts 1000000: exkv supports at most"),
+        ({**MIXTURE, "num_local_experts": 10**6}, "num_local_experts 1000000: exkv supports"),
     ],
 )
 def test_sizes_that_no_model_has_are_refused_by_the_config(values, said):
@@ -204,8 +204,8 @@ def test_sizes_that_no_model_has_are_refused_by_the_config(values, said):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_hidden_layers": 200}, "num_hidden_layers 200, and the checkpoint has only 39 tensors"),
-        ({**MIXTURE, "num_local_experts": 64}, "num_local_experts 64, and the checkpoint has only 39"),
+        ({"num_hidden_layers": 200}, "num_hidden_layers 200, and the checkpoint has only 39"),
+        ({**MIXTURE, "num_local_experts": 64}, "num_local_experts 64, and .* has only 39"),
     ],
 )
 def test_more_layers_or_experts_than_the_checkpoint_has_are_refused(tmp_path, values, said):
