@@ -86,7 +86,7 @@ def on_devices(model: Model) -> list[DeviceReport]:
 def split(folder: str, kind: str, batch_size: int):
     """On one device, then on two of which the first is too small, then at the promise's limit."""
     alone = on_cpu(folder, max_input_len=CHUNK)
-    expected = digest(fill(alone, CACHES[kind](alone, LENGTH, batch_size)))
+    expected = fill(alone, CACHES[kind](alone, LENGTH, batch_size))
 
     for index in range(2):
         sim.set_capacity(index, 64 << 20)
@@ -101,12 +101,14 @@ def split(folder: str, kind: str, batch_size: int):
     rows += ledgers(model)
     for row in on_devices(model):
         sim.set_capacity(row.device.index, row.ledger.total)
-    result = digest(fill(model, cache))
+    result = fill(model, cache)
     embedding, *others = model.device_map.values()
     placed = sorted({str(device) for device in others})
     assert str(embedding) == ("cpu" if model.embed_cpu else "sim:0")
     model.unload()
-    return {"bits": result == expected, "rows": rows, "placed": placed}
+    same = digest(result) == digest(expected)
+    near = torch.allclose(result, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+    return {"bits": same, "near": near, "rows": rows, "placed": placed}
 
 
 def split_with_each_cache(folder: str, kinds: list[str]):
@@ -116,10 +118,13 @@ def split_with_each_cache(folder: str, kinds: list[str]):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_path, name):
+    """Near them with states, which the CPU's bound run advances by sums in another order."""
     save(reference(CONFIGS[name]), tmp_path)
+    config = ModelConfig.from_pretrained(tmp_path)
+    exact = not any(map(config.state, range(config.num_hidden_layers)))
     args = [str(tmp_path), list(kinds_for(name, CONFIGS))]
     for result in run_sim(split_with_each_cache, "64M,64M", args=args):
-        assert result["bits"]
+        assert result["bits" if exact else "near"]
         assert result["placed"] == ["sim:0", "sim:1"]
         # The probe's zeros make all tokens choose the same experts: the worst case.
         for predicted, measured in result["rows"]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: From the ground up. Parts of one floor don't know each other. A part is a module or a package
 #: of exkv; inside a package everyone may import everyone.
 FLOORS = (
-    ("exkv_ext", "errors", "sizes", "epochs", "version", "caching_allocator"),
+    ("exkv_ext", "errors", "sizes", "epochs", "version", "caching_allocator", "host_memory"),
     ("overhead", "sim_clock"),
     ("devices", "sim", "checkpoint"),
     ("ops", "batch", "text"),
