@@ -107,7 +107,8 @@ def split(folder: str, kind: str, batch_size: int):
     assert str(embedding) == ("cpu" if model.embed_cpu else "sim:0")
     model.unload()
     same = digest(result) == digest(expected)
-    near = torch.allclose(result, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+    # A value in few bits may turn over its last step.
+    near = bool((result - expected).abs().max() < 0.02 * expected.abs().max())
     return {"bits": same, "near": near, "rows": rows, "placed": placed}
 
 
