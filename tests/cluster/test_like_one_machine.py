@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from adapters import linears_of, write_adapter
 from cluster_hosts import alone, cluster_of
 from heads import agreeing, with_head
 from on_cpu import on_cpu
+from runs import Readable
 from simproc import run_sim
 from tiny import GEMMA4_SHARED, TINY, gemma4, llama, reference, save, save_tokenizer
 from torch import Tensor
@@ -258,9 +258,10 @@ def otherwise(top: str) -> dict[str, object]:
 
 
 def with_states(top: str) -> dict[str, object]:
-    """Layers with a state in place of keys and values, which the bound run sums in another order
-    than modules on the hosts' cards do."""
-    return rows_that_move(Path(top) / "states", atol=1e-5)
+    """Layers with a recurrent state. This machine computes them as modules, as the hosts' cards do:
+    its bound run sums in another order (``tests/models/test_bound_states.py``)."""
+    with Readable():
+        return rows_that_move(Path(top) / "states")
 
 
 def with_shared_keys(top: str) -> dict[str, object]:
@@ -340,28 +341,27 @@ def proposed_by_jobs(model: Model) -> list[object]:
     return [handle.tokens for handle in handles]
 
 
-def rows_that_move(folder: Path, atol: float = 0.0) -> dict[str, object]:
+def rows_that_move(folder: Path) -> dict[str, object]:
     cluster = cluster_of("24M", "24M")
-    alike = partial(same, atol=atol)
     empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
     cache, own, result = Cache(model, 64, 2), Cache(expected, 64, 2), {}
-    result["same"] = load(model, cache) and alike(steps(model, cache), steps(expected, own))
+    result["same"] = load(model, cache) and same(steps(model, cache), steps(expected, own))
     for each in (cache, own):
         each.reorder([1, 0])
     tokens = IDS[:, :1]
-    result["rows in other places"] = alike(
+    result["rows in other places"] = same(
         [model.forward(tokens, cache).cpu()], [expected.forward(tokens, own)]
     )
     for each in (cache, own):
         each.crop([20, 11])
-    result["cropped"] = alike([model.forward(tokens, cache).cpu()], [expected.forward(tokens, own)])
+    result["cropped"] = same([model.forward(tokens, cache).cpu()], [expected.forward(tokens, own)])
     cache.save(file := folder / "cache")
     (again := Cache(model, 64, 2)).load(file)
     forks = again.fork(1), own.fork(1)
-    result["saved and forked"] = alike(
+    result["saved and forked"] = same(
         [model.forward(tokens, forks[0]).cpu()], [expected.forward(tokens, forks[1])]
     )
-    result["verified"] = alike(*map(verified, (model, expected)))
+    result["verified"] = same(*map(verified, (model, expected)))
     texts = [tokens_of_jobs(each) for each in (model, expected)]
     result["jobs"] = texts[0] == texts[1] and all(map(len, texts[0]))
     model.unload()

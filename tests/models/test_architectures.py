@@ -5,6 +5,7 @@ The scenario runs in a process of its own, on devices that it cuts to the size o
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 
 import pytest
@@ -12,6 +13,7 @@ import tiny
 import torch
 from cases import kinds_for
 from on_cpu import on_cpu
+from runs import Readable
 from simproc import run_sim
 from tiny import (
     GEMMA4_EXPERTS,
@@ -86,7 +88,9 @@ def on_devices(model: Model) -> list[DeviceReport]:
 def split(folder: str, kind: str, batch_size: int):
     """On one device, then on two of which the first is too small, then at the promise's limit."""
     alone = on_cpu(folder, max_input_len=CHUNK)
-    expected = fill(alone, CACHES[kind](alone, LENGTH, batch_size))
+    # The CPU's bound run sums states in another order: tests/models/test_bound_states.py.
+    with Readable() if alone.config.has_states else contextlib.nullcontext():
+        expected = digest(fill(alone, CACHES[kind](alone, LENGTH, batch_size)))
 
     for index in range(2):
         sim.set_capacity(index, 64 << 20)
@@ -101,15 +105,12 @@ def split(folder: str, kind: str, batch_size: int):
     rows += ledgers(model)
     for row in on_devices(model):
         sim.set_capacity(row.device.index, row.ledger.total)
-    result = fill(model, cache)
+    result = digest(fill(model, cache))
     embedding, *others = model.device_map.values()
     placed = sorted({str(device) for device in others})
     assert str(embedding) == ("cpu" if model.embed_cpu else "sim:0")
     model.unload()
-    same = digest(result) == digest(expected)
-    # A value in few bits may turn over its last step.
-    near = bool((result - expected).abs().max() < 0.02 * expected.abs().max())
-    return {"bits": same, "near": near, "rows": rows, "placed": placed}
+    return {"bits": result == expected, "rows": rows, "placed": placed}
 
 
 def split_with_each_cache(folder: str, kinds: list[str]):
@@ -119,13 +120,10 @@ def split_with_each_cache(folder: str, kinds: list[str]):
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_path, name):
-    """Near them with states, which the CPU's bound run advances by sums in another order."""
     save(reference(CONFIGS[name]), tmp_path)
-    config = ModelConfig.from_pretrained(tmp_path)
-    exact = not any(map(config.state, range(config.num_hidden_layers)))
     args = [str(tmp_path), list(kinds_for(name, CONFIGS))]
     for result in run_sim(split_with_each_cache, "64M,64M", args=args):
-        assert result["bits" if exact else "near"]
+        assert result["bits"]
         assert result["placed"] == ["sim:0", "sim:1"]
         # The probe's zeros make all tokens choose the same experts: the worst case.
         for predicted, measured in result["rows"]:
