@@ -123,7 +123,7 @@ def add_to(commands: Any) -> None:
         "--disk-bandwidth",
         type=float,
         metavar="GB/S",
-        help="of the disk that experts are read from (measured if the file is here)",
+        help="bandwidth of the disk that experts are read from (measured if the file is here)",
     )
     add("--last-id-only", action="store_true", help="plan logits of the last token only")
     add("--simulate", action="store_true", help="carry out the plan on simulated devices")
