@@ -266,10 +266,11 @@ def test_a_mix_counts_and_names_every_matrix_of_every_architecture(name, tmp_pat
         layers.units(layers.alike("int4"), torch.float32)
     except ValueError:
         return  # exkv quantize refuses it
-    formats = layers.formats(kept)
+    # What stands before a layer's number is another in a file than by the config alone.
+    formats = {name.rpartition("layers.")[2]: each for name, each in layers.formats(kept).items()}
     for unit in layers.units(kept, torch.float32):
-        for path, layer in unit.spec.matrices.items():
-            shape = unit.shapes.get(f"{path}.codes")
+        for path, name in unit.spec.matrices.items():
+            layer, shape = name.rpartition("layers.")[2], unit.shapes.get(f"{path}.codes")
             assert (layer in formats) == (shape is not None), layer
             if shape is not None:
                 assert shape.shape[-1] == 32 * formats[layer].bits
