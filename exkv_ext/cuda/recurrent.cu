@@ -5,6 +5,9 @@
 // them, a lane each, in registers for all tokens of a call; its warps share the rows. In turns,
 // each warp puts one token's vectors into shared memory, for all warps; those of the next turn are
 // on their way meanwhile. Sums run in an order that depends on the sizes of a head alone.
+//
+// Registers a thread, by nvcc 13.0 for 7.5 to 12.0, without spills, with 64, 128 and 256 rows: the
+// gated delta rule 124, 164 and 226; state space duality 126, 164 and 222; the convolution 62.
 #include "floats.cuh"
 #include "recurrent.cuh"
 
