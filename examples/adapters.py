@@ -1,7 +1,7 @@
-"""One model, several adapters: each question with and without, in one engine.
+"""One question answered without and with each of several adapters, in one engine.
 
-``python examples/adapters.py DIR ADAPTER [ADAPTER ...] QUESTION``, e.g. with the demo model,
-``examples/demo-adapter`` and a question: the adapter answers in as few words as will do.
+``python examples/adapters.py DIR ADAPTER [ADAPTER ...] QUESTION``. With the demo model,
+``examples/demo-adapter`` answers as briefly as possible.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Answers that stream side by side in one event loop, as a server would write them.
+"""Stream several answers concurrently in one event loop, as a server does.
 
 ``python examples/async_engine.py DIR QUESTION [QUESTION ...]``
 """

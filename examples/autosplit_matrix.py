@@ -1,10 +1,10 @@
-"""Load models over the devices that there are in every way, and see that all ways agree.
+"""Load models over this machine's devices in every way, and check that all ways agree.
 
-``autosplit_matrix.py DIR`` takes a model's folder or a folder of them. Each model is loaded with
-each kind of cache at each length, lazily and eagerly, generates a few tokens, and is unloaded.
-Lazy and eager must come to the same map, the same bytes and the same tokens, and unloading must
-leave every device as it was found; the exit status is 1 where they don't, 2 for bad input.
-``EXKV_SIM_DEVICES=8M,8M,1G`` in the environment tries it on simulated devices.
+``autosplit_matrix.py DIR`` takes a model's folder or a folder of models. It loads each model with
+each kind of cache at each length, eagerly and lazily, generates a few tokens, and unloads. Eager
+and lazy must give the same device map, bytes and tokens, and unloading must free everything. Exit
+status: 0, 1 they differ, 2 invalid input. With ``EXKV_SIM_DEVICES=8M,8M,1G`` in the environment it
+runs on simulated devices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def model_folders(path: Path) -> list[Path]:
-    """The folder itself if it is a model, else the models in it by name."""
+    """The folder if it is a model, else the models in it, sorted by name."""
     if (path / "config.json").is_file():
         return [path]
     folders = sorted(file.parent for file in path.glob("*/config.json"))
@@ -80,12 +80,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a case; times in milliseconds.
+    """Result of a case; times in milliseconds.
 
     Attributes:
-        result: what lazy and eager must agree in, each part under the name that a report uses.
-        leaked: bytes that a device still held after unloading, where it keeps count.
-        fits: whether the model was loaded; if not, ``result`` says for what no room was found.
+        result: what must be equal for lazy and eager, by the names used in messages.
+        leaked: bytes still allocated after unloading, on devices that count them.
+        fits: whether the model was loaded; if not, ``result`` says which unit didn't fit.
     """
 
     case: Case
@@ -129,13 +129,13 @@ def run(case: Case, args: argparse.Namespace) -> Outcome:
 
 
 def totals(row: DeviceReport) -> tuple[str, int, int | None]:
-    """A device with all its lines together, as predicted and as measured."""
+    """A device's total bytes, predicted and measured."""
     counted = sum(row.measured.values()) if "workspace" in row.measured else None
     return str(row.device), row.ledger.total, counted
 
 
 def generate(model: Model, cache: KVCache, count: int) -> list[int]:
-    """The likeliest tokens after a prompt that needs no tokenizer."""
+    """Decode greedily after a prompt that needs no tokenizer."""
     ids = torch.arange(1, PROMPT_TOKENS + 1)[None] % model.config.vocab_size
     tokens: list[int] = []
     while len(tokens) < count:
@@ -146,7 +146,7 @@ def generate(model: Model, cache: KVCache, count: int) -> list[int]:
 
 
 def memory(names: Sequence[str] | None) -> dict[torch.device, int]:
-    """Bytes in use on each device that keeps count."""
+    """Allocated bytes on each device that counts them."""
     counts = {
         device: allocated_memory(device) for device in resolve_devices(names or present_devices())
     }
@@ -162,13 +162,13 @@ def growth(before: dict[torch.device, int]) -> dict[str, int]:
 
 
 def disagreements(eager: Outcome, lazy: Outcome) -> Iterator[str]:
-    """What is wrong with a pair of rows, a sentence each."""
+    """Describe what is wrong with a pair of rows, a sentence each."""
     for row in (eager, lazy):
         for device, size in row.leaked.items():
             yield f"{row.case}: {device} holds {size:+,} bytes after unloading"
     if eager.fits != lazy.fits:
         fits, does_not = (eager, lazy) if eager.fits else (lazy, eager)
-        yield f"{fits.case}: fits, and {does_not.case} does not: no room for {does_not.result}"
+        yield f"{fits.case}: fits, but {does_not.case} doesn't: no room for {does_not.result}"
         return
     for part, value in eager.result.items():
         if value != lazy.result[part]:
@@ -223,25 +223,25 @@ def predicted_and_measured(totals: tuple[str, int, int | None]) -> str:
 
 
 class Flags(argparse.ArgumentParser):
-    """Says what is wrong with a flag in one line."""
+    """Report an invalid flag in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
-#: Of a cache: more than any model has positions for.
+#: Upper bound for tokens of a cache: more positions than any model has.
 MOST_TOKENS = 1 << 27
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    flags = Flags(description="Load models in every way and compare.", allow_abbrev=False)
+    flags = Flags(description="Load models in every way, and compare.", allow_abbrev=False)
     add = flags.add_argument
-    add("models", type=Path, metavar="MODELS_DIR", help="a model's folder, or a folder of them")
+    add("models", type=Path, metavar="MODELS_DIR", help="a model's folder, or a folder of models")
     add("--caches", type=caches, default=list(CACHES), metavar="KINDS", help=",".join(CACHES))
     add("--lengths", type=counts, default=[256, 1024], metavar="TOKENS", help="256,1024")
     add("--tokens", type=count, default=16, metavar="N", help="tokens to generate (16)")
     add("--devices", type=lambda text: text.split(","), metavar="NAMES", help="cuda:0,cpu (all)")
-    add("--reserve-vram", type=sizes, metavar="SIZES", help="to leave free, such as 256M or 1G,64M")
+    add("--reserve-vram", type=sizes, metavar="SIZES", help="memory to leave free: 256M, or 1G,64M")
     args = flags.parse_args(argv)
     if min(args.lengths) < PROMPT_TOKENS + args.tokens:
         flags.error(f"--lengths must hold {PROMPT_TOKENS + args.tokens} tokens (--tokens)")
@@ -268,7 +268,7 @@ def counts(text: str) -> list[int]:
 
 
 def sizes(text: str) -> int | list[int]:
-    """One size for every device, or a list of them."""
+    """Parse one size for every device, or a list of sizes."""
     try:
         parsed = parse_sizes(text)
     except ValueError as error:

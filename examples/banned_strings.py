@@ -1,4 +1,4 @@
-"""A text without some words, whatever tokens they are made of: what has come up is taken back.
+"""Generate a text without some words, however they are tokenized: generation rolls back over them.
 
 ``python examples/banned_strings.py DIR PROMPT WORD [WORD ...]``
 """

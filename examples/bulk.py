@@ -1,4 +1,4 @@
-"""Many prompts at once: one engine, one pool of pages, and a line for each answer as it ends.
+"""Run many prompts at once in one pool of pages, and print each answer when it is complete.
 
 ``python examples/bulk.py DIR QUESTION [QUESTION ...]``
 """

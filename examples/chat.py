@@ -1,7 +1,7 @@
-"""Chat with a model over the devices that there are: ``chat.py -m DIR -gs auto``.
+"""Chat with a model over all devices: ``chat.py -m DIR -gs auto``.
 
-``exkv chat`` with the model under ExLlamaV2's flag; the program itself is ``exkv/cli/chat``, and
-``session.py`` there is where to begin. ``minimal_chat.py`` is the same idea in 40 lines.
+This is ``exkv chat`` with the model under ExLlamaV2's flag. The program is ``exkv/cli/chat``; start
+reading at ``session.py``. ``minimal_chat.py`` is the same idea in 40 lines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         help="the model's folder, or a GGUF file",
     )
     flags.add_argument(
-        "--lazy", action="store_true", help="eager and lazy caches are one thing: nothing changes"
+        "--lazy", action="store_true", help="no effect: eager and lazy caches are the same"
     )
     chat.add_flags(flags)
     return chat.run(flags.parse_args(argv), "chat.py")

@@ -1,5 +1,5 @@
-"""A conversation of several turns on one cache, through ``model.generate``: each turn runs only
-the tokens that the cache does not hold yet.
+"""Hold a conversation on one cache with ``model.generate``: each turn runs only tokens that the
+cache doesn't hold yet.
 
 ``python examples/iterative_chat.py DIR ["MESSAGE" ...] [--cache KIND]``
 """
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     conversation = Conversation(tokenizer, cache.max_seq_len)
     for message in args.messages:
         conversation.add("user", message)
-        ids, _ = conversation.prompt(ROOM)  # all turns so far; the oldest go when it gets too long
+        ids, _ = conversation.prompt(ROOM)  # all turns so far, or the newest that fit
         held = common_prefix(ids, cache.sequences[0])
         out = model.generate([ids], cache=cache, max_new_tokens=ROOM)
         answer = tokenizer.decode(out[0, len(ids) :].tolist()).strip()

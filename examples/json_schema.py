@@ -1,4 +1,4 @@
-"""Answers that are JSON of a schema, several at once.
+"""Constrain several answers to a JSON schema.
 
 ``python examples/json_schema.py DIR QUESTION [QUESTION ...]``
 """

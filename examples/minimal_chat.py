@@ -1,4 +1,4 @@
-"""The whole idea in one look: load over the devices that there are, take turns, stream.
+"""A minimal chat: load over all devices, take turns, stream.
 
 ``python examples/minimal_chat.py DIR``; ``chat.py`` adds flags, commands, Ctrl-C and statistics.
 """
@@ -25,7 +25,7 @@ def main(folder: str) -> None:
         if not message:
             return
         conversation.add("user", message)
-        prompt, _ = conversation.prompt(room)  # the oldest turns go when it grows too long
+        prompt, _ = conversation.prompt(room)  # all turns, or the newest that fit
         answer = ""
         for piece in generator.stream(prompt, SamplingParams.greedy(), num_tokens=room):
             print(piece, end="", flush=True)

@@ -1,4 +1,4 @@
-"""A generation loop of one's own, on nothing but ``forward`` and a cache: greedy, or drawn.
+"""Your own generation loop on ``forward`` and a cache, greedy or sampled.
 
 ``python examples/own_loop.py DIR "Where is the key?" [TEMPERATURE]``
 """
@@ -17,7 +17,7 @@ def main(folder: str, question: str, temperature: float = 0.0, max_new_tokens: i
     model.load_autosplit(cache, last_id_only=True)
 
     text = tokenizer.stream()
-    new = torch.tensor([ids])  # (1, T): the whole prompt at first, then a token a step
+    new = torch.tensor([ids])  # (1, T): first the whole prompt, then one token per step
     for _ in range(max_new_tokens):
         logits = model.forward(new, cache, last_id_only=True)[0, -1].float().cpu()
         if temperature > 0:

@@ -1,5 +1,5 @@
-"""One long prompt, many questions: the prompt runs once, and each question goes on in a fork of its
-cache, which stores only what the question and its answer add (in pages: in the same pool).
+"""Ask many questions about one long prompt: it runs once, and each question continues in a fork of
+its cache, which stores only the question and its answer (with pages, in the same pool).
 
 ``python examples/prompt_reuse.py DIR ["QUESTION" ...] [--cache KIND]``
 """
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer.encode_chat([*story, {"role": "user", "content": question}])
         for question in args.questions
     ]
-    # One fork at a time, which copies the page where the story ends, so that there is one more.
+    # One fork at a time, which copies the page where the story ends: hence one page more.
     longest = max(map(len, prompts)) + ROOM
     pool = {"page": 16, "pages": -(-longest // 16) + 1} if args.cache == "paged" else {}
     cache = CACHES[args.cache](model, max_seq_len=len(ids), **pool)
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     model.forward(torch.tensor([ids]), cache, last_id_only=True)
     print(f"  (story: {len(ids)} tokens new, {size(cache)})", file=sys.stderr)
     for question, asked in zip(args.questions, prompts, strict=True):
-        own = cache.fork(max_seq_len=len(asked) + ROOM)  # the story stays, whatever is added here
+        own = cache.fork(max_seq_len=len(asked) + ROOM)  # the story itself stays unchanged
         held = common_prefix(asked, own.sequences[0])
         out = model.generate([asked], cache=own, max_new_tokens=ROOM)[0, len(asked) :].tolist()
         print(f"> {question}\n{tokenizer.decode(out).strip()}")

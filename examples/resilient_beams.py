@@ -1,10 +1,9 @@
-"""Forty diverse beams over one long prompt, on whatever card there is: the prompt is stored once
-for all beams, and where memory runs out all the same, the cache moves to the host and the search
-goes on from the token where it stopped.
+"""Search forty diverse beams over one long prompt, on any card: the prompt is stored once for all
+beams, and if memory still runs out, the cache moves to the host and the search continues from the
+token where it stopped.
 
 ``python examples/resilient_beams.py DIR [--beams N] [--cache KIND] [--simulate SIZES]``, e.g.
-``--simulate 5M`` for a card that is too small for the demo model's beams, ``64M`` for one that is
-large enough.
+``--simulate 5M`` for a card too small for the demo model's beams, or ``64M`` for one large enough.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model, tokenizer = Model(args.folder), Tokenizer(args.folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": f"{STORY} {QUESTION}"}])
-    # Planned with room for the prompt; the beams come on top, and may find none.
+    # Planned for the prompt only; the beams come on top, and may not fit.
     model.load_autosplit(Cache(model, max_seq_len=len(ids)), last_id_only=True)
     out = model.generate(
         [ids],
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         num_return_sequences=args.beams,
         diversity_penalty=1.0,
         max_new_tokens=ROOM,
-        eos_token_id=(),  # all to the same length: the more to store
+        eos_token_id=(),  # all beams at full length, to store more
         cache_implementation=args.cache,
         on_fallback=say,
         return_dict_in_generate=True,

@@ -1,5 +1,5 @@
-"""The same answers in fewer calls: tokens are proposed by lookup in the text so far, or by a
-smaller model, and checked several at once.
+"""Generate the same answers in fewer calls: n-grams or a smaller model propose tokens, of which the
+model verifies several at once.
 
 ``python examples/speculation.py DIR QUESTION [DRAFT_DIR]``
 """
@@ -12,14 +12,14 @@ from exkv import Cache, Draft, Generator, Model, NGrams, SamplingParams, Tokeniz
 def main(folder: str, question: str, draft_folder: str | None = None) -> None:
     model, tokenizer = Model(folder), Tokenizer(folder)
     longest = min(model.config.max_position_embeddings, 1024)
-    cache = Cache(model, max_seq_len=longest, snapshots=True)  # for recurrent states
+    cache = Cache(model, max_seq_len=longest, snapshots=True)  # for models with recurrent states
     ways = {"without": {}, "n-grams": {"ngrams": NGrams(tokens=8)}}
     if draft_folder is None:
         model.load_autosplit(cache)
     else:
         small = Model(draft_folder)
         small_cache = Cache(small, max_seq_len=longest, snapshots=True)
-        model.load_autosplit(cache, draft=small_cache)  # both, in one plan
+        model.load_autosplit(cache, draft=small_cache)  # both in one plan
         ways["draft"] = {"draft": Draft(small, small_cache)}
     ids = tokenizer.encode_chat([{"role": "user", "content": question}])
     for name, way in ways.items():

@@ -1,4 +1,4 @@
-"""A toy world of people, objects and places: the text that the demo model is trained and tested on.
+"""A toy world of people, objects and places, in which the demo model is trained and tested.
 
 Pure Python, no torch, so that tests and benchmarks can import it. `document` writes one chat full
 of statements and questions for training; `heldout` writes chats that end with a question about a
@@ -164,7 +164,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def count_tokens(text: str) -> int:
-    """Tokens of `text` as the demo's tokenizer counts them: one a word, one a punctuation mark."""
+    """Number of tokens by the demo's tokenizer: one per word and per punctuation mark."""
     return len(_TOKEN.findall(text))
 
 
@@ -175,7 +175,7 @@ def is_heldout(kind: str, subject: str, value: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What was told: `where` is the phrase with its preposition, for the kinds that have one."""
+    """A statement; `where` is its phrase with preposition, for kinds that have one."""
 
     kind: str
     subject: str
@@ -203,10 +203,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question put in a chat: the index of its answer's message, and how far back the fact is.
+    """A question in a chat: the index of its answer's message, and the distance to its fact.
 
-    `distance` is in tokens from the end of the statement to the start of the answer; None where
-    the answer is that nobody told.
+    `distance` is in tokens, from the end of the statement to the start of the answer; None if the
+    right answer is that nobody told.
     """
 
     message: int
@@ -240,7 +240,7 @@ class HeldOut:
 
 @dataclass(slots=True)
 class Chat:
-    """A chat in the making, and everything that has been told in it so far."""
+    """A chat being written, and everything told in it so far."""
 
     rng: random.Random
     update_rate: float = 0.03
@@ -266,7 +266,7 @@ class Chat:
         return not any(k in self.facts for k in keys) or self.rng.random() < self.update_rate
 
     def _draw(self, kind: str) -> Fact | None:
-        """A fact of this kind that may be told now, or None after a few vain tries."""
+        """Draw a fact of this kind that may be told now, or None after a few failed tries."""
         for _ in range(8):
             subject = self.rng.choice(NAMES if kind in ("at", "likes") else OBJECTS)
             fact = self.make_fact(kind, subject)
@@ -293,7 +293,7 @@ class Chat:
     # Telling
 
     def tell(self, fact: Fact) -> None:
-        """Adds a sentence that states `fact` to the open message."""
+        """Add a sentence that states `fact` to the open message."""
         rng, kind, obj = self.rng, fact.kind, fact.subject
         stated, wording = [fact], kind
         slots = {"o": obj, "n": fact.subject, "x": fact.where, "f": fact.value, "c": "", "m": ""}
@@ -335,14 +335,14 @@ class Chat:
                 self.unasked.remove((kind, subject))
 
     def say(self, sentence: str) -> None:
-        """Adds a sentence to the open message."""
+        """Add a sentence to the open message."""
         if self.rng.random() < 0.05 and sentence.split()[0] not in NAMES:
             sentence = sentence[0].lower() + sentence[1:]
         self._open.append(sentence)
         self.tokens += count_tokens(sentence)
 
     def statements(self, n: int) -> None:
-        """Adds `n` sentences: facts mostly, and now and then one that tells nothing."""
+        """Add `n` sentences, mostly facts, and sometimes one that tells nothing."""
         for _ in range(n):
             if self.rng.random() < 0.1:
                 filler = self.rng.choice(FILLERS)
@@ -355,7 +355,7 @@ class Chat:
                 self.tell(fact)
 
     def close(self, role: str, end: bool = False) -> None:
-        """Ends the open message; `end` may drop its last full stop, as people do."""
+        """End the open message; `end` may drop its last full stop, as people do."""
         text = " ".join(self._open)
         if end and text[-1:] in ".?" and self.rng.random() < 0.08:
             text = text[:-1]
@@ -385,7 +385,7 @@ class Chat:
     # Asking
 
     def ask(self, key: tuple[str, str]) -> Question:
-        """Ends the open message with a question about what was told, and answers it."""
+        """End the open message with a question about what was told, and answer it."""
         fact = self.facts[key]
         if key in self.unasked:
             self.unasked.remove(key)
@@ -395,7 +395,7 @@ class Chat:
         return self._put(kind, fact.subject, fact)
 
     def ask_untold(self) -> None:
-        """Asks what nobody told: about a stranger, or about something else than was told."""
+        """Ask something that nobody told: about a stranger, or another property."""
         for _ in range(20):
             kind = self.rng.choice(list(QUESTIONS))
             subject = self.rng.choice(NAMES if kind in ("at", "likes") else OBJECTS)
@@ -430,7 +430,7 @@ class Chat:
         return question
 
     def turn(self, question_rate: float) -> None:
-        """One more exchange of a random sort."""
+        """Add one random exchange."""
         rng = self.rng
         draw = rng.random()
         if draw < 0.03:
@@ -448,7 +448,7 @@ class Chat:
 
 
 def _open_chat(rng: random.Random, tokens: int) -> Chat:
-    """A chat with its beginning: sometimes a system message, sometimes a long first story."""
+    """Begin a chat, sometimes with a system message, sometimes with a long first story."""
     chat = Chat(rng)
     if rng.random() < 0.1:
         chat.say(rng.choice(SYSTEM_LINES))
@@ -483,7 +483,7 @@ def document(rng: random.Random, tokens: int) -> Document:
 
 
 def _one_heldout(rng: random.Random, distance: int) -> HeldOut:
-    """A chat that asks for a held-out fact `distance` tokens (about) after it was told."""
+    """Make a chat that asks for a held-out fact about `distance` tokens after it was told."""
     chat = Chat(rng, update_rate=0.0)
     target = None
     while target is None or not target.heldout:
@@ -519,7 +519,7 @@ def _one_heldout(rng: random.Random, distance: int) -> HeldOut:
 
 
 def heldout(seed: int, n: int, max_distance: int = 1000) -> list[HeldOut]:
-    """`n` chats that ask for facts that training never states, 10 to `max_distance` tokens back.
+    """Make `n` chats that ask for facts unseen in training, 10 to `max_distance` tokens ago.
 
     Each unpacks as (messages, question, answer, distance_tokens); `messages` ends with the
     user's question, and the distances are spread evenly.
@@ -535,7 +535,7 @@ def heldout(seed: int, n: int, max_distance: int = 1000) -> list[HeldOut]:
 
 
 def heldout_untold(seed: int, n: int, tokens: int = 400) -> list[tuple[Messages, str]]:
-    """`n` chats of up to `tokens` tokens that ask what nobody told: (messages, answer)."""
+    """Make `n` chats of up to `tokens` tokens that ask what nobody told: (messages, answer)."""
     rng = random.Random(f"untold/{seed}")
     found = []
     for _ in range(n):
@@ -563,5 +563,5 @@ def heldout_text(seed: int, tokens: int) -> str:
 
 
 def vocabulary() -> Sequence[str]:
-    """Every entity of the world, for checks that a tokenizer keeps each in one token."""
+    """All entities, to check that a tokenizer has one token for each."""
     return [*NAMES, *OBJECTS, *ROOMS, *FURNITURE, *COLOURS, *FOODS]

@@ -1,7 +1,7 @@
-"""Trains the demo adapter, which answers in as few words as will do: with PEFT, in a minute.
+"""Train the demo adapter, which answers as briefly as possible, with PEFT in a minute.
 
-``python examples/train_adapter.py OUT`` (needs transformers and peft). What it writes is in
-``examples/demo-adapter``; ``examples/adapters.py`` shows it.
+``python examples/train_adapter.py OUT`` (needs transformers and peft) wrote
+``examples/demo-adapter``; ``examples/adapters.py`` uses it.
 """
 
 import random
@@ -20,7 +20,7 @@ STEPS, ROWS = 240, 16
 
 
 def short_chat(rng: random.Random) -> tuple[toy_world.Messages, str]:
-    """A few things and where they are, and a question; its answer is ``In the kitchen.``"""
+    """State where a few things are, and ask for one; the answer is like ``In the kitchen.``"""
     things = rng.sample(toy_world.OBJECTS, rng.randint(1, 3))
     places = rng.sample(toy_world.ROOMS, len(things))
     told = [

@@ -1,12 +1,12 @@
-"""Trains the demo model of this folder from nothing, on two CPU cores, in twenty-odd minutes.
+"""Train this folder's demo model from scratch, on two CPU cores, in twenty-odd minutes.
 
     python examples/train_demo.py                  # writes examples/demo-model
     python examples/train_demo.py --evaluate examples/demo-model
 
 The text comes from toy_world.py. The model is a small Llama in Hugging Face's layout, trained with
-transformers (exkv itself never imports it). Left alone, so small a model takes hours to discover
-that facts can be looked up; `guidance` tells one head of each of two layers where to look, less and
-less of it as training goes on. Chats grow longer as the model masters them. Next: chat.py.
+transformers (exkv itself never imports it). So small a model would take hours to discover that
+facts can be looked up; `guidance` tells one head in each of two layers where to look, with a weight
+that falls during training. Chats grow longer as the model masters them. Next: chat.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<
 END = SPECIAL.index("<|end|>")
 ASSISTANT = SPECIAL.index("<|assistant|>")
 BUCKETS = (0, 100, 250, 500, 750, 1000)
-# User text starts with a space, so that each word is the same token wherever it is.
+# User text starts with a space, so that a word is the same token everywhere.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' }}"
@@ -48,14 +48,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 _TEMPLATE = jinja2.Environment().from_string(CHAT_TEMPLATE)
-# Weight of a token in the loss: what users say can hardly be predicted, answers can.
+# Weight of a token in the loss: answers can be predicted, what users say hardly.
 USER_WEIGHT, ANSWER_WEIGHT = 0.1, 1.0
-# Lengths of the chats; the next one comes when this share of the looked-up words is right, and
-# at the latest when so much of the time is over.
+# Lengths of the chats; the next one follows when this share of looked-up words is right, at the
+# latest after these shares of the time.
 LENGTHS, MASTERED, LATEST = (80, 160, 320, 640, 1330), 0.93, (0.35, 0.5, 0.65, 0.8)
-# Layers whose first head is guided, and the guidance's weight in the loss at the beginning.
+# Layers whose first head is guided, and the guidance's initial weight in the loss.
 BINDING_LAYER, LOOKUP_LAYER, GUIDANCE = 1, 2, 0.3
-# How many tokens a value and its subject are apart at most, in any wording.
+# Largest distance in tokens between a value and its subject, in any wording.
 REACH = 9
 
 
@@ -70,14 +70,14 @@ def render(messages: toy_world.Messages, generation_prompt: bool = False) -> str
 
 
 def train_tokenizer(folder: Path, seed: int, vocab_size: int) -> None:
-    """Writes tokenizer.model: a piece for each word of the toy world, bytes for all other text."""
+    """Write tokenizer.model: a piece per word of the toy world, bytes for all other text."""
     rng = random.Random(f"tokenizer/{seed}")
     words = set(toy_world.vocabulary()) | {" " + word for word in toy_world.vocabulary()}
     for _ in range(1000):
         for message in toy_world.document(rng, 400).messages:
             lead = "" if message["role"] == "assistant" else " "
             words.update(re.findall(r" ?\w+", lead + message["content"]))
-    # Each word counts the same, so that the rare ones are merged into one piece too.
+    # Each word counts the same, so that rare ones become one piece, too.
     lines = sorted(words) * 20
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -107,15 +107,15 @@ def train_tokenizer(folder: Path, seed: int, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Chats of about one length, and where their answers are to be found.
+    """Chats of about one length, and where their answers can be found.
 
     Attributes:
         ids: int64 (B, T), padded on the right with </s>.
-        weights: float32 (B, T), how much the prediction of each token counts.
-        bindings: int64 (3, N), ``(row, token, subject)``: a value, or the place where one is to be
-            said, and the subject that it belongs to.
-        lookups: int64 (3, M), ``(row, token, value)``: the place before a value that is to be said,
-            and where that value was told.
+        weights: float32 (B, T), each token's weight in the loss.
+        bindings: int64 (3, N), ``(row, token, subject)``: a value, or the position that predicts
+            one, and its subject.
+        lookups: int64 (3, M), ``(row, token, value)``: the position that predicts a value, and
+            where that value was told.
     """
 
     ids: Tensor
@@ -144,7 +144,7 @@ def make_batch(
                 bound, found = where_to_look(sp, ids, spans, question)
                 bindings += [(row, *pair) for pair in bound]
                 lookups += [(row, *pair) for pair in found]
-    ids = pad(texts, tokens + 1)  # one width a length: new shapes are slow
+    ids = pad(texts, tokens + 1)  # one width per length, since new shapes are slow
     return Batch(
         ids=ids,
         weights=token_weights(ids),
@@ -156,7 +156,7 @@ def make_batch(
 def encode_messages(
     sp: sentencepiece.SentencePieceProcessor, document: toy_world.Document
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A chat's ids, and from where to where each message goes."""
+    """Encode a chat: its ids, and each message's start and end."""
     ids, spans = [SPECIAL.index("<s>")], []
     for message in document.messages:
         piece = sp.encode(render([message]).removeprefix("<s>"))
@@ -166,7 +166,7 @@ def encode_messages(
 
 
 def token_weights(ids: Tensor) -> Tensor:
-    """ANSWER_WEIGHT for what the assistant says, USER_WEIGHT for all else, 0 for padding."""
+    """ANSWER_WEIGHT for the assistant's tokens, USER_WEIGHT for others, 0 for padding."""
     weights = np.full(ids.shape, USER_WEIGHT, dtype=np.float32)
     for row, tokens in enumerate(ids.tolist()):
         answering = False
@@ -184,8 +184,8 @@ def where_to_look(
     spans: list[tuple[int, int]],
     question: toy_world.Question,
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Bindings and lookups of one question, as pairs of token positions; none where its value or
-    its subject is more than one token."""
+    """Bindings and lookups of one question, as pairs of token positions; none if its value or
+    subject has more than one token."""
     subject, value = (spellings(sp, w) for w in (question.fact.subject, question.fact.value))
     asked, (start, end) = spans[question.message - 1][0], spans[question.message]
     said = next((i for i in range(start, end) if ids[i] in value), None)
@@ -205,7 +205,7 @@ def spellings(sp: sentencepiece.SentencePieceProcessor, words: str) -> set[int]:
 
 
 def last_told(ids: list[int], value: set[int], subject: set[int]) -> tuple[int, int] | None:
-    """Where the value last was near its subject, and where that was."""
+    """Last position of the value near its subject, and the subject's position."""
     for place in reversed(range(len(ids))):
         if ids[place] in value:
             around = range(max(0, place - REACH), min(len(ids), place + REACH))
@@ -219,7 +219,7 @@ def last_told(ids: list[int], value: set[int], subject: set[int]) -> tuple[int, 
 
 
 def losses_of(model: LlamaForCausalLM, batch: Batch, guided: float) -> tuple[Tensor, float]:
-    """The loss to be minimised, and the share of looked-up words that were right."""
+    """The loss, and the share of looked-up words that were right."""
     out = model(batch.ids[:, :-1], output_attentions=guided > 0)
     logits = out.logits.float()  # (B, T - 1, V)
     losses = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
@@ -233,11 +233,11 @@ def losses_of(model: LlamaForCausalLM, batch: Batch, guided: float) -> tuple[Ten
 
 
 def guidance(attentions: tuple[Tensor, ...], batch: Batch) -> Tensor:
-    """How far the guided heads are from looking where they should: the mean of -log of their
-    weights there; attentions (B, H, T, T) a layer.
+    """Loss of the guided heads: mean -log of their attention weights at the right positions;
+    attentions (B, H, T, T) per layer.
 
-    A value looks at its subject first; then, at the place where a value is to be said, the values
-    that were told can be told apart by the subject that each has taken up.
+    A value first attends to its subject. Then the position that predicts a value can find it among
+    all told values by the subjects that they have attended to.
     """
 
     def distance(layer: int, pairs: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def guidance(attentions: tuple[Tensor, ...], batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One held-out question: how far back its fact was, and whether greedy decoding was right."""
+    """A held-out question: the distance of its fact, and whether greedy decoding was right."""
 
     distance: int
     kind: str
@@ -268,8 +268,8 @@ def answers_right(
 ) -> list[bool]:
     """Whether greedy decoding gives exactly each answer.
 
-    Greedy decoding yields the answer if and only if, with the answer fed in, the likeliest token
-    at each of its places is the answer's own: one forward pass instead of one for each token.
+    It does if and only if, with the answer as input, each of its tokens is the likeliest at its
+    position: one forward pass instead of one per token.
     """
     prompts = sp.encode([render(messages, generation_prompt=True) for messages, _ in chats])
     answers = [ids + [END] for ids in sp.encode([answer for _, answer in chats])]
@@ -292,7 +292,7 @@ def evaluate(
     seed: int = 0,
     model: LlamaForCausalLM | None = None,
 ) -> list[Verdict]:
-    """Asks the model stored in `folder` (or `model`) `n` held-out questions, in its own dtype."""
+    """Ask the model in `folder` (or `model`) `n` held-out questions, in its own dtype."""
     sp = sentencepiece.SentencePieceProcessor(model_file=str(Path(folder) / "tokenizer.model"))
     if model is None:
         model = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
@@ -305,7 +305,7 @@ def evaluate(
 
 
 def untold_accuracy(folder: Path | str, n: int = 200, seed: int = 0) -> float:
-    """The share of questions about what nobody told that are answered so."""
+    """Share of questions about untold facts that are answered with not knowing."""
     sp = sentencepiece.SentencePieceProcessor(model_file=str(Path(folder) / "tokenizer.model"))
     model = LlamaForCausalLM.from_pretrained(folder, dtype="auto").eval()
     right = answers_right(model, sp, toy_world.heldout_untold(seed, n))
@@ -317,8 +317,8 @@ def share(verdicts: list[Verdict]) -> float:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """The accuracy by distance and by kind of fact, as Markdown."""
-    lines = ["| tokens back | questions | right |", "|---|---|---|"]
+    """Accuracy by distance and by kind of fact, as Markdown."""
+    lines = ["| tokens ago | questions | right |", "|---|---|---|"]
     for low, high in zip(BUCKETS, BUCKETS[1:], strict=False):
         part = [v for v in verdicts if low < v.distance <= high]
         lines.append(f"| {low}-{high} | {len(part)} | {share(part):.1%} |")
@@ -349,15 +349,15 @@ def model_config(vocab_size: int) -> LlamaConfig:
         bos_token_id=1,
         eos_token_id=END,
         pad_token_id=2,
-        attn_implementation="eager",  # the guidance looks at the attention's weights
+        attn_implementation="eager",  # guidance needs attention weights
     )
 
 
 class MasterWeights:
     """AdamW and Muon over float32 copies of a bfloat16 model's weights.
 
-    The forward and backward passes run in bfloat16, four times faster on a CPU with AMX; steps
-    smaller than bfloat16's resolution add up in the copies.
+    Forward and backward passes run in bfloat16, four times as fast on a CPU with AMX; steps below
+    bfloat16's resolution accumulate in the copies.
     """
 
     def __init__(self, model: LlamaForCausalLM, lr: float) -> None:
@@ -393,18 +393,18 @@ class MasterWeights:
 
 
 def next_length(stage: int, rng: random.Random) -> int:
-    """The length of the next batch's chats: mostly the longest so far."""
+    """Length of the next batch's chats, mostly the longest so far."""
     return LENGTHS[stage] if rng.random() < 0.7 else rng.choice(LENGTHS[: stage + 1])
 
 
 def rate_at(done: float, peak: float) -> float:
-    """Warm-up for 2 % of the time, then a cosine down to nearly nothing."""
+    """Learning rate: warm-up for 2 % of the time, then a cosine to nearly zero."""
     return peak * min(1.0, done / 0.02 + 0.01) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a training run is told."""
+    """Settings of a training run."""
 
     folder: Path
     minutes: float
@@ -415,7 +415,7 @@ class Plan:
 
 
 def average_gradients(weights: list[Tensor], processes: int) -> None:
-    """Makes every process's gradients the mean over all processes."""
+    """Average the gradients over all processes."""
     if processes == 1:
         return
     flat = torch.cat([w.grad.flatten() for w in weights]).float()
@@ -426,7 +426,7 @@ def average_gradients(weights: list[Tensor], processes: int) -> None:
 
 
 def agree(value: float, processes: int) -> float:
-    """The first process's value, in every process."""
+    """Broadcast the first process's value."""
     shared = torch.tensor(value, dtype=torch.float64)
     if processes > 1:
         dist.broadcast(shared, 0)
@@ -434,10 +434,10 @@ def agree(value: float, processes: int) -> float:
 
 
 def train(rank: int, plan: Plan, rendezvous: str) -> None:
-    """Trains for the planned time, in step with the other processes, and stores the model.
+    """Train for the planned time, in step with the other processes, and save the model.
 
-    Processes of one thread each meet once a step; threads of one process would meet at each
-    operation, and wait there for whoever shares the machine.
+    Single-threaded processes synchronize once per step; threads of one process would at every
+    operation, and wait there for other users of the machine.
     """
     torch.set_num_threads(1)
     if plan.processes > 1:
@@ -473,7 +473,7 @@ def train(rank: int, plan: Plan, rendezvous: str) -> None:
 
 
 def report_progress(folder: Path, model: LlamaForCausalLM) -> None:
-    """Prints a quick accuracy, and stores the weights as they are."""
+    """Print a quick accuracy, and save the current weights."""
     verdicts = evaluate(folder, n=60, seed=1, model=model)
     parts = [
         f"{low}-{high}: {share([v for v in verdicts if low < v.distance <= high]):.0%}"
@@ -484,11 +484,11 @@ def report_progress(folder: Path, model: LlamaForCausalLM) -> None:
     model.train()
 
 
-# Storing
+# Saving
 
 
 def save_model(folder: Path, model: LlamaForCausalLM) -> None:
-    """Writes the weights and the two configs in Hugging Face's layout."""
+    """Write the weights and the two configs in Hugging Face's layout."""
     weights = {k: v.contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
@@ -519,7 +519,7 @@ def save_model(folder: Path, model: LlamaForCausalLM) -> None:
 
 
 def save_tokenizer_files(folder: Path) -> None:
-    """Writes what belongs beside tokenizer.model: the special tokens and the chat template."""
+    """Write the tokenizer's other files: special tokens and the chat template."""
     names = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>", "pad_token": "</s>"}
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "special": True}
     flags["single_word"] = False
@@ -550,7 +550,7 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def between(low: float, high: float) -> Callable[[str], float]:
-    """What reads a flag: a number from ``low`` to ``high``, a whole one where ``low`` is."""
+    """Parser of a flag: a number from ``low`` to ``high``, whole if ``low`` is."""
     kind = type(low)
 
     def read(text: str) -> float:
@@ -596,7 +596,7 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as meeting:
             mp.spawn(train, (plan, f"{meeting}/rendezvous"), nprocs=args.processes)
     print(table(evaluate(folder, n=args.questions)))
-    print(f"\nnot told, and said so: {untold_accuracy(folder):.1%}")
+    print(f"\nnot told, and answered so: {untold_accuracy(folder):.1%}")
 
 
 if __name__ == "__main__":
