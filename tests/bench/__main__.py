@@ -23,6 +23,7 @@ BENCHES = {
     "serve-load": "serve_load",  # a server, or one over hosts, under a load, checked
     "placement": "placement",  # plans beside transformers' device maps
     "larger": "larger",  # what models larger than the cards are expected to give
+    "walk": "walk",  # files and functions that calls enter
     "reserved": "reserved",  # what a card reserves beyond its ledger
     "quality": "quality",  # what each cache costs the demo model
     "real": "real",  # what caches and integers cost a real model
