@@ -11,7 +11,6 @@ from torch import Tensor
 from exkv.batch import Batch
 from exkv.checkpoint import StateTensor
 from exkv.ops.attention import AttentionParams
-from exkv.ops.attention_parts import merge_parts, sink_part
 
 from .chunks import over_chunks
 from .state import States
@@ -60,4 +59,5 @@ def _attend(q: Tensor, view: View, params: AttentionParams) -> Tensor:
         return torch.ops.exkv.attention(q, k, v, past, view.kv_len, view.ragged, *how)
     keys = past, torch.zeros_like(past), torch.full_like(past, view.kv_len)
     part = torch.ops.exkv.attention_part(q, [k], "float", [v], "float", *keys, view.kv_len, *how)
-    return merge_parts([part, sink_part(q, params.sinks)], q.dtype)
+    torch.ops.exkv.share_with_sinks_(*part, params.sinks)
+    return part[0].to(q.dtype)

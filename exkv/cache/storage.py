@@ -175,7 +175,9 @@ class Storage:
                 queries = self._hadamard(torch.ops.exkv.rope(q, q[:, :, :0], *segment.rotary)[0])
             attend = self._over_segment if segment.rows is None else self._over_segment_of_rows
             outputs.append(attend(queries, view.past_lens, segment, params))
-        if params.sinks is not None:
+        if params.sinks is not None and len(outputs) == 1 and outputs[0][0].is_contiguous():
+            torch.ops.exkv.share_with_sinks_(*outputs[0], params.sinks)
+        elif params.sinks is not None:
             outputs.append(sink_part(q, params.sinks))
         return merge_parts(outputs, q.dtype)
 

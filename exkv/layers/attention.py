@@ -174,6 +174,11 @@ def _with_sinks(attention: SinkAttention) -> AttentionBlock:
     return replace(describe_separate(attention), params=params)
 
 
+@describes(ScaledQueryAttention)
+def _scaled(attention: ScaledQueryAttention) -> AttentionBlock:
+    return replace(describe_separate(attention), query_factors=QUERIES)
+
+
 @describes(WideNormAttention)
 @describes(Attention)
 def describe_separate(attention: Attention) -> AttentionBlock:

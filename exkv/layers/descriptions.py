@@ -96,12 +96,13 @@ class RowsLowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A linear layer: weight (out, in), all of a matrix or a range of its rows; bias (out,); and
-    low-rank changes for rows with adapters."""
+    """A linear layer: weight (out, in), all of a matrix or a range of its rows; bias (out,);
+    low-rank changes for rows with adapters; and a factor of all that."""
 
     weight: Weight
     bias: Tensor | None
     low_rank: tuple[RowsLowRank, ...] = ()
+    scale: float = 1.0
 
     def split(self, *sizes: int) -> list[Projection]:
         """Split the outputs into groups of these sizes, which share the matrix."""
@@ -113,15 +114,27 @@ class Projection:
             for size, end in zip(sizes, ends, strict=True)
         ]
         parts = zip(weights, biases, changes, strict=True)
-        return [Projection(weight=w, bias=bias, low_rank=added) for w, bias, added in parts]
+        return [
+            Projection(weight=w, bias=bias, low_rank=added, scale=self.scale)
+            for w, bias, added in parts
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
     """Projections of the normed input, optional norms of queries and keys, rotary positions,
-    attention (``params``: scale, window, soft cap, rotary table, sinks), and the output projection.
-    The first ``interleaved`` features of heads are rotated in interleaved pairs. If ``gated``, each
-    head's queries are followed by gates, whose sigmoids multiply attention's output."""
+    attention (``params``: scale, window, chunk, soft cap, rotary table, sinks), and the output
+    projection. The first ``interleaved`` features of heads are rotated in interleaved pairs.
+
+    Attributes:
+        gated: whether each head's queries are followed by gates, whose sigmoids multiply
+            attention's output.
+        gates: a projection to gates instead, one for each head or for each of its features.
+        soft_plus: whether their activation is softplus; a sigmoid if not.
+        normed_rotated: whether the norms come after the rotation.
+        query_factors: the rotary table whose factors multiply queries.
+        input_scale: factor of the input.
+    """
 
     query: Projection
     key: Projection
@@ -133,13 +146,19 @@ class AttentionBlock:
     interleaved: int
     params: AttentionParams
     gated: bool = False
+    gates: Projection | None = None
+    soft_plus: bool = False
+    normed_rotated: bool = False
+    query_factors: str | None = None
+    input_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentBlock:
     """Attention over latent vectors (``exkv.layers.latent``). Queries come from the normed output
     of ``query_down``, or from the input if that is None; ``latent`` makes what is stored, before
-    its norm. ``key_up`` and ``value_up`` have one matrix per head."""
+    its norm. ``key_up`` and ``value_up`` have one matrix per head. ``query_factors``: see
+    :class:`AttentionBlock`."""
 
     query: Projection
     latent: Projection
@@ -152,6 +171,7 @@ class LatentBlock:
     rotated: int
     interleaved: int
     params: AttentionParams
+    query_factors: str | None = None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
@@ -181,30 +201,48 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What a selective scan makes of the convolution's outputs: ``low`` gives steps' low ranks,
+    what is written to states and what is read from them, side by side, each normed by one of
+    ``norms``; ``steps`` makes steps of the first."""
+
+    low: Projection
+    norms: tuple[Norm, Norm, Norm]
+    steps: Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """What a layer with a state does after its convolution: ``gated_delta`` or ``ssd``, and a gated
-    norm of its outputs.
+    """What a layer with a state does after its convolution: ``gated_delta``, ``ssd`` or
+    ``selective_scan``, and a gated norm of its outputs.
 
     Attributes:
-        rule: "delta" or "ssd".
+        rule: "delta", "ssd" or "scan".
         groups: heads of keys; in state space duality, groups of heads with one norm each.
         step, beta: the outputs from which they are computed.
         step_bias: (heads,), or (all channels of keys,) where each has a step.
-        rates: (heads,), logarithms.
-        skip: factor (heads,) of the inputs that are added to the output; None for none.
+        rates: (heads,), or (channels, N) of a scan, logarithms.
+        skip: factor (heads,) or (channels,) of the inputs that are added to the output; None for
+            none.
+        norm: None for a gate without one.
+        gating: how norm and gate follow each other: "norm_then_gate", with the norm's outputs
+            rounded first; "gate_then_norm" or "normed_and_gated", rounded once; or "gate".
+        selection: of a scan.
         sigmoid: whether the gate's activation is a sigmoid; SiLU if not.
         order: heads of a group, if the output projection takes the first head of all groups first.
         limits: of steps.
     """
 
     rule: str
-    groups: int
-    step: Outputs
-    beta: Outputs | None
-    step_bias: Tensor
     rates: Tensor
     skip: Tensor | None
-    norm: Norm
+    norm: Norm | None
+    gating: str
+    groups: int = 1
+    step: Outputs | None = None
+    beta: Outputs | None = None
+    step_bias: Tensor | None = None
+    selection: Selection | None = None
     sigmoid: bool = False
     order: int = 1
     largest_beta: float = 1.0
@@ -222,6 +260,7 @@ class StateBlock:
         mixed: the outputs that the convolution runs over, side by side.
         times: the outputs that ``mixed`` is first multiplied by.
         gate: the outputs that gate the layer's output.
+        input_scale: factor of the layer's input.
     """
 
     inputs: tuple[Projection, ...]
@@ -232,11 +271,21 @@ class StateBlock:
     output: Projection
     times: Outputs | None = None
     recurrence: Recurrence | None = None
+    input_scale: float = 1.0
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """The input projections, and the output projection."""
-        return (*self.inputs, self.output)
+        """The input projections, those of a selection, and the output projection."""
+        of = None if self.recurrence is None else self.recurrence.selection
+        return (*self.inputs, *(() if of is None else (of.low, of.steps)), self.output)
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Norms of a selection, or that of the output, if there is one."""
+        of = self.recurrence
+        if of is None:
+            return ()
+        return tuple(filter(None, (of.norm,))) if of.selection is None else of.selection.norms
 
     @property
     def numbers(self) -> tuple[Weight | Tensor, ...]:
@@ -248,12 +297,20 @@ class StateBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedBlock:
-    """down(act(gate(x)) * up(x)); ``act`` by config.json's name."""
+    """down(act(gate(x)) * up(x)); ``act`` by config.json's name. With a ``limit``, it is
+    down(clamped_swiglu(gate(x), up(x))) instead (``exkv.ops.activations``)."""
 
     gate: Projection
     up: Projection
     down: Projection
     act: str
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """In the order in which they compute."""
+        return self.gate, self.up, self.down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,27 +321,42 @@ class PlainBlock:
     down: Projection
     act: str
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """In the order in which they compute."""
+        return self.up, self.down
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsBlock:
     """A mixture of experts, plus a shared one that all tokens take, or None; its output is
     multiplied by the sigmoid of a gate's, if there is one. ``router`` has what ``route_experts``
     takes after the logits, which ``gate`` makes, and their ``correction``, float32 (experts,). The
-    gate may be in float32, and then computes logits in it."""
+    gate may be in float32, and then computes logits in it.
+
+    Attributes:
+        weighs_inputs: whether a token's weight multiplies an expert's input, not its output.
+        before, behind: projections of what experts get, and of their sum; None for neither.
+    """
 
     router: tuple[int | bool | float, ...]
     gate: Projection
     correction: Tensor | None
-    experts: tuple[GatedBlock, ...]
-    shared: GatedBlock | None = None
+    experts: tuple[GatedBlock | PlainBlock, ...]
+    shared: GatedBlock | PlainBlock | None = None
     shared_gate: Projection | None = None
+    weighs_inputs: bool = False
+    before: Projection | None = None
+    behind: Projection | None = None
 
     @property
     def projections(self) -> list[Projection]:
-        """The router's gate; gate, up and down of each expert, the shared one last; its gate."""
-        blocks = (*self.experts, *filter(None, (self.shared,)))
-        parts = [part for each in blocks for part in (each.gate, each.up, each.down)]
-        return [self.gate, *parts, *filter(None, (self.shared_gate,))]
+        """The router's gate; the projections of each expert, the shared one last; its gate; those
+        before and behind experts."""
+        blocks = self.experts if self.shared is None else (*self.experts, self.shared)
+        parts = [part for each in blocks for part in each.projections]
+        others = (self.shared_gate, self.before, self.behind)
+        return [self.gate, *parts, *filter(None, others)]
 
     @property
     def exact(self) -> tuple[Weight | Tensor, ...]:
@@ -295,19 +367,20 @@ class ExpertsBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
-    and its norms; None stands for no norm. A layer with a state has its block in attention's place.
-    If ``parallel``, the MLP runs beside attention instead of after it: its input is before_mlp(x),
-    or attention's input if that is None. Attention or an MLP without a description is kept as a
-    module."""
+    and its norms; None stands for no norm, no attention or no MLP. A layer with a state has its
+    block in attention's place, or ``beside`` it: their outputs are then added. If ``parallel``, the
+    MLP runs beside attention instead of after it: its input is before_mlp(x), or attention's input
+    if that is None. Attention or an MLP without a description is kept as a module."""
 
-    attention: AttentionBlock | LatentBlock | StateBlock | nn.Module
-    mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module
+    attention: AttentionBlock | LatentBlock | StateBlock | nn.Module | None
+    mlp: GatedBlock | PlainBlock | ExpertsBlock | nn.Module | None
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
     residual: float = 1.0
     parallel: bool = False
+    beside: StateBlock | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

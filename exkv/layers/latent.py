@@ -17,7 +17,7 @@ from exkv.ops.attention import AttentionParams
 from exkv.weights import WeightFormat
 
 from .attention import Attend, in_halves
-from .descriptions import LatentBlock, NotDescribed, Weight, describe, describes, weight_of
+from .descriptions import LatentBlock, Weight, describe, describes, weight_of
 from .linear import Linear, Matrix, PlainModule, parameters_of
 from .low_rank import side_by_side
 from .norm import RMSNorm
@@ -137,8 +137,6 @@ class LatentAttention(PlainModule):
 
 @describes(LatentAttention)
 def _latent(attention: LatentAttention) -> LatentBlock:
-    if attention.scaled:
-        raise NotDescribed("queries scaled by their positions")
     low = attention.sizes.q_lora_rank is not None
     return LatentBlock(
         query=describe(attention.q_b_proj if low else attention.q_proj),
@@ -152,6 +150,7 @@ def _latent(attention: LatentAttention) -> LatentBlock:
         rotated=attention.sizes.qk_rope_head_dim,
         interleaved=attention.interleaved,
         params=attention.params,
+        query_factors=QUERIES if attention.scaled else None,
     )
 
 

@@ -16,6 +16,7 @@ from .descriptions import (
     NotDescribed,
     Outputs,
     Recurrence,
+    Selection,
     StateBlock,
     describe,
     describes,
@@ -172,8 +173,15 @@ def _gated_norm(norm: GatedNorm) -> Norm:
 
 @describes(Mamba2)
 def _mamba2(layer: Mamba2) -> StateBlock:
-    if layer.act != "silu" or type(layer.norm) is not GatedNorm:
-        raise NotDescribed(f"Mamba2 with {layer.act} and {type(layer.norm).__name__}")
+    if type(layer.norm) is not GatedNorm:
+        raise NotDescribed(f"Mamba2 with {type(layer.norm).__name__}")
+    return ssd_block(layer, describe(layer.norm), "gate_then_norm")
+
+
+def ssd_block(layer: Mamba2, norm: Norm | None, gating: str) -> StateBlock:
+    """Describe Mamba 2 with this norm, see :class:`Recurrence`."""
+    if layer.act != "silu":
+        raise NotDescribed(f"Mamba2 with {layer.act}")
     sizes = layer.settings
     inner, both, heads = sizes.inner, sizes.inner + 2 * sizes.shared, sizes.mamba_n_heads
     return StateBlock(
@@ -191,7 +199,39 @@ def _mamba2(layer: Mamba2) -> StateBlock:
             step_bias=parameter(layer, "dt_bias"),
             rates=parameter(layer, "A_log"),
             skip=parameter(layer, "D"),
-            norm=describe(layer.norm),
+            norm=norm,
+            gating=gating,
             limits=sizes.step_limits,
+        ),
+    )
+
+
+@describes(Mamba)
+def _mamba(layer: Mamba) -> StateBlock:
+    if layer.act != "silu":
+        raise NotDescribed(f"Mamba with {layer.act}")
+    inner = layer.settings.inner
+    return StateBlock(
+        inputs=(describe(layer.in_proj),),
+        sources=(-1,),
+        mixed=(Outputs(projection=0, size=inner),),
+        gate=Outputs(projection=0, size=inner, offset=inner),
+        convolution=describe(layer.conv1d),
+        output=describe(layer.out_proj),
+        recurrence=Recurrence(
+            rule="scan",
+            rates=parameter(layer, "A_log"),
+            skip=parameter(layer, "D"),
+            norm=None,
+            gating="gate",
+            selection=Selection(
+                low=describe(layer.x_proj),
+                norms=(
+                    describe(layer.dt_layernorm),
+                    describe(layer.b_layernorm),
+                    describe(layer.c_layernorm),
+                ),
+                steps=describe(layer.dt_proj),
+            ),
         ),
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exkv import epochs
 from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig, read_ahead
-from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
+from exkv.ops.activations import ACTIVATIONS, activated
 from exkv.ops.experts import (
     Routing,
     are_chosen_on_device,
@@ -98,7 +98,7 @@ class PlainMLP(MLP):
         self.act = config.hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ACTIVATIONS[self.act].apply(self.up_proj(x)))
+        return self.down_proj(activated(self.up_proj(x), self.act))
 
 
 class Expert(nn.Module):
@@ -301,7 +301,7 @@ class SharedExperts(Experts):
 
 
 class ClampedExperts(Experts):
-    """Experts with biases and a clamped gate, see :func:`clamped_swiglu` (gpt-oss)."""
+    """Experts with biases and a clamped gate, see :func:`clamped_swiglu_` (gpt-oss)."""
 
     has_op = False
 
@@ -312,8 +312,9 @@ class ClampedExperts(Experts):
 
     def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
         assert isinstance(expert, Expert)
-        gate, up, down = expert.w1, expert.w3, expert.w2
-        return down(clamped_swiglu(gate(inputs), up(inputs), self.alpha, self.limit))
+        gate = expert.w1(inputs)
+        torch.ops.exkv.clamped_swiglu_(gate, expert.w3(inputs), self.alpha, self.limit)
+        return expert.w2(gate)
 
 
 def routed_experts(config: ModelConfig, dtype: torch.dtype, **options: bool) -> Experts:
@@ -391,6 +392,24 @@ def _separate(mlp: GatedMLP) -> GatedBlock:
 
 @describes(Experts)
 def _experts(mlp: Experts) -> ExpertsBlock:
+    return experts_block(mlp, [_gated(map(describe, each), mlp.act) for each in mlp.matrices()])
+
+
+@describes(ClampedExperts)
+def _clamped(mlp: ClampedExperts) -> ExpertsBlock:
+    block = _experts(mlp)
+    return replace(
+        block,
+        experts=tuple(
+            replace(each, alpha=mlp.alpha, limit=mlp.limit)
+            for each in block.experts
+            if isinstance(each, GatedBlock)
+        ),
+    )
+
+
+def experts_block(mlp: Experts, experts: Sequence[GatedBlock | PlainBlock]) -> ExpertsBlock:
+    """Describe a mixture of these experts, without a shared one."""
     if mlp.router.tolerance is not None:
         raise NotDescribed("experts by SparseMixer")
     if mlp.on_host:
@@ -403,7 +422,7 @@ def _experts(mlp: Experts) -> ExpertsBlock:
         router=mlp.router.numbers,
         gate=describe(mlp.gate),
         correction=None if mlp.correction is None else parameter(mlp, "correction"),
-        experts=tuple(_gated(map(describe, each), mlp.act) for each in mlp.matrices()),
+        experts=tuple(experts),
     )
 
 
@@ -413,7 +432,8 @@ def _gated(parts: Iterable[Projection], act: str) -> GatedBlock:
 
 
 @describes(SharedExperts)
-def _shared(mlp: SharedExperts) -> ExpertsBlock:
+def describe_shared(mlp: SharedExperts) -> ExpertsBlock:
+    """A mixture of gated experts, with a shared one."""
     gate = mlp.shared_expert_gate
     return replace(
         _experts(mlp),

@@ -280,6 +280,7 @@ def delta_block(
             rates=parameter(delta, "A_log"),
             skip=None,
             norm=describe(delta.norm),
+            gating="norm_then_gate",
             sigmoid=sigmoid,
             order=order,
             largest_beta=delta.largest_beta,

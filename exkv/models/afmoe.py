@@ -4,7 +4,7 @@ positions in layers with a window only, and routing by sigmoid scores with a cor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_size
 from exkv.layers import Attention, Linear, mixture_or_mlp, routed_experts
-from exkv.layers.attention import Attend
+from exkv.layers.attention import Attend, describe_separate
+from exkv.layers.descriptions import AttentionBlock, describe, describes
 
 from . import qwen2_moe
 from .decoder import Decoder, SandwichLayer, rms_norm
@@ -39,8 +40,14 @@ class GatedAttention(Attention):
 
     def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
         q, k, v = self.heads(x, batch)
-        attended = self.attend(q, k, v, batch, cache).flatten(2)
-        return self.o_proj(attended * self.gate_proj(x).sigmoid_())
+        attended, gates = self.attend(q, k, v, batch, cache).flatten(2), self.gate_proj(x)
+        torch.ops.exkv.sigmoid_(gates)
+        return self.o_proj(attended * gates)
+
+
+@describes(GatedAttention)
+def _gated(attention: GatedAttention) -> AttentionBlock:
+    return replace(describe_separate(attention), gates=describe(attention.gate_proj))
 
 
 def _all_but_every_nth(values: Mapping[str, Any]) -> windows.WindowOfLayers:

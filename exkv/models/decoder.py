@@ -218,7 +218,8 @@ def _embedding(embedding: TokenEmbedding) -> EmbeddingTable:
     return describe(embedding.embed_tokens)
 
 
-def _layer(layer: ResidualLayer, *, residual: float = 1.0, parallel: bool = False) -> Layer:
+def describe_layer(layer: ResidualLayer, *, residual: float = 1.0, parallel: bool = False) -> Layer:
+    """Attention and an MLP, with the norms that the layer's type names."""
     there = {place: describe(getattr(layer, name)) for place, name in layer.norms.items()}
     return Layer(
         attention=try_describe(layer.self_attn) or layer.self_attn,
@@ -229,11 +230,11 @@ def _layer(layer: ResidualLayer, *, residual: float = 1.0, parallel: bool = Fals
     )
 
 
-describes(DecoderLayer)(lambda layer: _layer(layer, residual=layer.multiplier))
-describes(PostNormLayer)(_layer)
-describes(SandwichLayer)(lambda layer: _layer(layer, residual=layer.multiplier))
-describes(ParallelLayer)(partial(_layer, parallel=True))
-describes(ParallelNormsLayer)(partial(_layer, parallel=True))
+describes(DecoderLayer)(lambda layer: describe_layer(layer, residual=layer.multiplier))
+describes(PostNormLayer)(describe_layer)
+describes(SandwichLayer)(lambda layer: describe_layer(layer, residual=layer.multiplier))
+describes(ParallelLayer)(partial(describe_layer, parallel=True))
+describes(ParallelNormsLayer)(partial(describe_layer, parallel=True))
 
 
 @describes(Head)

@@ -17,13 +17,24 @@ from exkv.checkpoint.families import Family, TensorNames
 from exkv.checkpoint.mamba import ExpandedMamba2Config
 from exkv.checkpoint.value_checks import check_layers, check_size, is_number, set_floats
 from exkv.layers import MLP, Attention, GatedMLP, Mamba2, PlainModule
-from exkv.layers.attention import Attend
-from exkv.layers.mamba import GatedNorm
+from exkv.layers.attention import Attend, describe_separate
+from exkv.layers.descriptions import (
+    AttentionBlock,
+    GatedBlock,
+    Layer,
+    Norm,
+    Outputs,
+    StateBlock,
+    describe,
+    describes,
+    parameter,
+)
+from exkv.layers.mamba import GatedNorm, ssd_block
 from exkv.layers.recurrent import KeepsState
 from exkv.ops.activations import ACTIVATIONS
 
 from . import bamba
-from .decoder import Decoder, DecoderLayer, MakeNorm
+from .decoder import Decoder, DecoderLayer, MakeNorm, describe_layer
 from .granitemoehybrid import GGUF_MAMBA, mamba_states, of_inner
 
 _FACTORS = (
@@ -169,6 +180,60 @@ class ParallelMambaLayer(DecoderLayer):
         x, normed = self.post_attention_layernorm.of_sum(x, both)
         del both
         return x.add_(self.mlp(normed))
+
+
+@describes(NormBeforeGate)
+def _norm_before_gate(norm: NormBeforeGate) -> Norm:
+    return Norm(weight=parameter(norm, "weight"), eps=norm.eps, offset=False)
+
+
+@describes(ScaledMamba2)
+def _mamba(layer: ScaledMamba2) -> StateBlock:
+    gatings = {GatedNorm: "gate_then_norm", NormBeforeGate: "normed_and_gated", Gate: "gate"}
+    gating = gatings[type(layer.norm)]
+    block = ssd_block(layer, None if gating == "gate" else describe(layer.norm), gating)
+    inner, shared, heads = (
+        *(layer.settings.inner, layer.settings.shared, layer.settings.mamba_n_heads),
+    )
+    sizes = (inner, inner, shared, shared, heads)
+    parts = [Outputs(projection=i, size=size) for i, size in enumerate(sizes)]
+    gate, *mixed, step = parts
+    assert block.recurrence is not None
+    return replace(
+        block,
+        inputs=tuple(
+            replace(part, scale=factor)
+            for part, factor in zip(block.inputs[0].split(*sizes), layer.factors, strict=True)
+        ),
+        sources=(-1,) * len(sizes),
+        mixed=tuple(mixed),
+        gate=gate,
+        output=replace(block.output, scale=layer.behind),
+        recurrence=replace(block.recurrence, step=step),
+        input_scale=layer.before,
+    )
+
+
+@describes(ScaledAttention)
+def _attention(attention: ScaledAttention) -> AttentionBlock:
+    block = describe_separate(attention)
+    output = replace(block.output, scale=attention.behind)
+    return replace(block, output=output, input_scale=attention.before)
+
+
+@describes(ScaledMLP)
+def _mlp(mlp: ScaledMLP) -> GatedBlock:
+    return GatedBlock(
+        gate=replace(describe(mlp.gate_proj), scale=mlp.factor),
+        up=describe(mlp.up_proj),
+        down=replace(describe(mlp.down_proj), scale=mlp.behind),
+        act=mlp.act,
+    )
+
+
+@describes(ParallelMambaLayer)
+def _both(layer: ParallelMambaLayer) -> Layer:
+    return replace(describe_layer(layer), beside=describe(layer.mamba))
 
 
 def _windows(values: Mapping[str, Any]) -> windows.WindowOfLayers:

@@ -121,8 +121,10 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
             assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
             place = layer.in_place(dtype)
+            if place is None or not _is_captured(described):
+                return
             rows = _most_rows(described.mlp, unit.module.get_submodule("mlp"))
-            if place is None or rows == 0 or not isinstance(described.attention, AttentionBlock):
+            if rows == 0:
                 return
             table = _table_size(layer, place) if place.paged else table
             # Over pages, the readable route asks the host only for the longest row.
@@ -136,6 +138,14 @@ def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> I
             vocabulary=size,
             most_rows=rows,
         )
+
+
+def _is_captured(layer: Layer) -> bool:
+    """Whether its attention can be, and it has an MLP."""
+    attention = layer.attention
+    if not isinstance(attention, AttentionBlock) or layer.beside is not None or layer.mlp is None:
+        return False
+    return not attention.params.chunk and attention.query_factors is None
 
 
 def _table_size(layer: CacheLayer, place: InPlace) -> tuple[int, int]:

@@ -3,6 +3,8 @@ rotary positions."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Attention, RMSNorm
-from exkv.layers.attention import Attend
+from exkv.layers.attention import Attend, describe_separate
+from exkv.layers.descriptions import AttentionBlock, describe, describes
 
 from .decoder import Decoder
 
@@ -27,6 +30,16 @@ class RotatedNormAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         q, k = self.query_layernorm(q), self.key_layernorm(k)
         return super().attend(q, k, v, batch, cache)
+
+
+@describes(RotatedNormAttention)
+def _rotated_norm(attention: RotatedNormAttention) -> AttentionBlock:
+    return replace(
+        describe_separate(attention),
+        query_norm=describe(attention.query_layernorm),
+        key_norm=describe(attention.key_layernorm),
+        normed_rotated=True,
+    )
 
 
 GGUF_NORMS = {

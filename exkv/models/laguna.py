@@ -4,11 +4,10 @@ positions and number of query heads; a gate for each head; experts by corrected 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from exkv.batch import Batch
@@ -17,7 +16,16 @@ from exkv.checkpoint.families import Family
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, shared
 from exkv.checkpoint.value_checks import is_int, is_number
 from exkv.layers import MLP, Attention, GatedMLP, Linear, SharedExperts
-from exkv.layers.attention import Attend
+from exkv.layers.attention import Attend, describe_separate
+from exkv.layers.descriptions import (
+    AttentionBlock,
+    ExpertsBlock,
+    NotDescribed,
+    describe,
+    describes,
+)
+from exkv.layers.mlp import describe_shared
+from exkv.ops.activations import SOFTPLUS, activated
 from exkv.ops.experts import Routing
 
 from . import qwen2_moe
@@ -103,15 +111,26 @@ class HeadGatedAttention(Attention):
         return self.o_proj((attended * gates).flatten(2))
 
     def gate(self, x: Tensor) -> Tensor:
-        """The factor, from the output of :attr:`g_proj`."""
-        return x.sigmoid()
+        """The factor, from the output of :attr:`g_proj`, which it may overwrite."""
+        torch.ops.exkv.sigmoid_(x)
+        return x
 
 
 class SoftplusGatedAttention(HeadGatedAttention):
     """Head-gated attention with softplus."""
 
     def gate(self, x: Tensor) -> Tensor:
-        return F.softplus(x.float()).to(x.dtype)
+        return activated(x, SOFTPLUS)
+
+
+@describes(HeadGatedAttention)
+def _head_gated(attention: HeadGatedAttention) -> AttentionBlock:
+    return replace(describe_separate(attention), gates=describe(attention.g_proj))
+
+
+@describes(SoftplusGatedAttention)
+def _softplus_gated(attention: SoftplusGatedAttention) -> AttentionBlock:
+    return replace(_head_gated(attention), soft_plus=True)
 
 
 class _Experts(SharedExperts):
@@ -126,6 +145,13 @@ class _Experts(SharedExperts):
         if self.cap > 0:
             logits.div_(self.cap).tanh_().mul_(self.cap)
         return self.router.route(logits, self.correction)
+
+
+@describes(_Experts)
+def _described(mlp: _Experts) -> ExpertsBlock:
+    if mlp.cap > 0:
+        raise NotDescribed("experts by bounded logits")
+    return describe_shared(mlp)
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, **options: Any) -> Attention:

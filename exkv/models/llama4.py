@@ -20,6 +20,11 @@ from exkv.checkpoint.families import Family, beside_images
 from exkv.checkpoint.gguf.names import GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import MLP, Attention, GatedMLP, ScaledQueryAttention, SharedExperts
+from exkv.layers.attention import describe_separate
+from exkv.layers.descriptions import AttentionBlock, ExpertsBlock, Norm, describes
+from exkv.layers.mlp import describe_shared
+from exkv.layers.rope import QUERIES
+from exkv.layers.shared_keys import rms
 from exkv.layers.split_experts import Meanwhile
 from exkv.ops.experts import Routing
 
@@ -88,20 +93,30 @@ class _Attention(Attention):
         settings, rotated = config.settings(Llama4Settings), config.rotates(layer)
         self.params = replace(self.params, chunk=settings.chunk(layer, rotated=rotated))
         self.eps = config.rms_norm_eps if settings.use_qk_norm and rotated else None
+        self.dtype = dtype
 
     def heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().heads(x, batch)
-        return (q, k, v) if self.eps is None else (_rms(q, self.eps), _rms(k, self.eps), v)
+        return (q, k, v) if self.eps is None else (rms(q, self.eps), rms(k, self.eps), v)
 
 
 class _ScaledAttention(_Attention, ScaledQueryAttention):
     """Likewise, with queries scaled by position."""
 
 
-def _rms(x: Tensor, eps: float) -> Tensor:
-    """Heads x (B, T, H, D), each divided by its root mean square."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+@describes(_Attention)
+def _described(attention: _Attention) -> AttentionBlock:
+    block = describe_separate(attention)
+    if attention.eps is None:
+        return block
+    nothing = torch.zeros(attention.head_dim, dtype=attention.dtype)
+    norm = Norm(weight=nothing, eps=attention.eps, offset=True)
+    return replace(block, query_norm=norm, key_norm=norm, normed_rotated=True)
+
+
+@describes(_ScaledAttention)
+def _described_scaled(attention: _ScaledAttention) -> AttentionBlock:
+    return replace(_described(attention), query_factors=QUERIES)
 
 
 def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> Attention:
@@ -114,12 +129,19 @@ class WeightedInputExperts(SharedExperts):
 
     def run(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
         ones, total = torch.ones_like(routing.weights[:, :1]), torch.zeros_like(x)
-        for choice in range(routing.chosen.shape[1]):
+        chosen, order = routing.chosen.sort(-1)  # summed in the order of experts, as all are
+        weights = routing.weights.gather(-1, order)
+        for choice in range(chosen.shape[1]):
             one = slice(choice, choice + 1)
-            inputs = x * routing.weights[:, one].to(x.dtype)
-            alone = Routing(chosen=routing.chosen[:, one].contiguous(), weights=ones)
+            inputs = x * weights[:, one].to(x.dtype)
+            alone = Routing(chosen=chosen[:, one].contiguous(), weights=ones)
             total += self.sum(inputs, alone, meanwhile)
         return total
+
+
+@describes(WeightedInputExperts)
+def _weighted(mlp: WeightedInputExperts) -> ExpertsBlock:
+    return replace(describe_shared(mlp), weighs_inputs=True)
 
 
 def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP:

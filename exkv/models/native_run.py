@@ -22,6 +22,7 @@ from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.state import StateLayer
 from exkv.checkpoint import ExpertsConfig, LinearAttentionConfig, ModelConfig
+from exkv.checkpoint.mamba import MambaConfig
 from exkv.layers.descriptions import (
     AttentionBlock,
     EmbeddingTable,
@@ -32,6 +33,7 @@ from exkv.layers.descriptions import (
     LogitsHead,
     Norm,
     Outputs,
+    PlainBlock,
     Projection,
     Recurrence,
     StateBlock,
@@ -41,7 +43,18 @@ from exkv.layers.descriptions import (
 )
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
-from exkv.ops.bound_run import CENTERED, GATE, HEAD, KEY, OFFSET, OUTPUT, QUERY, VALUE
+from exkv.ops.bound_run import (
+    CENTERED,
+    DOWN,
+    GATE,
+    HEAD,
+    KEY,
+    OFFSET,
+    OUTPUT,
+    QUERY,
+    UP,
+    VALUE,
+)
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import PlacedUnit
@@ -60,10 +73,11 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     """Upper bound on a CPU run's bytes beyond those of the readable route: buffers between the
     parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``) and of its callbacks; ``rank`` is
     the largest rank of adapters."""
-    heads = max(map(config.query_heads, range(config.num_hidden_layers)))
-    item = dtype.itemsize
+    layers = config.num_hidden_layers
+    heads = max(map(config.query_heads, range(layers)))
+    item, hidden = dtype.itemsize, config.hidden_size
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    made = 2 * q if isinstance(config.specific, LinearAttentionConfig) else 0  # queries and gates
+    made = 2 * q if isinstance(config.specific, LinearAttentionConfig) else q  # queries and gates
     if (latent := config.latent) is not None:
         made = heads * latent.qk_head_dim
         q = max(q, heads * latent.v_head_dim, latent.q_lora_rank or 0)
@@ -71,9 +85,11 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: 
     between = max(between, 2 * item * config.intermediate_size, _expert_bytes(config, item))
     between = max(between, _state_bytes(config, item))
     between += 3 * item * rank
-    asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
+    asked = item * (2 * q + 2 * kv + 2 * hidden)
+    beside = 2 * item * hidden if any(map(config.state_beside, range(layers))) else 0
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
-    return devices.rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
+    of_tokens = tokens * (4 * item * hidden + between + asked + beside)
+    return devices.rounded(of_tokens + _scan_rates(config)) + 2 * 1024
 
 
 def _expert_bytes(config: ModelConfig, item: int) -> int:
@@ -84,7 +100,7 @@ def _expert_bytes(config: ModelConfig, item: int) -> int:
         return 0  # other models of its architecture have some
     taken, inner = settings.num_experts_per_tok, settings.moe_intermediate_size
     inners = taken * (inner or config.intermediate_size) + (settings.shared_inner or 0)
-    answers = (taken + 1) * config.hidden_size
+    answers = (taken + 3) * config.hidden_size
     routed = 4 * (settings.num_local_experts + 1) + 12 * taken
     return item * (2 * inners + answers) + routed
 
@@ -101,7 +117,16 @@ def _state_bytes(config: ModelConfig, item: int) -> int:
     if len(kept.get("recurrent", ())) == 3:
         heads, keys, values = kept["recurrent"]
     of_heads = heads * (keys + 4 * values + 4) + 2 * values
+    if isinstance(config.specific, MambaConfig):  # a scan: steps, twice, and what it selects
+        of_heads += 4 * channels + 2 * (config.specific.mamba_dt_rank + 2 * kept["recurrent"][0])
+        return item * (4 * channels + of_heads) + 4 * channels
     return item * (4 * channels + of_heads) + 4 * heads * (keys + 3)
+
+
+def _scan_rates(config: ModelConfig) -> int:
+    """Bytes of a scan's rates of decay, for all tokens of a call."""
+    specific = config.specific
+    return 4 * specific.inner * specific.mamba_d_state if isinstance(specific, MambaConfig) else 0
 
 
 # What is bound --------------------------------------------------------------------------------
@@ -110,16 +135,22 @@ def _state_bytes(config: ModelConfig, item: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLayer:
     """A decoder layer with its part of the cache: tensors, or the layer that computes attention by
-    a callback, or whose state the run advances."""
+    a callback; and the state that the run advances, if it has one."""
 
     layer: Layer
     store: InPlace | CacheLayer
+    state: StateLayer | None = None
 
     @property
     def is_native(self) -> bool:
         """Whether native code runs attention or the MLP."""
-        asked = (isinstance(part, nn.Module) for part in (self.layer.attention, self.layer.mlp))
-        return not all(asked)
+        parts = (self.layer.attention, self.layer.mlp)
+        return not all(isinstance(part, nn.Module | None) for part in parts)
+
+    @property
+    def attends(self) -> bool:
+        """Whether it has keys and values."""
+        return not isinstance(self.layer.attention, StateBlock | None)
 
 
 Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
@@ -134,20 +165,46 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
         if not _can_be_bound(part, dtype):
             return
         if isinstance(part, Layer):
-            if not _is_native_mlp(part.mlp, dtype):
-                part = replace(part, mlp=unit.module.get_submodule("mlp"))
             assert unit.spec.layer is not None
-            kept_layer = kept.layers[unit.spec.layer]
-            attention, store = part.attention, None
-            if isinstance(attention, AttentionBlock | LatentBlock):
-                store = None if attention.params.sinks is not None else kept_layer.in_place(dtype)
-            asks = isinstance(attention, LatentBlock) and store is None
-            if isinstance(attention, StateBlock):
-                asks = not _is_native_state(attention, kept_layer, dtype)
-            if asks:
-                part = replace(part, attention=unit.module.get_submodule("self_attn"))
-            part = BoundLayer(layer=part, store=store or kept_layer)
+            part = _bound(part, unit.module, kept.layers[unit.spec.layer], dtype)
+        if part is None:
+            return
         yield part
+
+
+def _bound(
+    layer: Layer, module: nn.Module, kept: CacheLayer, dtype: torch.dtype
+) -> BoundLayer | None:
+    """The layer, with modules in the places of what native code doesn't compute; None if one can't
+    stand there."""
+    if layer.mlp is not None and not _is_native_mlp(layer.mlp, dtype):
+        layer = replace(layer, mlp=module.get_submodule("mlp"))
+    attention, store, state, asks = layer.attention, None, None, False
+    if isinstance(attention, AttentionBlock | LatentBlock):
+        store = _store(attention, kept, dtype)
+        asks = isinstance(attention, LatentBlock) and store is None
+    if isinstance(attention, AttentionBlock) and attention.gates is not None:
+        asks = bool(attention.gates.low_rank)
+    block, keeper = (attention, kept) if layer.beside is None else (layer.beside, kept.beside)
+    if isinstance(block, StateBlock):
+        native = keeper is not None and _is_native_state(block, keeper, dtype)
+        state = keeper if native and isinstance(keeper, StateLayer) else None
+        asks = asks or state is None
+    if asks and layer.beside is not None:
+        return None
+    if asks:
+        layer, store = replace(layer, attention=module.get_submodule("self_attn")), None
+    return BoundLayer(layer=layer, store=store or kept, state=state)
+
+
+def _store(
+    attention: AttentionBlock | LatentBlock, kept: CacheLayer, dtype: torch.dtype
+) -> InPlace | None:
+    """Tensors over which native code computes this attention."""
+    place = kept.in_place(dtype)
+    if place is not None and attention.params.chunk and (place.ring or place.window):
+        return None
+    return place
 
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
@@ -156,8 +213,9 @@ def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
         whole = not isinstance(part.attention, AttentionBlock)
         if part.parallel and (part.residual != 1 or whole):
             return False
+        part = replace(part, beside=None)  # see _is_native_state
         if isinstance(part.attention, StateBlock):
-            part = replace(part, attention=nn.Identity())  # see _is_native_state
+            part = replace(part, attention=nn.Identity())  # likewise
         if isinstance(part.mlp, ExpertsBlock):
             part = replace(part, mlp=nn.Identity())  # see _is_native_mlp
     return part is not None and all(_is_usable(each, dtype) for each in parameters_in(part))
@@ -171,26 +229,27 @@ def _is_native_state(block: StateBlock, kept: CacheLayer, dtype: torch.dtype) ->
         return False
     if not all(_is_usable(each, dtype, torch.float32) for each in block.numbers):
         return False
-    rest = [block.projections, block.convolution]
-    if block.recurrence is not None:
-        skip = block.recurrence.skip
-        rest.append(block.recurrence.norm)
-        if skip is not None and not _is_usable(skip, torch.float32):
-            return False
+    rest = [block.projections, block.convolution, block.norms]
+    skip = None if block.recurrence is None else block.recurrence.skip
+    if skip is not None and not _is_usable(skip, torch.float32):
+        return False
     return all(_is_usable(each, dtype) for part in rest for each in parameters_in(part))
 
 
 def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
     """Whether native code computes this MLP."""
-    if isinstance(mlp, GatedBlock):
-        return is_native(mlp.act)
+    if isinstance(mlp, GatedBlock | PlainBlock):
+        return is_native(mlp.act) and not getattr(mlp, "limit", 0)
     if not isinstance(mlp, ExpertsBlock):
         return False
     if not is_native(mlp.experts[0].act) or any(each.low_rank for each in mlp.projections):
         return False
     if not all(_is_usable(each, dtype, torch.float32) for each in mlp.exact):
         return False
-    rest = (mlp.experts, mlp.shared, mlp.shared_gate)
+    kinds = {type(each) for each in (*mlp.experts, *filter(None, (mlp.shared,)))}
+    if len(kinds) > 1:
+        return False
+    rest = (mlp.experts, mlp.shared, mlp.shared_gate, mlp.before, mlp.behind)
     return all(_is_usable(each, dtype) for each in parameters_in(rest))
 
 
@@ -227,22 +286,15 @@ class NativeRun:
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:
         layers = [part for part in parts if isinstance(part, BoundLayer)]
         self.count = len(parts)
-        stores = [part.store for part in layers]
+        stores = [part.store for part in layers if part.attends]
         self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
-        self._in_place = all(isinstance(store, InPlace) for store in stores)
-        self._states = [
-            part.store
-            for part in layers
-            if isinstance(part.layer.attention, StateBlock) and isinstance(part.store, StateLayer)
-        ]
-        blocks = (part.layer.attention for part in layers)
-        self._tables = list(
-            dict.fromkeys(
-                each.params.rotary
-                for each in blocks
-                if isinstance(each, AttentionBlock | LatentBlock)
-            )
-        )
+        self._states = [part.state for part in layers if part.state is not None]
+        self._in_place = all(isinstance(store, InPlace) for store in stores) and not self._states
+        found = (part.layer.attention for part in layers)
+        blocks = [each for each in found if isinstance(each, AttentionBlock | LatentBlock)]
+        named = (name for each in blocks for name in (each.params.rotary, each.query_factors))
+        self._tables = [name for name in dict.fromkeys(named) if name is not None]
+        self._chunked = [each.params for each in blocks if each.params.chunk]
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
@@ -261,9 +313,10 @@ class NativeRun:
             torch.ops.exkv.add_head(run, *first, *weight, part.projection.bias)
             _add_low_rank(run, HEAD, part.projection)
         else:
-            self._add_layer(run, part.layer, part.store)
+            self._add_layer(run, part)
 
-    def _add_layer(self, run: torch.Tensor, layer: Layer, store: InPlace | CacheLayer) -> None:
+    def _add_layer(self, run: torch.Tensor, part: BoundLayer) -> None:
+        layer, store = part.layer, part.store
         attention, mlp = layer.attention, layer.mlp
         norms = [layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp]
         projections: list[Projection] = []
@@ -284,12 +337,14 @@ class NativeRun:
             keys, values = (store.keys, store.key_format), (store.values, store.value_format)
             places = (*keys, *values, store.ring, store.hadamard, store.paged)
             window = min(filter(None, (window, store.window)), default=0)
-        elif not isinstance(store, InPlace) and not isinstance(attention, StateBlock):
+        elif not isinstance(store, InPlace) and part.attends:
             of = attention if isinstance(attention, nn.Module) else (params, head_dim)
             self._questions.append(_attention_callback(store, of))
         act = "silu"  # unused
-        if isinstance(mlp, GatedBlock):
-            projections += [mlp.gate, mlp.up, mlp.down]
+        indices = list(range(len(projections)))
+        if isinstance(mlp, GatedBlock | PlainBlock):
+            projections += mlp.projections
+            indices += (GATE, UP, DOWN)[-len(mlp.projections) :]
             act = mlp.act
         elif isinstance(mlp, nn.Module):
             self._questions.append(lambda given, batch: mlp(*given).contiguous())
@@ -303,22 +358,46 @@ class NativeRun:
             *places,
             isinstance(attention, AttentionBlock) and attention.gated,
         )
-        if isinstance(attention, StateBlock):
-            assert isinstance(store, StateLayer), "see _stretch"
-            _add_mixer(run, attention, store)
+        self._add_details(run, layer, [projection.scale for projection in projections])
+        mixer = attention if layer.beside is None else layer.beside
+        if isinstance(mixer, StateBlock):
+            assert part.state is not None, "see _bound"
+            _add_mixer(run, mixer, part.state, beside=layer.beside is not None)
         if isinstance(attention, LatentBlock):
-            assert isinstance(store, InPlace), "see _stretch"
+            assert isinstance(store, InPlace), "see _bound"
             _add_latent(run, attention, store, self._tables.index(attention.params.rotary))
         if isinstance(mlp, ExpertsBlock):
             _add_experts(run, mlp)
-        of_attention = isinstance(attention, AttentionBlock)
-        for index, projection in enumerate(projections, 0 if of_attention else GATE):
+        for index, projection in zip(indices, projections, strict=True):
             _add_low_rank(run, index, projection)
+
+    def _add_details(self, run: torch.Tensor, layer: Layer, factors: list[float]) -> None:
+        """Add what few layers have."""
+        attention = layer.attention
+        missing = (attention is None, layer.mlp is None)
+        chunk, sinks, queries = 0, None, None
+        norms_rotated, soft_plus, scale = False, False, 1.0
+        gates: tuple[Projection, ...] = ()
+        if isinstance(attention, AttentionBlock):
+            norms_rotated, scale = attention.normed_rotated, attention.input_scale
+            chunk, sinks = attention.params.chunk, attention.params.sinks
+            gates, soft_plus = tuple(filter(None, (attention.gates,))), attention.soft_plus
+        if isinstance(attention, AttentionBlock | LatentBlock):
+            queries = attention.query_factors
+        which = -1 if queries is None else self._tables.index(queries)
+        factors = [] if set(factors) <= {1.0} else factors
+        details = (*missing, norms_rotated, which, chunk, sinks)
+        rest = (*_matrices(*(gate.weight for gate in gates)), soft_plus, scale, factors)
+        special = (*missing, norms_rotated, which >= 0, chunk, gates, scale != 1, factors)
+        if any(special) or sinks is not None:
+            torch.ops.exkv.add_details(run, *details, *rest)
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
         if self._one_by_one and lengths.chunk > 1:
             return False
         if self._states and lengths.snapshot_at:
+            return False
+        if any(each.within(lengths, windows=True).chunk for each in self._chunked):
             return False
         tokens = len(lengths.new) * lengths.chunk
         mixed = isinstance(lengths.adapters, tuple)
@@ -450,11 +529,14 @@ def _hidden_size(layers: Sequence[BoundLayer]) -> int:
             return attention.latent.weight.size[1]
         if isinstance(mlp, GatedBlock | ExpertsBlock):
             return mlp.gate.weight.size[1]
+        if isinstance(mlp, PlainBlock):
+            return mlp.up.weight.size[1]
     raise AssertionError("bind requires a native layer")
 
 
-def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
-    """Add the layer with a state to the last added layer, in attention's place."""
+def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer, *, beside: bool) -> None:
+    """Add the layer with a state to the last added layer, in attention's place or ``beside``
+    it."""
     states = state.in_rows()
     of = block.recurrence
     made = (None, None) if of is None else (of.step, of.beta)
@@ -469,8 +551,10 @@ def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer) -> None:
             [n for each in (*named, *block.mixed) for n in _output_numbers(each)],
         ),
         *(block.convolution.weight, block.convolution.bias),
-        *_recurrence_arguments(of),
+        *_recurrence_arguments(of, block.norms),
         *(states["conv"], states.get("recurrent")),
+        [projection.scale for projection in block.projections],
+        *(block.input_scale, beside),
     )
 
 
@@ -481,11 +565,14 @@ def _output_numbers(of: Outputs | None) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _recurrence_arguments(of: Recurrence | None) -> tuple[Any, ...]:
+def _recurrence_arguments(of: Recurrence | None, norms: Sequence[Norm]) -> tuple[Any, ...]:
     if of is None:
-        return None, None, None, None, 0.0, False, 1, 1, 1.0, 0.0, 0.0
-    numbers = (of.step_bias, of.rates, of.skip, of.norm.weight, of.norm.eps)
-    return (*numbers, of.sigmoid, of.groups, of.order, of.largest_beta, *of.limits)
+        return None, None, None, [], 0.0, "gate", False, 1, 1, 1.0, 0.0, 0.0
+    eps = {norm.eps for norm in norms}
+    assert len(eps) <= 1, "one for all norms of a layer"
+    numbers = (of.step_bias, of.rates, of.skip, [norm.weight for norm in norms])
+    how = (max(eps, default=0.0), of.gating, of.sigmoid)
+    return (*numbers, *how, of.groups, of.order, of.largest_beta, *of.limits)
 
 
 def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: int) -> None:
@@ -508,13 +595,15 @@ def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: i
 
 def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:
     """Add the experts of the last added layer."""
-    projections = block.projections
+    projections, first = block.projections, block.experts[0]
     torch.ops.exkv.add_experts(
         run,
         *_matrices(*(projection.weight for projection in projections)),
         [projection.bias for projection in projections],
-        *(block.correction, block.experts[0].act, len(block.experts), block.shared is not None),
+        *(block.correction, first.act, len(block.experts), block.shared is not None),
         *block.router,
+        *(isinstance(first, GatedBlock), block.weighs_inputs, block.before is not None),
+        *((first.alpha, first.limit) if isinstance(first, GatedBlock) else (0.0, 0.0)),
     )
 
 

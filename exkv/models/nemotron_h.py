@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,17 @@ from exkv.checkpoint.mamba import Mamba2Config
 from exkv.checkpoint.value_checks import check_size, set_floats
 from exkv.layers import MLP, Attention, Linear, Mamba2, PlainMLP, PlainModule
 from exkv.layers.attention import Attend
-from exkv.layers.mlp import Experts
+from exkv.layers.descriptions import (
+    ExpertsBlock,
+    Layer,
+    PlainBlock,
+    describe,
+    describes,
+    try_describe,
+)
+from exkv.layers.mlp import Experts, experts_block
 from exkv.layers.split_experts import Meanwhile
-from exkv.ops.activations import ACTIVATIONS
+from exkv.ops.activations import activated
 from exkv.ops.experts import Routing
 
 from .decoder import Decoder, MakeNorm, rms_norm
@@ -92,7 +100,21 @@ class PlainExperts(Experts):
 
     def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
         assert isinstance(expert, PlainExpert)
-        return expert.down_proj(ACTIVATIONS[self.act].apply(expert.up_proj(inputs)))
+        return expert.down_proj(activated(expert.up_proj(inputs), self.act))
+
+
+@describes(PlainExperts)
+def _experts(mlp: PlainExperts) -> ExpertsBlock:
+    experts = [
+        PlainBlock(up=describe(each.up_proj), down=describe(each.down_proj), act=mlp.act)
+        for each in cast(list[PlainExpert], list(mlp.experts))
+    ]
+    before, behind = (
+        None if each is None else describe(each)
+        for each in (mlp.fc1_latent_proj, mlp.fc2_latent_proj)
+    )
+    shared = describe(mlp.shared_expert)
+    return replace(experts_block(mlp, experts), shared=shared, before=before, behind=behind)
 
 
 class OneLayer(PlainModule):
@@ -117,6 +139,23 @@ class OneLayer(PlainModule):
             return self.mlp(normed).add_(x)
         assert self.self_attn is not None
         return self.self_attn(normed, batch, cache).add_(x)
+
+
+@describes(OneLayer)
+def _one_layer(layer: OneLayer) -> Layer:
+    attention, mlp = (
+        None if part is None else try_describe(part) or part
+        for part in (layer.self_attn, layer.mlp)
+    )
+    norm = describe(layer.input_layernorm)
+    return Layer(
+        attention=attention,
+        mlp=mlp,
+        before_attention=None if attention is None else norm,
+        after_attention=None,
+        before_mlp=None if mlp is None else norm,
+        after_mlp=None,
+    )
 
 
 def _mixer(

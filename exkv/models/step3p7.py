@@ -20,8 +20,9 @@ from exkv.checkpoint.families import BESIDE_IMAGES, Family
 from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, most, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int, is_number, set_floats
 from exkv.layers import MLP, Attention, Experts, GatedMLP, SharedExperts
+from exkv.layers.descriptions import ExpertsBlock, NotDescribed, describes
 from exkv.layers.low_rank import side_by_side
-from exkv.layers.mlp import Expert
+from exkv.layers.mlp import Expert, describe_shared
 from exkv.ops.activations import ACTIVATIONS
 from exkv.weights import Source, sliced_source
 
@@ -105,6 +106,13 @@ class StepExperts(SharedExperts):
         assert isinstance(expert, Expert)
         gate, up, down = expert.w1, expert.w3, expert.w2
         return down(limited(gate(inputs), up(inputs), self.act, self.limit))
+
+
+@describes(StepExperts)
+def _described(mlp: StepExperts) -> ExpertsBlock:
+    if not mlp.has_op:
+        raise NotDescribed("experts with bounds")
+    return describe_shared(mlp)  # which knows a shared one without bounds
 
 
 def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP:

@@ -34,12 +34,30 @@ def sigmoid_(x: Tensor) -> None:
     torch.sigmoid_(x)
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most ``limit`` and up to
-    +-``limit`` (OpenAI, 2025: gpt-oss); both (..., N), and overwritten."""
+@define_op("activate_(Tensor(a!) x, int act) -> ()")
+def activate_(x: Tensor, act: int) -> None:
+    """Overwrite x (..., N), contiguous, with an activation: its index in :data:`NATIVE`."""
+    if not 0 <= act < len(NATIVE):
+        raise ValueError(f"activate_: act is {act}; there are {len(NATIVE)}")
+    name = NATIVE[act]
+    x.copy_(F.softplus(x.float()) if name == SOFTPLUS else ACTIVATIONS[name].apply(x))
+
+
+def activated(x: Tensor, act: str) -> Tensor:
+    """act(x), stored in x (..., N), contiguous, if ``act`` is native."""
+    if act not in NATIVE:
+        return ACTIVATIONS[act].apply(x)
+    torch.ops.exkv.activate_(x, NATIVE.index(act))
+    return x
+
+
+@define_op("clamped_swiglu_(Tensor(a!) gate, Tensor up, float alpha, float limit) -> ()")
+def clamped_swiglu_(gate: Tensor, up: Tensor, alpha: float, limit: float) -> None:
+    """Overwrite gate (..., N) with (up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at
+    most ``limit`` and up (..., N) to +-``limit`` (OpenAI, 2025: gpt-oss)."""
     gate.clamp_(max=limit)
-    up.clamp_(min=-limit, max=limit)
-    return gate.mul_((gate * alpha).sigmoid_()).mul_(up.add_(1))
+    raised = up.clamp(min=-limit, max=limit).add_(1)
+    gate.mul_((gate * alpha).sigmoid_()).mul_(raised)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
@@ -81,9 +99,17 @@ ACTIVATIONS: dict[str, Activation] = {
         gate=torch.ops.exkv.gelu_mul_.default,
         native=True,
     ),
-    "gelu": Activation(apply=F.gelu, gate=lambda gate, up: torch.ops.aten.gelu_(gate).mul_(up)),
-    "relu": Activation(apply=F.relu, gate=lambda gate, up: F.relu_(gate).mul_(up)),
+    "gelu": Activation(
+        apply=F.gelu, gate=lambda gate, up: torch.ops.aten.gelu_(gate).mul_(up), native=True
+    ),
+    "relu": Activation(apply=F.relu, gate=lambda gate, up: F.relu_(gate).mul_(up), native=True),
     "relu2": Activation(
-        apply=lambda x: F.relu(x).square_(), gate=lambda gate, up: F.relu_(gate).square_().mul_(up)
+        apply=lambda x: F.relu(x).square_(),
+        gate=lambda gate, up: F.relu_(gate).square_().mul_(up),
+        native=True,
     ),
 }
+#: An activation that no config.json names.
+SOFTPLUS = "softplus"
+#: What bound runs support, in the order of ``Act`` in ``exkv_ext/cpu/rows.h``.
+NATIVE = (*(name for name, activation in ACTIVATIONS.items() if activation.native), SOFTPLUS)

@@ -179,6 +179,23 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> T
     return merged.div_(total.masked_fill_(total == 0, 1).unsqueeze(-1)).to(dtype)
 
 
+@define_op("share_with_sinks_(Tensor(a!) out, Tensor lse, Tensor sinks) -> ()")
+def share_with_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Take the share of sinks, scores (H,) without values, off an :func:`attention_part`'s output:
+    out float32 (B, T, H, D), contiguous, overwritten, and lse float32 (B, T, H). The same as a
+    :func:`sink_part` beside one other, for :func:`merge_parts`."""
+    if lse.shape != out.shape[:-1] or sinks.shape != out.shape[2:3]:
+        raise ValueError(
+            f"share_with_sinks_: out {tuple(out.shape)} must be (B, T, H, D), lse "
+            f"{tuple(lse.shape)} (B, T, H) and sinks {tuple(sinks.shape)} (H,)"
+        )
+    scores = sinks.float()
+    peak = torch.maximum(lse, scores)
+    own = (lse - peak).exp_()
+    total = (scores - peak).exp_().add_(own)
+    out.mul_(own.unsqueeze(-1)).div_(total.unsqueeze(-1))
+
+
 def sink_part(q: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Sinks (H,) as a part for :func:`merge_parts` beside those of q (B, T, H, D): zero output, and
     the sinks as scores. Allocates nothing of q's size."""

@@ -24,11 +24,11 @@ TRANSFORMED = -8
 define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
 #: Norms: before and after attention, before and after the MLP, of queries and of keys; their kinds
 #: are sums of :data:`OFFSET` and :data:`CENTERED`. Weights, layouts and biases: of query, key,
-#: value, output, gate, up and down; without the first four, or the last three, the call returns to
-#: ask for that part. ``act``: an activation that is ``native``. ``interleaved``, ``residual`` and
-#: ``parallel``: see ``exkv.layers.descriptions``. ``rotary``: index of the pair of a call's
-#: factors. Stores are as in ``append_kv``; ``paged`` if they are pools of pages. ``gated``: each
-#: head's queries are followed by gates.
+#: value, output, gate, up and down; the gate may be missing; without the first four, or the last
+#: three, the call returns to ask for that part. ``act``: an activation that is ``native``.
+#: ``interleaved``, ``residual`` and ``parallel``: see ``exkv.layers.descriptions``. ``rotary``:
+#: index of the pair of a call's factors. Stores are as in ``append_kv``; ``paged`` if they are
+#: pools of pages. ``gated``: each head's queries are followed by gates.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] kinds, Tensor?[] norm_biases, "
     "Tensor[] weights, int[] layouts, Tensor?[] biases, int head_dim, str act, int interleaved, "
@@ -46,29 +46,47 @@ define_native(
     "Tensor?[] biases, int heads, int rotated, int interleaved, int rotary, float scale, "
     "int window, Tensor[] stored, str format, int ring, bool hadamard, bool paged) -> ()"
 )
+#: More about the layer that was added last, before all else is added to it: whether it has no
+#: attention, or no MLP; and of its attention, whether norms come after the rotation, the pair of a
+#: call's factors of which the first multiplies queries (-1 for none), the size of chunks of
+#: positions (0 for none), sinks (heads,), a matrix of gates and whether they are softplus's, a
+#: factor of the input, and factors of the outputs of all its projections or none. See
+#: ``exkv.layers.descriptions``.
+define_native(
+    "add_details(Tensor run, bool no_attention, bool no_mlp, bool normed_rotated, "
+    "int query_factors, int chunk, Tensor? sinks, Tensor[] gates, int[] layout, bool soft_plus, "
+    "float input_scale, float[] factors) -> ()"
+)
 #: Experts of the last added layer, which has no MLP. Weights, layouts and biases: of the router; of
-#: the gate, up and down of each of ``experts``, and of the shared expert if ``shared``; and of that
-#: one's own gate, if it has one. ``top_k`` and what follows: see ``route_experts``.
+#: the gate, up and down of each of ``experts``, and of the shared expert if ``shared``, without
+#: gates if not ``gated``; of the shared one's own gate, if it has one; and of projections before
+#: and behind experts if ``narrow``. ``top_k`` and what follows: see ``route_experts``;
+#: ``weighs_inputs``: see ``exkv.layers.descriptions.ExpertsBlock``; ``alpha`` and ``limit``: of
+#: ``clamped_swiglu_`` in place of ``act``, if the limit is not 0.
 define_native(
     "add_experts(Tensor run, Tensor[] weights, int[] layouts, Tensor?[] biases, "
     "Tensor? correction, str act, int experts, bool shared, int top_k, bool sigmoid, "
-    "bool normalize, float min_sum, int groups, int top_k_groups, int best_of_group, float scale) "
-    "-> ()"
+    "bool normalize, float min_sum, int groups, int top_k_groups, int best_of_group, float scale, "
+    "bool gated=True, bool weighs_inputs=False, bool narrow=False, float alpha=0.0, "
+    "float limit=0.0) -> ()"
 )
-#: A layer with a state, in the place of attention of the layer that was added last, without one:
-#: "delta" for ``gated_delta``, "ssd" for ``ssd``, or "conv" for none, behind a causal convolution
-#: with SiLU, or without in the last case. Weights, layouts and biases: of its projections, that of
-#: the output last. ``sources``: of each before, an earlier one whose outputs it takes, or -1 for
+#: A layer with a state, in the place of attention of the layer that was added last, without one, or
+#: ``beside`` it: "delta" for ``gated_delta``, "ssd" for ``ssd``, "scan" for ``selective_scan``, or
+#: "conv" for none, behind a causal convolution with SiLU, or without in the last case. Weights,
+#: layouts, biases and factors: of its projections, the two of a scan's selection, and that of the
+#: output. ``sources``: of each before these, an earlier one whose outputs it takes, or -1 for
 #: the layer's input. ``outputs``: five numbers, a projection, an offset, a size, a step and a
 #: count, for each of what the convolution's inputs are multiplied by, the gate, steps and betas,
 #: -1 first where there are none; and of what is convolved, side by side. What follows: see
 #: ``exkv.layers.descriptions.Recurrence``. States of all rows: ``inputs`` (B, K - 1, C) of the
-#: convolution, and float32 (B, heads, keys, values), whose rows may lie apart.
+#: convolution, and float32 (B, heads, keys, values), or (B, N, C) of a scan, whose rows may lie
+#: apart.
 define_native(
     "add_mixer(Tensor run, str rule, Tensor[] weights, int[] layouts, Tensor?[] biases, "
     "int[] sources, int[] outputs, Tensor conv, Tensor? conv_bias, Tensor? step_bias, "
-    "Tensor? rates, Tensor? skip, Tensor? norm, float eps, bool sigmoid, int groups, int order, "
-    "float largest_beta, float least_step, float most_step, Tensor inputs, Tensor? state) -> ()"
+    "Tensor? rates, Tensor? skip, Tensor[] norms, float eps, str gating, bool sigmoid, int groups, "
+    "int order, float largest_beta, float least_step, float most_step, Tensor inputs, "
+    "Tensor? state, float[] factors, float input_scale, bool beside) -> ()"
 )
 define_native(
     "add_head(Tensor run, Tensor norm, Tensor? norm_bias, float eps, int kind, Tensor[] weight, "
@@ -79,7 +97,7 @@ define_native(
 #: (:data:`HEAD`), for the rows [first, last) of a call; for all if last is -1. Changes of one
 #: projection are added in the order of their rows.
 HEAD = -1
-QUERY, KEY, VALUE, OUTPUT, GATE = range(5)
+QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN = range(7)
 define_native(
     "add_low_rank(Tensor run, int projection, Tensor a, Tensor b, int first, int last) -> ()"
 )

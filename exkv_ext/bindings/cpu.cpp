@@ -18,6 +18,7 @@
 #include "../cpu/pack_codes.h"
 #include "../cpu/rows.h"
 #include "../cpu/sample.h"
+#include "../cpu/sinks.h"
 #include "append_binding.h"
 #include "attention_binding.h"
 #include "attention_part_binding.h"
@@ -444,11 +445,63 @@ std::tuple<Tensor, Tensor> AddRmsNormCpu(const Tensor& x, const Tensor& residual
 }
 
 void SiluMulCpu(Tensor gate, const Tensor& up) {
-  GateMul("silu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().silu_mul); });
+  GateMul("silu_mul_", gate, up,
+          [](const GateParams& p) { ForRows(p, RowsOfIsa().gate_mul[kSilu]); });
+}
+
+void ActivateCpu(Tensor x, int64_t act) {
+  const char* op = "activate_";
+  GateParams params{};
+  params.dtype = CheckRows(op, "x", x);
+  STD_TORCH_CHECK(x.is_contiguous(), op, ": x must be contiguous, since it is overwritten");
+  STD_TORCH_CHECK(act >= 0 && act < kActs, op, ": act is ", act, "; there are ", int{kActs});
+  if (x.numel() == 0) return;
+  params.dim = params.gate_step = x.size(x.dim() - 1);
+  params.rows = x.numel() / params.dim;
+  params.gate = x.mutable_data_ptr();
+  ForRows(params, RowsOfIsa().activate[act]);
+}
+
+void ClampedSwigluCpu(Tensor gate, const Tensor& up, double alpha, double limit) {
+  GateMul("clamped_swiglu_", gate, up, [&](GateParams p) {
+    p.alpha = static_cast<float>(alpha);
+    p.limit = static_cast<float>(limit);
+    ForRows(p, RowsOfIsa().clamped);
+  });
+}
+
+// out float32 (B, T, H, D) of attention, lse float32 (B, T, H), sinks (H).
+void ShareWithSinksCpu(Tensor out, const Tensor& lse, const Tensor& sinks) {
+  const char* op = "share_with_sinks_";
+  const FloatType dtype = CheckRows(op, "sinks", sinks);
+  const bool fits = out.dim() == 4 && lse.dim() == 3 && sinks.dim() == 1 &&
+                    sinks.size(0) == out.size(2) && lse.size(0) == out.size(0) &&
+                    lse.size(1) == out.size(1) && lse.size(2) == out.size(2);
+  STD_TORCH_CHECK(fits, op, ": out ", ShapeText(out), " must be (B, T, H, D), lse ", ShapeText(lse),
+                  " (B, T, H) and sinks ", ShapeText(sinks), " (H,)");
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && lse.scalar_type() == ScalarType::Float,
+                  op, ": out and lse must be float32, not ",
+                  torch::headeronly::toString(out.scalar_type()), " and ",
+                  torch::headeronly::toString(lse.scalar_type()));
+  CheckSameDevice(op, "out", out, "lse", lse);
+  CheckSameDevice(op, "out", out, "sinks", sinks);
+  STD_TORCH_CHECK(out.is_contiguous(), op, ": out must be contiguous, since it is overwritten");
+  if (out.numel() == 0) return;
+  const Tensor scores = Contiguous(lse), own = Contiguous(sinks);
+  const int64_t heads = sinks.size(0), dim = out.size(3);
+  auto* values = out.mutable_data_ptr<float>();
+  const auto* sums = scores.const_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kGrain / dim);
+  torch::stable::parallel_for(0, lse.numel(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      ShareWithSink(values + i * dim, dim, sums[i], WideAt(own.const_data_ptr(), dtype, i % heads));
+    }
+  });
 }
 
 void GeluMulCpu(Tensor gate, const Tensor& up) {
-  GateMul("gelu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().gelu_mul); });
+  GateMul("gelu_mul_", gate, up,
+          [](const GateParams& p) { ForRows(p, RowsOfIsa().gate_mul[kGeluTanh]); });
 }
 
 std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tensor& cos,
@@ -572,7 +625,7 @@ Tensor ChosenExpertsCpu(const Tensor& x, const Tensor& chosen, const Tensor& wei
                         std::vector<Tensor> tensors, std::vector<int64_t> layouts,
                         StringHandle formats, StringHandle act) {
   TakeText(formats);  // for the reference
-  const bool gelu = IsGelu(TakeText(act));
+  const Act function = ActOf(TakeText(act));
   const std::vector<WeightArguments> matrices = SplitWeights(tensors, layouts);
   const auto type = KernelFloatType(x.scalar_type());
   const bool fits = x.dim() == 2 && chosen.dim() == 2 && weights.dim() == 2 &&
@@ -613,7 +666,7 @@ Tensor ChosenExpertsCpu(const Tensor& x, const Tensor& chosen, const Tensor& wei
     RunMatrix(gate, *type, input.data(), count, gated.data());
     RunMatrix(up, *type, input.data(), count, raised.data());
     const GateParams params{*type, count, inner, inner, inner, gated.data(), raised.data()};
-    (gelu ? RowsOfIsa().gelu_mul : RowsOfIsa().silu_mul)(params, 0, count);
+    RowsOfIsa().gate_mul[function](params, 0, count);
     RunMatrix(down, *type, gated.data(), count, answer.data());
     for (int64_t i = 0; i < count; ++i) {
       const auto [token, share] = choices[expert][i];
@@ -654,7 +707,7 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                  std::vector<Tensor> k_stored, StringHandle k_format, std::vector<Tensor> v_stored,
                  StringHandle v_format, int64_t ring, bool hadamard, bool paged, bool gated) {
   const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
-  const bool gelu = IsGelu(TakeText(act));
+  const Act function = ActOf(TakeText(act));
   Runs().Find(run)->Add(LayerArguments{std::move(norms),
                                        std::move(eps),
                                        std::move(kinds),
@@ -662,7 +715,7 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                                        SplitWeights(weights, layouts),
                                        std::move(biases),
                                        head_dim,
-                                       gelu,
+                                       function,
                                        interleaved,
                                        residual,
                                        parallel,
@@ -706,26 +759,42 @@ void AddExpertsCpu(const Tensor& run, std::vector<Tensor> weights, std::vector<i
                    std::vector<std::optional<Tensor>> biases, std::optional<Tensor> correction,
                    StringHandle act, int64_t experts, bool shared, int64_t top_k, bool sigmoid,
                    bool normalize, double min_sum, int64_t groups, int64_t top_k_groups,
-                   int64_t best_of_group, double scale) {
-  const bool gelu = IsGelu(TakeText(act));
+                   int64_t best_of_group, double scale, bool gated, bool weighs_inputs, bool narrow,
+                   double alpha, double limit) {
+  const Act function = ActOf(TakeText(act));
   Runs().Find(run)->Add(ExpertsArguments{
       SplitWeights(weights, layouts),
       std::move(biases),
       std::move(correction),
-      gelu,
+      function,
       experts,
       shared,
-      {top_k, sigmoid, normalize, min_sum, groups, top_k_groups, best_of_group, scale}});
+      {top_k, sigmoid, normalize, min_sum, groups, top_k_groups, best_of_group, scale},
+      gated,
+      weighs_inputs,
+      narrow,
+      alpha,
+      limit});
+}
+
+void AddDetailsCpu(const Tensor& run, bool no_attention, bool no_mlp, bool normed_rotated,
+                   int64_t query_factors, int64_t chunk, std::optional<Tensor> sinks,
+                   std::vector<Tensor> gates, std::vector<int64_t> layout, bool soft_plus,
+                   double input_scale, std::vector<double> factors) {
+  Runs().Find(run)->Add(DetailsArguments{no_attention, no_mlp, normed_rotated, query_factors, chunk,
+                                         std::move(sinks), SplitWeights(gates, layout), soft_plus,
+                                         input_scale, std::move(factors)});
 }
 
 void AddMixerCpu(const Tensor& run, StringHandle rule, std::vector<Tensor> weights,
                  std::vector<int64_t> layouts, std::vector<std::optional<Tensor>> biases,
                  std::vector<int64_t> sources, std::vector<int64_t> outputs, const Tensor& conv,
                  std::optional<Tensor> conv_bias, std::optional<Tensor> step_bias,
-                 std::optional<Tensor> rates, std::optional<Tensor> skip,
-                 std::optional<Tensor> norm, double eps, bool sigmoid, int64_t groups,
-                 int64_t order, double largest_beta, double least_step, double most_step,
-                 const Tensor& inputs, std::optional<Tensor> state) {
+                 std::optional<Tensor> rates, std::optional<Tensor> skip, std::vector<Tensor> norms,
+                 double eps, StringHandle gating, bool sigmoid, int64_t groups, int64_t order,
+                 double largest_beta, double least_step, double most_step, const Tensor& inputs,
+                 std::optional<Tensor> state, std::vector<double> factors, double input_scale,
+                 bool beside) {
   Runs().Find(run)->Add(StateArguments{TakeText(rule),
                                        SplitWeights(weights, layouts),
                                        std::move(biases),
@@ -736,8 +805,9 @@ void AddMixerCpu(const Tensor& run, StringHandle rule, std::vector<Tensor> weigh
                                        step_bias,
                                        rates,
                                        skip,
-                                       norm,
+                                       std::move(norms),
                                        eps,
+                                       TakeText(gating),
                                        sigmoid,
                                        groups,
                                        order,
@@ -745,7 +815,10 @@ void AddMixerCpu(const Tensor& run, StringHandle rule, std::vector<Tensor> weigh
                                        least_step,
                                        most_step,
                                        inputs,
-                                       state});
+                                       state,
+                                       std::move(factors),
+                                       input_scale,
+                                       beside});
 }
 
 void AddLowRankCpu(const Tensor& run, int64_t projection, const Tensor& a, const Tensor& b,
@@ -824,6 +897,9 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
+  m.impl("activate_", TORCH_BOX(&exkv::ActivateCpu));
+  m.impl("clamped_swiglu_", TORCH_BOX(&exkv::ClampedSwigluCpu));
+  m.impl("share_with_sinks_", TORCH_BOX(&exkv::ShareWithSinksCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("gated_delta", TORCH_BOX(&exkv::GatedDeltaCpu));
   m.impl("ssd", TORCH_BOX(&exkv::SsdCpu));
@@ -835,6 +911,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));
   m.impl("add_embedding", TORCH_BOX(&exkv::AddEmbeddingCpu));
   m.impl("add_layer", TORCH_BOX(&exkv::AddLayerCpu));
+  m.impl("add_details", TORCH_BOX(&exkv::AddDetailsCpu));
   m.impl("add_latent", TORCH_BOX(&exkv::AddLatentCpu));
   m.impl("add_experts", TORCH_BOX(&exkv::AddExpertsCpu));
   m.impl("add_mixer", TORCH_BOX(&exkv::AddMixerCpu));
@@ -857,7 +934,11 @@ extern "C" __attribute__((visibility("default"))) const char* exkv_cpu_isa() {
 
 // For exkv_ext.activations(): those that bound runs know, a line each.
 extern "C" __attribute__((visibility("default"))) const char* exkv_activations() {
-  static const std::string text = std::string(exkv::kSilu) + "\n" + exkv::kGelu;
+  static const std::string text = [] {
+    std::string lines;
+    for (const char* name : exkv::kActNames) lines += std::string(name) + "\n";
+    return lines;
+  }();
   return text.c_str();
 }
 

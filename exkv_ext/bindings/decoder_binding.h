@@ -99,6 +99,17 @@ inline WeightArguments OneWeight(const std::vector<Tensor>& tensors,
   return std::move(weights[0]);
 }
 
+// By config.json's name.
+inline Act ActOf(const std::string& name) {
+  std::string known;
+  for (int act = 0; act < kActs; ++act) {
+    if (name == kActNames[act]) return static_cast<Act>(act);
+    known += std::string(act > 0 ? ", " : "") + kActNames[act];
+  }
+  STD_TORCH_CHECK(false, "bound run: act is ", name, "; it must be one of ", known);
+  return kActs;
+}
+
 // What an adapter adds to a projection for some rows, of all where last is -1.
 struct LowRankArguments {
   int64_t projection;  // of a layer, or kLogits
@@ -116,19 +127,30 @@ struct EmbeddingArguments {
   double scale;
 };
 
-// The experts of a layer: weights and biases of the router, of each expert's gate, up and down, and
-// of the shared one's gate.
+// The experts of a layer: weights and biases of the router, of each expert's gate, up and down, or
+// without gates if not `gated`; of the shared one's gate; and of what is before and behind those
+// that are routed to, if `narrow`.
 struct ExpertsArguments {
   std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
   std::optional<Tensor> correction;
-  bool gelu;
+  Act act;
   int64_t experts;
   bool shared;
   RouterArguments router;
+  bool gated;
+  bool weighs_inputs;
+  bool narrow;
+  double alpha;
+  double limit;
+
+  int64_t of_each() const { return gated ? 3 : 2; }
 };
 
 struct StateArguments;  // state_mixer_binding.h
+
+// Whether the layer has attention beside its state.
+bool IsBeside(const StateArguments& state);
 
 // Latent attention of a layer. Weights and biases: of queries, of what is stored, of the output,
 // and of queries' low ranks if they have a norm; then of each head's keys, and of each one's
@@ -142,6 +164,20 @@ struct LatentArguments {
   int64_t rotated;
 };
 
+// What few layers have: see the op add_details.
+struct DetailsArguments {
+  bool no_attention = false;
+  bool no_mlp = false;
+  bool normed_rotated = false;
+  int64_t query_factors = -1;
+  int64_t chunk = 0;
+  std::optional<Tensor> sinks = {};
+  std::vector<WeightArguments> gates = {};  // one or none
+  bool soft_plus = false;
+  double input_scale = 1.0;
+  std::vector<double> factors = {};  // of each of the layer's weights, or none
+};
+
 struct LayerArguments {
   std::vector<std::optional<Tensor>> norms;
   std::vector<double> eps;
@@ -150,7 +186,7 @@ struct LayerArguments {
   std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
   int64_t head_dim;
-  bool gelu;
+  Act act;
   int64_t interleaved;
   double residual;
   bool parallel;
@@ -170,11 +206,20 @@ struct LayerArguments {
   std::optional<ExpertsArguments> experts = {};
   std::shared_ptr<const StateArguments> state = {};
   std::optional<LatentArguments> latent = {};
+  DetailsArguments details = {};
 
-  // Its weights are the projections from the first to before the last: all, or without those of
-  // attention, or of the MLP.
-  size_t first() const { return weights.size() == kProjections - kGate ? kGate : kQ; }
-  size_t last() const { return first() + weights.size(); }
+  // Its weights are the projections in order, or without those of attention, the MLP's gate, or all
+  // of the MLP.
+  bool attends() const { return weights.size() >= kGate; }
+  size_t of_mlp() const { return weights.size() - (attends() ? kGate : 0); }
+  // Where a projection is among the weights, if it is.
+  std::optional<size_t> Index(size_t projection) const {
+    const size_t before = attends() ? kGate : 0;
+    if (projection < kGate) return attends() ? std::optional(projection) : std::nullopt;
+    const size_t first = kProjections - of_mlp();  // of the MLP's
+    if (projection < first || projection >= kProjections) return std::nullopt;
+    return before + projection - first;
+  }
 };
 
 struct HeadArguments {
@@ -323,11 +368,13 @@ namespace exkv {
 // The params of a layer's experts.
 inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_t layer) {
   const std::string name = "layer " + std::to_string(layer) + "'s ";
-  const int64_t hidden = tensors->hidden(), gates = (a.experts + a.shared) * 3;
+  const int64_t hidden = tensors->hidden(), each = a.of_each();
   const auto count = static_cast<int64_t>(a.weights.size());
-  const bool gated = a.shared && count == gates + 2;
-  STD_TORCH_CHECK(a.experts > 0 && (gated || count == gates + 1), "bound run: ", name, count,
-                  " matrices are not the router's and three of each of ", a.experts, " experts");
+  const int64_t behind = 1 + (a.experts + a.shared) * each;
+  const bool has_gate = a.shared && count == behind + 1 + 2 * a.narrow;
+  STD_TORCH_CHECK(a.experts > 0 && (has_gate || count == behind + 2 * a.narrow),
+                  "bound run: ", name, count, " matrices are not the router's and ",
+                  each == 3 ? "three" : "two", " of each of ", a.experts, " experts");
   STD_TORCH_CHECK(a.biases.size() == a.weights.size(), "bound run: ", name, a.biases.size(),
                   " biases of ", count, " matrices");
   Mixture mixture{};
@@ -352,20 +399,33 @@ inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_
     mixture.router.correction = static_cast<const float*>(data);
   }
   mixture.shared = a.shared;
-  mixture.gelu = a.gelu;
+  mixture.act = a.act;
+  mixture.alpha = static_cast<float>(a.alpha);
+  mixture.limit = static_cast<float>(a.limit);
+  STD_TORCH_CHECK(a.limit == 0.0 || (a.limit > 0.0 && a.gated), "bound run: ", name, "limit is ",
+                  a.limit, "; it must be 0, or more with gates");
+  mixture.weighs_inputs = a.weighs_inputs;
   mixture.inner = a.weights[1].outputs();
-  mixture.shared_inner = a.shared ? a.weights[gates - 2].outputs() : 0;
+  mixture.shared_inner = a.shared ? a.weights[behind - each].outputs() : 0;
+  const int64_t narrow = count - 2;
+  const int64_t features = a.narrow ? a.weights[narrow].outputs() : hidden;
   for (int64_t i = 0; i < a.experts + a.shared; ++i) {
     const std::string of =
         i < a.experts ? name + "expert " + std::to_string(i) + "'s " : name + "shared expert's ";
     const int64_t inner = i < a.experts ? mixture.inner : mixture.shared_inner;
-    STD_TORCH_CHECK(inner > 0, "bound run: ", of, "gate must be (inner, hidden); it is ",
-                    ShapeText(a.weights[1 + 3 * i].tensors[0]));
-    mixture.experts.push_back({matrix(1 + 3 * i, of + "gate", inner, hidden),
-                               matrix(2 + 3 * i, of + "up", inner, hidden),
-                               matrix(3 + 3 * i, of + "down", hidden, inner)});
+    const int64_t inputs = i < a.experts ? features : hidden, first = 1 + each * i;
+    STD_TORCH_CHECK(inner > 0 && inputs > 0, "bound run: ", of, a.gated ? "gate" : "up",
+                    " must be (inner, hidden); it is ", ShapeText(a.weights[first].tensors[0]));
+    Expert expert{};
+    if (a.gated) expert.gate = matrix(first, of + "gate", inner, inputs);
+    expert.up = matrix(first + each - 2, of + "up", inner, inputs);
+    expert.down = matrix(first + each - 1, of + "down", inputs, inner);
+    mixture.experts.push_back(std::move(expert));
   }
-  if (gated) mixture.shared_gate = matrix(gates + 1, name + "shared expert's gate", 1, hidden);
+  if (has_gate) mixture.shared_gate = matrix(behind, name + "shared expert's gate", 1, hidden);
+  if (!a.narrow) return mixture;
+  mixture.before = matrix(narrow, name + "projection before experts", features, hidden);
+  mixture.behind = matrix(narrow + 1, name + "projection behind experts", hidden, features);
   return mixture;
 }
 
@@ -429,11 +489,19 @@ class LayerBinding {
   LayerParams Params() {
     LayerParams params{};
     CheckCounts();
-    params.asks_attention = a_.k_stored.empty() && a_.v_stored.empty();
-    params.asks_whole = !a_.latent && (a_.first() == kGate || a_.weights.empty());
-    params.asks_mlp = a_.last() <= kGate && !a_.experts;
+    const DetailsArguments& details = a_.details;
+    params.no_attention = details.no_attention;
+    params.no_mlp = details.no_mlp;
+    params.asks_attention = !params.no_attention && a_.k_stored.empty() && a_.v_stored.empty();
+    params.asks_whole = !params.no_attention && !a_.latent && !a_.attends();
+    params.asks_mlp = !params.no_mlp && a_.of_mlp() == 0 && !a_.experts;
     params.dim = a_.head_dim;
     params.gated = a_.gated;
+    params.normed_rotated = details.normed_rotated;
+    params.query_factors = details.query_factors;
+    params.chunk = details.chunk;
+    params.input_scale = static_cast<float>(details.input_scale);
+    CheckDetails();
     SetProjections(&params);
     SetNorms(&params);
     STD_TORCH_CHECK(!params.asks_whole || (params.asks_attention && !a_.parallel &&
@@ -444,7 +512,7 @@ class LayerBinding {
       const Mixture mixture = MixtureOf(&tensors_, *a_.experts, index_);
       params.mixture = std::make_shared<Mixture>(mixture);
     }
-    params.gelu = a_.gelu;
+    params.act = a_.act;
     params.residual = static_cast<float>(a_.residual);
     params.parallel = a_.parallel;
     params.interleaved = a_.interleaved;
@@ -459,13 +527,16 @@ class LayerBinding {
     if (a_.state != nullptr) {
       params.mixer =
           std::make_shared<StateMixer>(MixerBinding(&tensors_, *a_.state, index_).Params());
-      params.asks_attention = params.asks_whole = false;
-      return params;
+      params.beside = IsBeside(*a_.state);
+      if (!params.beside) {
+        params.asks_attention = params.asks_whole = false;
+        return params;
+      }
     }
     params.rotary = a_.rotary;
     STD_TORCH_CHECK(a_.rotary >= 0, "bound run: ", name_, "rotary table ", a_.rotary,
                     " must be 0 or more");
-    if (params.asks_attention) return params;
+    if (params.asks_attention || params.no_attention) return params;
     SetStores(&params);
     SetAttention(&params);
     return params;
@@ -481,16 +552,36 @@ class LayerBinding {
     check("epsilons", a_.eps.size(), kNorms);
     check("kinds of norms", a_.kinds.size(), kNorms);
     check("biases of norms", a_.norm_biases.size(), kNorms);
-    const size_t count = a_.weights.size();  // of attention, of the MLP, of both, or of none
-    const bool part = count == 0 || count == kGate || count == kProjections - kGate;
+    // Of attention, of an MLP with or without a gate, of both, or of none.
+    const size_t count = a_.weights.size(), of_mlp = a_.of_mlp();
+    const bool part = of_mlp == 0 || of_mlp == 2 || of_mlp == kProjections - kGate;
     check("weights", count, part ? count : size_t{kProjections});
     check("biases", a_.biases.size(), count);
   }
 
+  void CheckDetails() const {
+    const DetailsArguments& of = a_.details;
+    STD_TORCH_CHECK(of.factors.empty() || of.factors.size() == a_.weights.size(),
+                    "bound run: ", name_, of.factors.size(), " factors of ", a_.weights.size(),
+                    " matrices");
+    STD_TORCH_CHECK(of.gates.size() <= 1 && of.chunk >= 0 && of.query_factors >= -1,
+                    "bound run: ", name_, of.gates.size(), " matrices of gates, chunk ", of.chunk,
+                    " and factors of queries ", of.query_factors,
+                    "; there may be one matrix, a chunk of 0 or more and factors from -1 on");
+    const bool none = of.no_attention && of.no_mlp;
+    const bool both = (of.no_attention && (a_.attends() || a_.latent || a_.state)) ||
+                      (of.no_mlp && (a_.of_mlp() > 0 || a_.experts));
+    STD_TORCH_CHECK(!none && !both, "bound run: ", name_,
+                    "attention or MLP is said to be missing: one of them, which has no matrices");
+    const bool projected = a_.attends();
+    STD_TORCH_CHECK(projected || (!of.sinks && of.gates.empty() && !of.normed_rotated),
+                    "bound run: ", name_, "sinks, gates and norms need attention's projections");
+  }
+
   int64_t Outputs(Projection projection) const {
-    const bool there = a_.first() <= projection && projection < a_.last();
-    if (!there) return 0;
-    const WeightArguments& weight = a_.weights[projection - a_.first()];
+    const std::optional<size_t> index = a_.Index(projection);
+    if (!index) return 0;
+    const WeightArguments& weight = a_.weights[*index];
     STD_TORCH_CHECK(weight.outputs() > 0, "bound run: ", name_, kProjectionNames[projection],
                     " must be (out, in); it is ", ShapeText(weight.tensors[0]));
     return weight.outputs();
@@ -499,12 +590,12 @@ class LayerBinding {
   void SetProjections(LayerParams* params) {
     const int64_t hidden = tensors_.hidden();
     const int64_t made = Outputs(kQ), kv = Outputs(kK), q = a_.gated ? made / 2 : made;
-    const int64_t inner = Outputs(kGate);
+    const int64_t inner = Outputs(kUp);
     if (a_.latent) {
       params->latent =
           std::make_shared<Latent>(LatentOf(&tensors_, *a_.latent, name_, params->projections));
     }
-    STD_TORCH_CHECK(params->asks_whole || a_.latent ||
+    STD_TORCH_CHECK(params->asks_whole || params->no_attention || a_.latent ||
                         (a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
                          kv % a_.head_dim == 0 && q % kv == 0),
                     "bound run: ", name_, q, " queries and ", kv,
@@ -512,18 +603,36 @@ class LayerBinding {
     const int64_t shapes[kProjections][2] = {{made, hidden}, {kv, hidden},    {kv, hidden},
                                              {hidden, q},    {inner, hidden}, {inner, hidden},
                                              {hidden, inner}};
-    for (size_t i = a_.first(); i < a_.last(); ++i) {
+    for (size_t i = 0; i < kProjections; ++i) {
+      const std::optional<size_t> index = a_.Index(i);
+      if (!index) continue;
       const auto [outputs, inputs] = shapes[i];
       const std::string name = name_ + kProjectionNames[i];
       Matrix& matrix = params->projections[i];
-      matrix = tensors_.MatrixOf(name, a_.weights[i - a_.first()], outputs, inputs);
-      const std::optional<Tensor>& bias = a_.biases[i - a_.first()];
+      matrix = tensors_.MatrixOf(name, a_.weights[*index], outputs, inputs);
+      const std::optional<Tensor>& bias = a_.biases[*index];
       if (bias) matrix.bias = tensors_.Data(name + "'s bias", *bias, {outputs});
+      if (!a_.details.factors.empty()) {
+        matrix.scale = static_cast<float>(a_.details.factors[*index]);
+      }
     }
+    SetGates(q, params);
     for (const LowRankArguments& added : a_.low_rank) {
       const std::string name = name_ + kProjectionNames[added.projection];
       tensors_.AddLowRank(name, added, &params->projections[added.projection]);
     }
+  }
+
+  // For each feature of attention's output, or each head.
+  void SetGates(int64_t q, LayerParams* params) {
+    if (a_.details.gates.empty()) return;
+    const WeightArguments& weight = a_.details.gates[0];
+    const int64_t gates = weight.outputs();
+    STD_TORCH_CHECK(!a_.gated && (gates == q || gates == q / a_.head_dim), "bound run: ", name_,
+                    gates, " gates are not one for each of ", q, " features or ", q / a_.head_dim,
+                    " heads");
+    params->gates.matrix = tensors_.MatrixOf(name_ + "gates", weight, gates, tensors_.hidden());
+    params->gates.soft_plus = a_.details.soft_plus;
   }
 
   void SetNorms(LayerParams* params) {
@@ -578,7 +687,7 @@ class LayerBinding {
     append.factor = HadamardFactor(append.block);
   }
 
-  void SetAttention(LayerParams* params) const {
+  void SetAttention(LayerParams* params) {
     CheckScores("bound run", a_.scale, a_.window, a_.softcap);
     STD_TORCH_CHECK(a_.ring >= 0 && a_.rotary >= 0, "bound run: ", name_, "ring ", a_.ring,
                     " and rotary table ", a_.rotary, " must be 0 or more");
@@ -599,6 +708,10 @@ class LayerBinding {
     attention.quantized = alike && k.format == KvFormat::kInt8;
     params->in_part =
         a_.paged || !alike || (k.format != KvFormat::kInt8 && k.format != KvFormat::kFloat);
+    if (const std::optional<Tensor>& sinks = a_.details.sinks) {
+      params->sinks = tensors_.Data(name_ + "sinks", *sinks, {attention.heads});
+      params->in_part = true;
+    }
     params->part.k = StoreOf(k, a_.k_stored[0]);
     params->part.v = StoreOf(v, a_.v_stored[0]);
   }
@@ -636,17 +749,6 @@ struct RunCall {
   const std::optional<Tensor>& store_rows;
 };
 
-// The activations that the kernels know, by config.json's names; those of exkv/ops/activations.py
-// that are native.
-inline constexpr const char* kSilu = "silu";
-inline constexpr const char* kGelu = "gelu_pytorch_tanh";
-
-inline bool IsGelu(const std::string& act) {
-  STD_TORCH_CHECK(act == kGelu || act == kSilu, "bound run: act is ", act, "; it must be ", kSilu,
-                  " or ", kGelu);
-  return act == kGelu;
-}
-
 // What is bound, and the params that follow from it.
 class BoundRun {
  public:
@@ -677,9 +779,19 @@ class BoundRun {
     questions_.pop_back();
     layers_.back().experts = std::move(experts);
   }
-  // To the layer that was added last, in the place of attention.
+  // To the layer that was added last.
+  void Add(DetailsArguments details) {
+    CheckLayer();
+    LayerArguments with = layers_.back();
+    with.details = std::move(details);
+    Replace(std::move(with));
+  }
+  // To the layer that was added last, in the place of attention or beside it.
   void Add(StateArguments state) {
-    CheckAddsAttention("a state");
+    CheckLayer();
+    if (!IsBeside(state)) CheckAddsAttention("a state");
+    STD_TORCH_CHECK(!IsBeside(state) || layers_.back().attends(),
+                    "bound run: there is no attention for a state beside it");
     LayerArguments with = layers_.back();
     with.state = std::make_shared<const StateArguments>(std::move(state));
     Replace(std::move(with));
@@ -715,8 +827,8 @@ class BoundRun {
       head_->low_rank.push_back(std::move(low_rank));
     } else {
       const auto of = static_cast<size_t>(low_rank.projection);
-      const bool own = !layers_.empty() && low_rank.projection >= 0 &&
-                       layers_.back().first() <= of && of < layers_.back().last();
+      const bool own =
+          !layers_.empty() && low_rank.projection >= 0 && layers_.back().Index(of).has_value();
       const bool there = own || (!layers_.empty() && layers_.back().latent && of <= kOut);
       STD_TORCH_CHECK(there, "bound run: there is no projection ", low_rank.projection,
                       " for a low-rank part");
@@ -765,21 +877,25 @@ class BoundRun {
   FloatType dtype() const { return params_.dtype; }
 
  private:
+  void CheckLayer() const {
+    STD_TORCH_CHECK(!layers_.empty() && params_.layers.size() == layers_.size(),
+                    "bound run: there is no layer to add to");
+  }
+
   void CheckAddsAttention(const char* what) const {
     const bool there = !layers_.empty() && params_.layers.size() == layers_.size();
     STD_TORCH_CHECK(there && params_.layers.back().asks_whole,
                     "bound run: there is no layer without attention for ", what);
   }
 
-  // In the place of the layer that was added last, which asked for attention.
+  // In the place of the layer that was added last.
   void Replace(LayerArguments with) {
     const size_t index = layers_.size() - 1;
     LayerParams params = LayerBinding(&tensors_, with, index).Params();
-    questions_.erase(std::find_if(questions_.begin(), questions_.end(), [&](const Question& each) {
-      return each.begin == Begin::kAfterAttention && each.layer == index;
-    }));
+    while (!questions_.empty() && questions_.back().layer == index) questions_.pop_back();
     params_.layers.back() = std::move(params);
     layers_.back() = std::move(with);
+    PutQuestions(index);
   }
 
   struct Question {
@@ -861,6 +977,10 @@ class BoundRun {
 
   void BindLayer(size_t index) {
     params_.layers.push_back(LayerBinding(&tensors_, layers_[index], index).Params());
+    PutQuestions(index);
+  }
+
+  void PutQuestions(size_t index) {
     const LayerParams& layer = params_.layers.back();
     if (layer.asks_attention) questions_.push_back({Begin::kAfterAttention, index});
     if (layer.asks_mlp) questions_.push_back({Begin::kAfterMlp, index});
@@ -973,14 +1093,14 @@ class BoundRun {
     }
     int64_t page = 0, pages = 0;
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
-      if (params_.layers[layer].asks_attention) continue;
       if (const auto& mixer = params_.layers[layer].mixer) {
         STD_TORCH_CHECK(call->rows <= mixer->rows && call->store_rows == nullptr,
                         "bound run: layer ", layer, " has states of ", mixer->rows,
                         " rows, and the call ", call->rows,
                         call->store_rows == nullptr ? "" : " that are tokens of some");
-        continue;
       }
+      if (params_.layers[layer].asks_attention || !params_.layers[layer].attends()) continue;
+      CheckChunk(params_.layers[layer].chunk, layer, *call);
       const AppendParams& append = params_.layers[layer].append;
       if (params_.layers[layer].paged) {
         // Layers of one cache have pools of one shape: looked at once.
@@ -1001,6 +1121,17 @@ class BoundRun {
     }
   }
 
+  // Attention in chunks of positions has a window for all rows.
+  static void CheckChunk(int64_t chunk, size_t layer, const CallParams& call) {
+    if (chunk == 0 || call.kv_len <= chunk) return;
+    const int32_t past = call.past_lens[0];
+    const bool alike = std::all_of(call.past_lens, call.past_lens + call.rows,
+                                   [&](int32_t other) { return other == past; });
+    STD_TORCH_CHECK(alike && call.length == 1, "bound run: layer ", layer, " has chunks of ", chunk,
+                    " positions; of ", call.kv_len, " it takes a token ",
+                    "of each row, and rows of one length");
+  }
+
   void SetRotary(const std::vector<Tensor>& factors, CallParams* call) const {
     for (size_t i = 0; i + 1 < factors.size(); i += 2) {
       const Tensor &cos = factors[i], &sin = factors[i + 1];
@@ -1008,20 +1139,22 @@ class BoundRun {
       for (const Tensor* x : {&cos, &sin}) {
         CheckAlike("bound run", "the run", tensors_.like(), "cos or sin", *x);
         STD_TORCH_CHECK(x->dim() == 3 && (x->size(0) == call->rows || x->size(0) == 1) &&
-                            x->size(1) == call->length && x->size(2) % 2 == 0,
+                            x->size(1) == call->length && (x->size(2) % 2 == 0 || x->size(2) == 1),
                         "bound run: cos and sin must be (", call->rows, ", ", call->length,
-                        ", R), R even; they are ", ShapeText(*x));
+                        ", R), R even, or 1 for factors of queries; they are ", ShapeText(*x));
       }
       call->rotary.push_back({cos.size(2), FactorView(cos), FactorView(sin)});
     }
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
       const LayerParams& params = params_.layers[layer];
-      if (params.asks_whole || params.mixer != nullptr) continue;
+      if (params.asks_whole || !params.attends()) continue;
       const auto given = static_cast<int64_t>(call->rotary.size());
       const int64_t most = params.latent == nullptr ? params.dim : params.latent->rotated;
-      STD_TORCH_CHECK(params.rotary < given && call->rotary[params.rotary].width <= most,
-                      "bound run: layer ", layer, " rotates ", most, " features by table ",
-                      params.rotary, " of ", given);
+      const int64_t width = params.rotary < given ? call->rotary[params.rotary].width : 0;
+      STD_TORCH_CHECK(width > 1 && width <= most, "bound run: layer ", layer, " rotates ", most,
+                      " features by table ", params.rotary, " of ", given);
+      STD_TORCH_CHECK(params.query_factors < given, "bound run: layer ", layer,
+                      " multiplies queries by table ", params.query_factors, " of ", given);
     }
   }
 

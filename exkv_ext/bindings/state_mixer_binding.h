@@ -10,7 +10,8 @@ namespace exkv {
 
 struct StateArguments {
   std::string rule;
-  std::vector<WeightArguments> weights;  // of all projections, that of the output last
+  // Of all projections, those of a selection behind the inputs, and that of the output last.
+  std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
   std::vector<int64_t> sources;
   std::vector<int64_t> outputs;  // of times, gate, step and beta, and of what is convolved
@@ -19,8 +20,9 @@ struct StateArguments {
   std::optional<Tensor> step_bias;
   std::optional<Tensor> rates;
   std::optional<Tensor> skip;
-  std::optional<Tensor> norm;
+  std::vector<Tensor> norms;  // one, or none; or three of a selection
   double eps;
+  std::string gating;
   bool sigmoid;
   int64_t groups;
   int64_t order;
@@ -29,7 +31,12 @@ struct StateArguments {
   double most_step;
   Tensor inputs;
   std::optional<Tensor> state;
+  std::vector<double> factors;  // of each projection's outputs
+  double input_scale;
+  bool beside;
 };
+
+inline bool IsBeside(const StateArguments& state) { return state.beside; }
 
 // The params of one layer.
 class MixerBinding {
@@ -42,11 +49,13 @@ class MixerBinding {
     SetProjections();
     SetOutputs();
     SetConv();
-    if (m_.rule != StateRule::kConv) SetRecurrence();
-    const auto count = static_cast<int64_t>(m_.inputs.size());
-    const std::string out = name_ + "output";
-    m_.out = tensors_.MatrixOf(out, a_.weights[count], tensors_.hidden(), m_.inner());
-    SetBias(out, count, &m_.out);
+    if (m_.rule == StateRule::kScan) {
+      SetScan();
+    } else if (m_.rule != StateRule::kConv) {
+      SetRecurrence();
+    }
+    m_.out = MatrixOf("output", a_.weights.size() - 1, tensors_.hidden(), m_.inner());
+    m_.input_scale = static_cast<float>(a_.input_scale);
     CheckWidths();
     return m_;
   }
@@ -58,36 +67,55 @@ class MixerBinding {
   }
 
   StateRule RuleOf() const {
-    Check(a_.rule == "delta" || a_.rule == "ssd" || a_.rule == "conv", "rule is ", a_.rule,
-          "; it must be delta, ssd or conv");
-    return a_.rule == "delta" ? StateRule::kDelta
-           : a_.rule == "ssd" ? StateRule::kSsd
-                              : StateRule::kConv;
+    constexpr const char* kNames[] = {"delta", "ssd", "scan", "conv"};
+    constexpr StateRule kRules[] = {StateRule::kDelta, StateRule::kSsd, StateRule::kScan,
+                                    StateRule::kConv};
+    for (size_t i = 0; i < 4; ++i) {
+      if (a_.rule == kNames[i]) return kRules[i];
+    }
+    Check(false, "rule is ", a_.rule, "; it must be delta, ssd, scan or conv");
+    return StateRule::kConv;
+  }
+
+  Gating GatingOf() const {
+    constexpr const char* kNames[] = {"norm_then_gate", "gate_then_norm", "normed_and_gated",
+                                      "gate"};
+    constexpr Gating kOrders[] = {Gating::kNormThenGate, Gating::kGateThenNorm,
+                                  Gating::kNormedAndGated, Gating::kGate};
+    for (size_t i = 0; i < 4; ++i) {
+      if (a_.gating == kNames[i]) return kOrders[i];
+    }
+    Check(false, "gating is ", a_.gating, "; it must be norm_then_gate, gate_then_norm, ",
+          "normed_and_gated or gate");
+    return Gating::kGate;
   }
 
   void SetProjections() {
-    const size_t count = a_.weights.size();
-    Check(count > 1 && count - 1 <= kMostInputs && a_.biases.size() == count &&
-              a_.sources.size() == count - 1,
-          "layer with a state has ", count, " projections, ", a_.biases.size(), " biases and ",
-          a_.sources.size(), " sources; it takes 2 to ", kMostInputs + 1,
-          " projections, a bias each, and a source of all but the last");
+    const size_t count = a_.weights.size(), others = m_.rule == StateRule::kScan ? 3 : 1;
+    Check(count > others && count - others <= kMostInputs && a_.biases.size() == count &&
+              a_.sources.size() == count - others && a_.factors.size() == count,
+          "layer with a state has ", count, " projections, ", a_.biases.size(), " biases, ",
+          a_.factors.size(), " factors and ", a_.sources.size(), " sources; it takes ", 1 + others,
+          " to ", kMostInputs + others,
+          " projections, a bias and a factor each, and a source of all but the last ", others);
     m_.sources = a_.sources;
-    for (size_t i = 0; i + 1 < count; ++i) {
+    for (size_t i = 0; i + others < count; ++i) {
       const int64_t source = a_.sources[i], outputs = a_.weights[i].outputs();
-      const std::string name = name_ + "projection " + std::to_string(i);
       Check(source < static_cast<int64_t>(i) && outputs > 0, "projection ", i, " of projection ",
             source, " must come behind it, and be (out, in); it is ",
             ShapeText(a_.weights[i].tensors[0]));
       const int64_t inputs = source < 0 ? tensors_.hidden() : m_.inputs[source].outputs;
-      m_.inputs.push_back(tensors_.MatrixOf(name, a_.weights[i], outputs, inputs));
-      SetBias(name, i, &m_.inputs.back());
+      m_.inputs.push_back(MatrixOf("projection " + std::to_string(i), i, outputs, inputs));
     }
   }
 
-  void SetBias(const std::string& name, size_t index, Matrix* matrix) {
+  Matrix MatrixOf(const std::string& what, size_t index, int64_t outputs, int64_t inputs) {
+    const std::string name = name_ + what;
+    Matrix matrix = tensors_.MatrixOf(name, a_.weights[index], outputs, inputs);
     const std::optional<Tensor>& bias = a_.biases[index];
-    if (bias) matrix->bias = tensors_.Data(name + "'s bias", *bias, {matrix->outputs});
+    if (bias) matrix.bias = tensors_.Data(name + "'s bias", *bias, {outputs});
+    matrix.scale = static_cast<float>(a_.factors[index]);
+    return matrix;
   }
 
   void SetOutputs() {
@@ -159,7 +187,9 @@ class MixerBinding {
   }
 
   void SetRecurrence() {
-    Check(a_.state && a_.state->dim() == 4 && a_.step_bias && a_.rates && a_.norm && a_.groups > 0,
+    const bool alone = GatingOf() == Gating::kGate;
+    Check(a_.state && a_.state->dim() == 4 && a_.step_bias && a_.rates &&
+              a_.norms.size() == (alone ? 0 : 1) && a_.groups > 0,
           "recurrence needs a state (B, H, keys, values), step_bias, rates, a norm and groups");
     m_.heads = a_.state->size(1);
     m_.keys = a_.state->size(2);
@@ -184,6 +214,40 @@ class MixerBinding {
     SetNorm(delta);
   }
 
+  // Of the selective scan, whose channels are what the convolution gives.
+  void SetScan() {
+    Check(
+        a_.state && a_.state->dim() == 3 && a_.rates && a_.skip && a_.norms.size() == 3 &&
+            GatingOf() == Gating::kGate,
+        "scan needs a state (B, N, channels), rates, what skips it, three norms and a gate alone");
+    m_.heads = m_.sharing = 1;
+    m_.keys = a_.state->size(1);
+    m_.channels = m_.values = m_.conv.channels;
+    m_.state = static_cast<float*>(StateOf("states", *a_.state, ScalarType::Float,
+                                           {m_.rows, m_.keys, m_.values}, &m_.state_row));
+    m_.rates = NumbersOf("rates", *a_.rates, m_.values * m_.keys);
+    m_.skip = static_cast<const float*>(
+        tensors_.Data(name_ + "skip", *a_.skip, {m_.values}, ScalarType::Float));
+    Selection& of = m_.selection;
+    const Tensor& first = a_.norms[0];
+    const int64_t rank = first.dim() == 1 ? first.size(0) : 0;
+    const int64_t dims[] = {rank, m_.keys, m_.keys};
+    for (size_t i = 0; i < 3; ++i) {
+      const void* data = tensors_.Data(name_ + "norm of a selection", a_.norms[i], {dims[i]});
+      of.norms[i] = {data, dims[i], static_cast<float>(a_.eps), false, false, nullptr};
+    }
+    const size_t count = m_.inputs.size();
+    of.low = MatrixOf("selection", count, rank + 2 * m_.keys, m_.values);
+    of.steps = MatrixOf("steps", count + 1, m_.values, rank);
+    GatedNormParams& norm = m_.norm;
+    norm.dtype = m_.conv.dtype;
+    norm.groups = norm.heads = 1;
+    norm.dim = m_.values;
+    norm.gating = Gating::kGate;
+    Check(m_.gate.size % norm.dim == 0, "gates of ", m_.gate.size, " side by side are not of ",
+          norm.dim);
+  }
+
   // A vector in one of two types, of any shape.
   Numbers NumbersOf(const char* what, const Tensor& x, int64_t count) {
     const bool wide = x.scalar_type() == ScalarType::Float;
@@ -198,13 +262,15 @@ class MixerBinding {
   void SetNorm(bool delta) {
     GatedNormParams& norm = m_.norm;
     norm.dtype = m_.conv.dtype;
-    norm.groups = delta ? m_.heads : a_.groups;
+    norm.gating = GatingOf();
+    norm.groups = delta || a_.norms.empty() ? m_.heads : a_.groups;
     norm.dim = m_.inner() / norm.groups;
-    norm.weight = tensors_.Data(name_ + "norm", *a_.norm, {delta ? norm.dim : m_.inner()});
-    norm.weight_step = delta ? 0 : norm.dim;
+    if (!a_.norms.empty()) {
+      norm.weight = tensors_.Data(name_ + "norm", a_.norms[0], {delta ? norm.dim : m_.inner()});
+      norm.weight_step = delta ? 0 : norm.dim;
+    }
     norm.eps = static_cast<float>(a_.eps);
     norm.sigmoid = a_.sigmoid;
-    norm.gate_first = !delta;
     norm.heads = a_.order;
     Check(a_.order > 0 && norm.groups % a_.order == 0, norm.groups, " heads have no order by ",
           a_.order);
@@ -221,7 +287,7 @@ class MixerBinding {
     check("inputs of the convolution", m_.conv.ends[m_.mixed.size() - 1], channels);
     check("gates", m_.gate.width(), m_.inner());
     if (m_.times.projection >= 0) check("factors of inputs", m_.times.width(), channels);
-    if (!recurs) return;
+    if (!recurs || m_.rule == StateRule::kScan) return;
     check("channels of the convolution", channels, m_.inner() + 2 * a_.groups * m_.keys);
     check("steps", m_.step.width(), m_.heads * m_.channels);
     if (m_.rule == StateRule::kDelta) check("betas", m_.beta.width(), m_.heads);

@@ -11,6 +11,7 @@
 #include "float_types.h"
 #include "half.inc"
 #include "scratch.h"
+#include "sinks.h"
 #include "state_mixer.h"
 #include "team.h"
 
@@ -30,8 +31,9 @@ constexpr int64_t kStep = 4;
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kStagesOfLayer = 24;
-constexpr int64_t kStagesBeside = 5;  // embedding, last norm, logits
+constexpr int64_t kStagesOfLayer = 28;
+constexpr int64_t kStagesOfMixer = 28;  // beside attention
+constexpr int64_t kStagesBeside = 5;    // embedding, last norm, logits
 
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
 
@@ -53,6 +55,9 @@ struct Buffers {
   char* part;      // H * D float32, of attention over a part
   char* lse;       // H float32, likewise
   char* mixer;     // what a layer with a state has: see MixerBuffers
+  char* gates;     // H * D or H, of heads
+  char* beside;    // hidden, of a mixer beside attention
+  char* scaled;    // hidden, of an input that is scaled
   char* gate;      // inner
   char* up;        // inner
   char* low;       // ranks of the matrices of one input, where they have adapters
@@ -64,6 +69,8 @@ struct Buffers {
   int64_t* chosen;
   float* weights;
   char* answers;
+  char* features;  // where experts have a size of their own: what they take, and their sum
+  char* summed;
 };
 
 // The largest of what layers need of each.
@@ -78,18 +85,26 @@ struct Widths {
   int64_t scores = 0;
   int64_t chosen = 0;
   int64_t answers = 0;
+  int64_t features = 0;
+  int64_t gates = 0;
+  int64_t beside = 0;
+  int64_t scaled = 0;
   bool asks = false;  // the sum outlives a call
 
   explicit Widths(const RunParams& p) {
     for (const LayerParams& layer : p.layers) {
       q = std::max(q, layer.queries());
-      const bool beside = layer.gated || layer.latent != nullptr;
-      if (beside) made_q = std::max(made_q, layer.projections[kQ].outputs);
+      const bool apart = layer.gated || layer.latent != nullptr;
+      if (apart) made_q = std::max(made_q, layer.projections[kQ].outputs);
       if (layer.latent != nullptr) {  // which has low ranks and values in places of queries
         q = std::max({q, layer.projections[kV].outputs, layer.projections[kOut].inputs});
       }
       kv = std::max(kv, layer.projections[kK].outputs);
-      inner = std::max(inner, layer.projections[kGate].outputs);
+      inner = std::max(inner, layer.projections[kUp].outputs);
+      gates = std::max(gates, layer.gates.matrix.outputs);
+      if (layer.beside) beside = p.hidden;
+      const bool scales = layer.mixer != nullptr && layer.mixer->input_scale != 1.0f;
+      if (scales || layer.input_scale != 1.0f) scaled = p.hidden;
       asks = asks || layer.asks_attention || layer.asks_mlp;
       const Matrix* of = layer.projections;
       low = std::max({low, of[kQ].most_rank() + of[kK].most_rank() + of[kV].most_rank(),
@@ -101,7 +116,9 @@ struct Widths {
         inner = std::max(inner, top_k * mixture.inner + mixture.shared_inner);
         scores = std::max(scores, mixture.router.experts);
         chosen = std::max(chosen, top_k);
-        answers = std::max(answers, (top_k + mixture.shared) * p.hidden);
+        const int64_t own = mixture.features();
+        answers = std::max(answers, top_k * own + mixture.shared * p.hidden);
+        if (mixture.before.weight != nullptr) features = std::max(features, own);
       }
       if (!layer.in_part) continue;
       part = std::max(part, layer.queries());
@@ -126,6 +143,8 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->normed = take(p.hidden, item);
   b->added = take(p.hidden, item);
   b->low = take(widths.low, item);
+  b->beside = take(widths.beside, item);
+  b->scaled = take(widths.scaled, item);
   // Not where later stages write: a thread that is late reads them while others are layers ahead.
   b->chosen = reinterpret_cast<int64_t*>(take(widths.chosen, sizeof(int64_t)));
   b->weights = reinterpret_cast<float*>(take(widths.chosen, sizeof(float)));
@@ -134,6 +153,7 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->k = take(widths.kv, item);
   b->v = take(widths.kv, item);
   b->made_q = take(widths.made_q, item);
+  b->gates = take(widths.gates, item);
   b->rotated_q = take(widths.q, item);
   b->attended = take(widths.q, item);
   b->part = take(widths.part, sizeof(float));
@@ -149,6 +169,8 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->scores = take(widths.scores, sizeof(float));
   b->shared_gate = take(widths.scores > 0, sizeof(float));
   b->answers = take(widths.answers, item);
+  b->features = take(widths.features, item);
+  b->summed = take(widths.features, item);
   const int64_t after_mlp = end;
   end = shared;
   b->wanted = take(p.hidden, item);
@@ -206,7 +228,8 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   const int64_t dim = append.dim, token = append.heads * dim;
   append.rows = call.rows;
   append.length = call.length;
-  append.width = layer.latent == nullptr ? rotary.width : 0;  // there they come rotated
+  const bool rotated = layer.latent != nullptr || layer.normed_rotated;
+  append.width = rotated ? 0 : rotary.width;  // there they come rotated
   append.cos = rotary.cos;
   append.sin = rotary.sin;
   append.past_lens = call.past_lens;
@@ -234,6 +257,9 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
     attention.past_lens = out->past.data();
     attention.kv_len = std::min(call.kv_len, ring);
     attention.window = 0;
+  }
+  if (layer.chunk > 0 && call.kv_len > layer.chunk) {  // of rows of one length
+    attention.window = call.past_lens[0] % layer.chunk + 1;
   }
   if (!layer.in_part) return;
   out->part = layer.part;
@@ -266,7 +292,7 @@ class Decoder {
     for (const LayerParams& layer : p_.layers) {
       layers_.emplace_back();
       attention_.emplace_back();
-      if (layer.asks_attention || layer.mixer != nullptr) continue;
+      if (layer.asks_attention || !layer.attends()) continue;
       Fill(layer, call_, b_, &layers_.back());
       attention_.back().emplace(kernels_.attention, layers_.back().attention);
     }
@@ -334,6 +360,8 @@ class Decoder {
   // Whether it ends with a question.
   bool RunLayer(size_t index, Begin begin, Residual* residual, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
+    const bool skips = begin == Begin::kStart && layer.no_attention;
+    if (skips) return Mlp(index, residual, thread);
     if (begin == Begin::kStart && Attend(index, residual, thread)) return true;
     if (begin == Begin::kAfterMlp) {
       *residual = {b_.sum, static_cast<const char*>(call_.answer), &layer.norms[kAfterMlp],
@@ -348,11 +376,16 @@ class Decoder {
     }
     const char* attended = answered ? static_cast<const char*>(call_.answer) : Attended(layer);
     if (layer.latent != nullptr) attended = RaiseValues(layer, thread);
-    if (layer.gated) attended = Gated(layer, attended, thread);
-    Linear({{Output(layer), b_.added}}, attended, call_.tokens(), thread, [&] {
-      if (layer.mixture != nullptr) Ask(layer.mixture->gate, thread);
-      if (layer.mixture == nullptr && !layer.asks_mlp) Ask(layer.projections[kGate], thread);
-    });
+    if (layer.gated || layer.gates.matrix.weight != nullptr) {
+      attended = Gated(layer, attended, thread);
+    }
+    Linear({{Output(layer), b_.added}}, attended, call_.tokens(), thread,
+           [&] { Ask(layer.first_of_mlp(), thread); });
+    if (layer.beside) {
+      thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
+        kernels_.rows.add(HiddenRows(b_.added, b_.beside), begin, end);
+      });
+    }
     if (layer.parallel && layer.norms[kBeforeMlp].weight != nullptr) {
       const Residual before{residual->x, nullptr, nullptr};
       thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
@@ -368,15 +401,21 @@ class Decoder {
     const Matrix* of = layer.projections;
     const char* x = Join(residual, layer.norms[kBeforeAttention], thread);
     if (layer.mixer != nullptr) {
-      Advance(*layer.mixer, x, thread);
-      return false;
+      const StateMixer& mixer = *layer.mixer;
+      Advance(mixer, x, thread);
+      if (!layer.beside) return false;
+      Linear({{mixer.out, b_.beside}}, Mixer(mixer).kept, call_.tokens(), thread,
+             [&] { Ask(of[kQ], thread); });
     }
     if (layer.asks_whole) return true;
+    x = ScaledInput(x, layer.input_scale, thread);
     if (layer.latent != nullptr) {
       LatentHeads(index, x, thread);
     } else {
-      Linear({{of[kQ], layer.gated ? b_.made_q : b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x,
-             call_.tokens(), thread, [&] { Ask(of[kOut], thread); });
+      std::vector<Wanted> made{
+          {of[kQ], layer.gated ? b_.made_q : b_.q}, {of[kK], b_.k}, {of[kV], b_.v}};
+      if (layer.gates.matrix.weight != nullptr) made.push_back({layer.gates.matrix, b_.gates});
+      Linear(made, x, call_.tokens(), thread, [&] { Ask(of[kOut], thread); });
       thread->Stage(call_.tokens(), 1,
                     [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
     }
@@ -391,6 +430,7 @@ class Decoder {
 
   bool Mlp(size_t index, Residual* residual, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
+    if (layer.no_mlp) return false;
     const Matrix* of = layer.projections;
     const Matrix* next = index + 1 < p_.layers.size() ? First(p_.layers[index + 1]) : &p_.logits;
     const NormWeights none{};  // of a parallel layer, whose input was normed before
@@ -405,14 +445,28 @@ class Decoder {
     Input input{y, call_.tokens()};
     Lower({{of[kGate], b_.gate}, {of[kUp], b_.up}}, y, call_.tokens(), thread);
     thread->Stage(
-        Blocks(of[kGate].outputs), kStep,
+        Blocks(of[kUp].outputs), kStep,
         [&](int64_t begin, int64_t end) {
-          Gate({of[kGate], b_.gate}, {of[kUp], b_.up}, layer.gelu, &input, begin, end);
+          Gate({of[kGate], b_.gate}, {of[kUp], b_.up}, layer.act, &input, begin, end);
         },
         [&] { Ask(of[kDown], thread); });
     Linear({{of[kDown], b_.added}}, b_.gate, call_.tokens(), thread, [&] { Ask(*next, thread); });
     *residual = {residual->x, b_.added, &layer.norms[kAfterMlp], layer.residual};
     return false;
+  }
+
+  // Rows of the hidden size.
+  GateParams HiddenRows(char* gate, const char* up) const {
+    return {p_.dtype, call_.tokens(), p_.hidden, p_.hidden, p_.hidden, gate, up};
+  }
+
+  // x times a factor.
+  const char* ScaledInput(const char* x, float factor, Team::Member* thread) {
+    if (factor == 1.0f) return x;
+    thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
+      kernels_.rows.scale(HiddenRows(b_.scaled, x), factor, begin, end);
+    });
+    return b_.scaled;
   }
 
   // For what this thread reads first of a matrix.
@@ -503,8 +557,7 @@ class Decoder {
     if (residual.x != b_.sum) {
       std::memcpy(b_.sum + begin * size, residual.x + begin * size, (end - begin) * size);
     }
-    const GateParams sum{p_.dtype, call_.tokens(), p_.hidden, p_.hidden, p_.hidden, b_.sum, added};
-    kernels_.rows.add(sum, begin, end);
+    kernels_.rows.add(HiddenRows(b_.sum, added), begin, end);
   }
 
   // The norm of x, or of x + added, which goes to the sum.
@@ -640,6 +693,10 @@ class Decoder {
     const int64_t first = begin * kBlock, last = std::min(end * kBlock, m.outputs);
     RunMatrix(wanted, input, first, last);
     if (!m.low_rank.empty()) AddLowRank(wanted, low, input->rows, first, last);
+    if (m.scale == 1.0f) return;
+    char* out = wanted.out + first * item_;
+    kernels_.rows.scale({p_.dtype, input->rows, last - first, m.outputs, m.outputs, out, out},
+                        m.scale, 0, input->rows);
   }
 
   void RunMatrix(const Wanted& wanted, Input* input, int64_t first, int64_t last) const {
@@ -736,12 +793,15 @@ class Decoder {
     return reinterpret_cast<char*>(memory->Get(floats));
   }
 
-  // act(gate) * up for some of an MLP's inner values: nobody has to wait between.
-  void Gate(const Wanted& gate, const Wanted& up, bool gelu, Input* input, int64_t begin,
-            int64_t end) const {
-    RunBlocks(gate, input, b_.low, begin, end);
-    RunBlocks(up, input, b_.low + LowBytes(gate.matrix, input->rows), begin, end);
-    const int64_t outputs = gate.matrix.outputs, first = begin * kBlock;
+  // act(gate) * up, or act(up), for some of an MLP's inner values: nobody has to wait between. With
+  // a limit, both are clamped.
+  void Gate(const Wanted& gate, const Wanted& up, Act act, Input* input, int64_t begin, int64_t end,
+            float alpha = 0.0f, float limit = 0.0f) const {
+    const bool gated = gate.matrix.weight != nullptr;
+    if (gated) RunBlocks(gate, input, b_.low, begin, end);
+    RunBlocks(gated ? up : Wanted{up.matrix, gate.out}, input,
+              b_.low + LowBytes(gate.matrix, input->rows), begin, end);
+    const int64_t outputs = up.matrix.outputs, first = begin * kBlock;
     const int64_t count = std::min(end * kBlock, outputs) - first;
     const GateParams params{p_.dtype,
                             input->rows,
@@ -749,8 +809,11 @@ class Decoder {
                             outputs,
                             outputs,
                             gate.out + first * item_,
-                            up.out + first * item_};
-    (gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(params, 0, input->rows);
+                            up.out + first * item_,
+                            alpha,
+                            limit};
+    if (limit > 0.0f) return kernels_.rows.clamped(params, 0, input->rows);
+    (gated ? kernels_.rows.gate_mul : kernels_.rows.activate)[act](params, 0, input->rows);
   }
 
   // Tokens that meet one expert.
@@ -770,6 +833,7 @@ class Decoder {
     };
     std::vector<Group> groups;
     std::vector<int64_t> tokens;  // of each pair
+    std::vector<float> weights;   // of each pair's inputs, where those are weighted
     std::vector<Share> shares;    // (N, K), of the pairs of a token
   };
 
@@ -789,15 +853,17 @@ class Decoder {
       const int64_t first = ends[expert], count = ends[expert + 1];
       ends[expert + 1] += first;
       if (count == 0) continue;
-      pairs.groups.push_back(
-          {&of.experts[expert], first, count, first * of.inner, count == tokens});
+      pairs.groups.push_back({&of.experts[expert], first, count, first * of.inner,
+                              count == tokens && !of.weighs_inputs});
     }
     pairs.tokens.resize(static_cast<size_t>(tokens * taken));
+    pairs.weights.resize(of.weighs_inputs ? pairs.tokens.size() : 0);
     pairs.shares.resize(static_cast<size_t>(tokens * taken));
     for (int64_t i = 0; i < tokens * taken; ++i) {  // from an expert's first pair on
       const int64_t pair = ends[chosen[i]]++;
       pairs.tokens[pair] = i / taken;
-      pairs.shares[i] = {pair, b_.weights[i]};
+      pairs.shares[i] = {pair, of.weighs_inputs ? 1.0f : b_.weights[i]};
+      if (of.weighs_inputs) pairs.weights[pair] = b_.weights[i];
     }
     for (int64_t token = 0; token < tokens; ++token) {
       const auto own = pairs.shares.begin() + token * taken;
@@ -828,11 +894,13 @@ class Decoder {
   // A mixture of experts of y: in one stage all gates and ups, in one all downs.
   void Mix(const Mixture& of, const char* y, const Matrix& next, Team::Member* thread) {
     const int64_t tokens = call_.tokens();
-    if (of.shared_gate.weight == nullptr) {
-      Linear({{of.gate, b_.scores}}, y, tokens, thread, [] {});
-    } else {
-      Linear({{of.gate, b_.scores}, {of.shared_gate, b_.shared_gate}}, y, tokens, thread, [] {});
-    }
+    std::vector<Wanted> made{{of.gate, b_.scores}};
+    if (of.shared_gate.weight != nullptr) made.push_back({of.shared_gate, b_.shared_gate});
+    const bool narrow = of.before.weight != nullptr;
+    if (narrow) made.push_back({of.before, b_.features});
+    Linear(made, y, tokens, thread, [] {});
+    const char* routed = narrow ? b_.features : y;
+    const int64_t width = of.features();
     thread->Stage(tokens, 1, [&](int64_t begin, int64_t end) {
       RouterParams router = of.router;
       router.logits = b_.scores;
@@ -841,77 +909,112 @@ class Decoder {
       RouteTokens(router, begin, end);
     });
     const Pairs& pairs = PairUp(of);
-    const auto inner = [](const Group& group) { return group.expert->gate.outputs; };
-    const auto hidden = [&](const Group&) { return p_.hidden; };
-    int64_t all = 0;
-    for (const Group& group : pairs.groups) all += Blocks(inner(group));
+    const auto inner = [](const Group& group) { return group.expert->up.outputs; };
+    const auto outputs = [](const Group& group) { return group.expert->down.outputs; };
+    int64_t all = 0, downs = 0;
+    for (const Group& group : pairs.groups) {
+      all += Blocks(inner(group));
+      downs += Blocks(outputs(group));
+    }
     Input input{nullptr, 0};
     const Group* at_hand = nullptr;
     thread->Stage(
         all, kStep,
         [&](int64_t begin, int64_t end) {
           ForGroups(pairs.groups, begin, end, inner, [&](const Group& group, int64_t a, int64_t b) {
-            if (!group.all && at_hand != &group) input = {Gathered(pairs, group, y), group.count};
-            if (group.all && input.x != y) input = {y, tokens};
+            const char* x = group.expert == &of.experts.back() && of.shared ? y : routed;
+            if (!group.all && at_hand != &group) {
+              input = {Gathered(pairs, group, x, width), group.count};
+            }
+            if (group.all && input.x != x) input = {x, tokens};
             at_hand = &group;
             const Wanted gate{group.expert->gate, b_.gate + group.inner * item_};
-            Gate(gate, {group.expert->up, b_.up + group.inner * item_}, of.gelu, &input, a, b);
+            Gate(gate, {group.expert->up, b_.up + group.inner * item_}, of.act, &input, a, b,
+                 of.alpha, of.limit);
           });
         },
         [&] { AskDown(pairs, thread); });
     at_hand = nullptr;
     thread->Stage(
-        static_cast<int64_t>(pairs.groups.size()) * Blocks(p_.hidden), kStep,
+        downs, kStep,
         [&](int64_t begin, int64_t end) {
-          ForGroups(pairs.groups, begin, end, hidden,
+          ForGroups(pairs.groups, begin, end, outputs,
                     [&](const Group& group, int64_t a, int64_t b) {
                       const char* x = b_.gate + group.inner * item_;
                       if (at_hand != &group) input = {x, group.count};
                       at_hand = &group;
-                      char* out = b_.answers + group.first * p_.hidden * item_;
+                      char* out = b_.answers + group.first * width * item_;
                       RunBlocks({group.expert->down, out}, &input, b_.low, a, b);
                     });
         },
-        [&] { Ask(next, thread); });
-    const int64_t parts = (p_.hidden + kSummed - 1) / kSummed;
+        [&] { Ask(narrow ? of.behind : next, thread); });
+    const int64_t parts = (width + kSummed - 1) / kSummed;
     thread->Stage(tokens * parts, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) Sum(of, pairs, i / parts, i % parts * kSummed);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t token = i / parts, first = i % parts * kSummed;
+        Sum(of, pairs, token, first, narrow ? b_.summed : b_.added);
+        if (!narrow) AddShared(of, token, first);
+      }
+    });
+    if (!narrow) return;
+    Linear({{of.behind, b_.added}}, b_.summed, tokens, thread, [&] { Ask(next, thread); });
+    const int64_t shared = (p_.hidden + kSummed - 1) / kSummed;
+    thread->Stage(tokens * shared, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) AddShared(of, i / shared, i % shared * kSummed);
     });
   }
 
-  // A group's rows of y, contiguous.
-  const char* Gathered(const Pairs& pairs, const Group& group, const char* y) const {
+  // A group's rows of y (tokens, width), contiguous, times their weights where inputs have some.
+  const char* Gathered(const Pairs& pairs, const Group& group, const char* y, int64_t width) const {
     thread_local Scratch memory;
-    const int64_t size = p_.hidden * item_;
+    const int64_t size = width * item_;
     char* rows = Bytes(&memory, group.count * size);
     for (int64_t i = 0; i < group.count; ++i) {
-      std::memcpy(rows + i * size, y + pairs.tokens[group.first + i] * size, size);
+      const int64_t pair = group.first + i;
+      const char* from = y + pairs.tokens[pair] * size;
+      if (pairs.weights.empty()) {
+        std::memcpy(rows + i * size, from, size);
+        continue;
+      }
+      alignas(float) char rounded[sizeof(float)];
+      NarrowAt(pairs.weights[pair], p_.dtype, rounded, 0);
+      kernels_.rows.scale({p_.dtype, 1, width, width, width, rows + i * size, from},
+                          WideAt(rounded, p_.dtype, 0), 0, 1);
     }
     return rows;
   }
 
   // For what this thread reads first of the experts' downs.
   void AskDown(const Pairs& pairs, Team::Member* thread) const {
-    const int64_t each = Blocks(p_.hidden);
-    const auto groups = static_cast<int64_t>(pairs.groups.size());
-    const int64_t first = thread->First(groups * each);
-    if (first < groups * each) AskFrom(pairs.groups[first / each].expert->down, first % each);
+    int64_t all = 0;
+    for (const Group& group : pairs.groups) all += Blocks(group.expert->down.outputs);
+    int64_t first = thread->First(all);
+    for (const Group& group : pairs.groups) {
+      const int64_t own = Blocks(group.expert->down.outputs);
+      if (first < own) return AskFrom(group.expert->down, first);
+      first -= own;
+    }
   }
 
   // The weighted sum of what a token's experts answer, for kSummed values from `first` on: rounded
   // after each addition, and what is added as well.
-  void Sum(const Mixture& of, const Pairs& pairs, int64_t token, int64_t first) const {
-    const int64_t count = std::min(kSummed, p_.hidden - first);
-    char* sum = b_.added + (token * p_.hidden + first) * item_;
+  void Sum(const Mixture& of, const Pairs& pairs, int64_t token, int64_t first, char* sums) const {
+    const int64_t width = of.features(), count = std::min(kSummed, width - first);
+    char* sum = sums + (token * width + first) * item_;
     std::memset(sum, 0, count * item_);
-    const auto add = [&](int64_t pair, float weight) {
-      const char* answer = b_.answers + (pair * p_.hidden + first) * item_;
-      kernels_.rows.add_times({p_.dtype, 1, count, count, count, sum, answer}, weight, 0, 1);
-    };
     const int64_t taken = of.router.top_k;
     for (int64_t i = token * taken; i < (token + 1) * taken; ++i) {
-      add(pairs.shares[i].pair, pairs.shares[i].weight);
+      const char* answer = b_.answers + (pairs.shares[i].pair * width + first) * item_;
+      AddAnswer(sum, answer, pairs.shares[i].weight, count);
     }
+  }
+
+  void AddAnswer(char* sum, const char* answer, float weight, int64_t count) const {
+    kernels_.rows.add_times({p_.dtype, 1, count, count, count, sum, answer}, weight, 0, 1);
+  }
+
+  // What the shared expert answers a token, times its gate, where there is one.
+  void AddShared(const Mixture& of, int64_t token, int64_t first) const {
     if (!of.shared) return;
     float factor = 1.0f;
     if (of.shared_gate.weight != nullptr) {
@@ -919,7 +1022,10 @@ class Decoder {
       NarrowAt(SigmoidOf(WideAt(b_.shared_gate, p_.dtype, token)), p_.dtype, rounded, 0);
       factor = WideAt(rounded, p_.dtype, 0);
     }
-    add(call_.tokens() * taken + token, factor);
+    const int64_t routed = call_.tokens() * of.router.top_k * of.features();
+    const int64_t at = token * p_.hidden + first;
+    AddAnswer(b_.added + at * item_, b_.answers + (routed + at) * item_, factor,
+              std::min(kSummed, p_.hidden - first));
   }
 
   // Queries as attention meets them, and keys and values into their stores; or all to the caller.
@@ -927,22 +1033,44 @@ class Decoder {
     const LayerParams& layer = p_.layers[index];
     const LayerCall& call = layers_[index];
     if (layer.gated) TakeQueries(layer, begin, end);
-    NormHeads(layer.norms[kOfQueries], b_.q, layer.queries(), begin, end);
-    NormHeads(layer.norms[kOfKeys], b_.k, layer.keys(), begin, end);
+    if (!layer.normed_rotated) NormQueriesAndKeys(layer, b_.q, b_.k, begin, end);
     if (layer.interleaved > 0) {
       Halve(layer, b_.q, layer.queries(), begin, end);
       Halve(layer, b_.k, layer.keys(), begin, end);
     }
-    if (layer.asks_attention) {
-      Rotate(layer, static_cast<char*>(call_.q), static_cast<char*>(call_.k), begin, end);
+    const bool asks = layer.asks_attention;
+    char* q = asks ? static_cast<char*>(call_.q) : b_.rotated_q;
+    char* k = asks ? static_cast<char*>(call_.k) : layer.normed_rotated ? b_.k : nullptr;
+    Rotate(layer, q, k, begin, end);
+    if (layer.normed_rotated) NormQueriesAndKeys(layer, q, k, begin, end);
+    ScaleQueries(layer, q, layer.queries(), begin, end);
+    if (asks) {
       const int64_t size = layer.projections[kV].outputs * item_;
       std::memcpy(static_cast<char*>(call_.v) + begin * size, b_.v + begin * size,
                   (end - begin) * size);
       return;
     }
-    Rotate(layer, b_.rotated_q, nullptr, begin, end);
     Transform(call, b_.rotated_q, begin, end);
     AppendTokens(call.append, kernels_.rows, kernels_.quant, begin, end);
+  }
+
+  void NormQueriesAndKeys(const LayerParams& layer, char* q, char* k, int64_t begin,
+                          int64_t end) const {
+    NormHeads(layer.norms[kOfQueries], q, layer.queries(), begin, end);
+    NormHeads(layer.norms[kOfKeys], k, layer.keys(), begin, end);
+  }
+
+  // Queries (tokens, width) times the factors of their positions, in place.
+  void ScaleQueries(const LayerParams& layer, char* q, int64_t width, int64_t begin,
+                    int64_t end) const {
+    if (layer.query_factors < 0) return;
+    const TokenView& factors = call_.rotary[layer.query_factors].cos;
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t row = token / call_.length, at = token % call_.length;
+      const float factor = WideAt(factors.data, p_.dtype, row * factors.row + at * factors.token);
+      char* own = q + token * width * item_;
+      kernels_.rows.scale({p_.dtype, 1, width, width, width, own, own}, factor, 0, 1);
+    }
   }
 
   // Queries from before their gates.
@@ -953,14 +1081,18 @@ class Decoder {
     }
   }
 
-  // What attention has found, times the sigmoids of the gates; each rounded.
+  // What attention has found, times what is made of the gates; each rounded.
   const char* Gated(const LayerParams& layer, const char* attended, Team::Member* thread) {
     const int64_t dim = layer.dim, heads = call_.tokens() * layer.queries() / dim;
+    const char* gates = layer.gated ? b_.made_q : b_.gates;
+    const bool of_heads = !layer.gated && layer.gates.matrix.outputs < layer.queries();
     thread->Stage(heads, kStep, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * dim; i < end * dim; ++i) {
         alignas(float) char rounded[sizeof(float)];
-        const int64_t gate = (2 * (i / dim) + 1) * dim + i % dim;
-        NarrowAt(SigmoidOf(WideAt(b_.made_q, p_.dtype, gate)), p_.dtype, rounded, 0);
+        const int64_t between = (2 * (i / dim) + 1) * dim + i % dim;
+        const int64_t at = layer.gated ? between : of_heads ? i / dim : i;
+        const float gate = WideAt(gates, p_.dtype, at);
+        NarrowAt(layer.gates.soft_plus ? SoftPlus(gate) : SigmoidOf(gate), p_.dtype, rounded, 0);
         const float product = WideAt(attended, p_.dtype, i) * WideAt(rounded, p_.dtype, 0);
         NarrowAt(product, p_.dtype, b_.attended, i);
       }
@@ -1068,11 +1200,23 @@ class Decoder {
     const int64_t width = layer.queries();
     thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
       if (layer.in_part) {
-        const float* from = reinterpret_cast<const float*>(b_.part) + begin * width;
+        float* from = reinterpret_cast<float*>(b_.part) + begin * width;
+        if (layer.sinks != nullptr) Sink(layer, begin, end);
         Narrowed(from, (end - begin) * width, p_.dtype, b_.attended + begin * width * item_);
       }
       Transform(call, b_.attended, begin, end);
     });
+  }
+
+  // The share of heads' sinks taken off what attention has found.
+  void Sink(const LayerParams& layer, int64_t begin, int64_t end) const {
+    const int64_t heads = layer.attention.heads;
+    const auto* all = reinterpret_cast<const float*>(b_.lse);
+    auto* part = reinterpret_cast<float*>(b_.part);
+    for (int64_t i = begin * heads; i < end * heads; ++i) {
+      const float sink = WideAt(layer.sinks, p_.dtype, i % heads);
+      ShareWithSink(part + i * layer.dim, layer.dim, all[i], sink);
+    }
   }
 
   // A token of the call for each row of logits.
@@ -1125,8 +1269,11 @@ int64_t RunBytes(const RunParams& params, const CallParams& call) {
 void RunBound(const DecoderKernels& kernels, const RunParams& params, const CallParams& call,
               char* space, int64_t threads, const ParallelFor& parallel_for) {
   Decoder decoder(kernels, params, call, space);
-  const auto layers = static_cast<int64_t>(params.layers.size());
-  Team team(layers * kStagesOfLayer + kStagesBeside, threads);
+  int64_t stages = kStagesBeside;
+  for (const LayerParams& layer : params.layers) {
+    stages += kStagesOfLayer + (layer.beside ? kStagesOfMixer : 0);
+  }
+  Team team(stages, threads);
   parallel_for(threads, [&](int64_t, int64_t) {
     Team::Member member(&team);
     decoder.Go(&member);

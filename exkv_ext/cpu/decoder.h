@@ -52,6 +52,7 @@ struct Matrix {
   Stored stored;
   int64_t hadamard;               // x is transformed first, in blocks of so many inputs; or 0
   bool exact;                     // floats of float32 in a run of another type, as x is made then
+  float scale = 1.0f;             // times what comes out, which is rounded first
   GroupsMatrix groups;            // where it is in groups
   PackedMatrix packed;            // where its rows are packed
   std::vector<LowRank> low_rank;  // of rows that don't overlap
@@ -68,7 +69,7 @@ HadamardParams TransformOf(const Matrix& m, FloatType dtype, int64_t rows, const
                            void* out);
 
 struct Expert {
-  Matrix gate;
+  Matrix gate;  // without a weight in MLPs without a gate
   Matrix up;
   Matrix down;
 };
@@ -80,9 +81,17 @@ struct Mixture {
   std::vector<Expert> experts;  // behind those that are routed to, one that all tokens take
   bool shared;                  // whether there is that
   Matrix shared_gate;           // (1, hidden), or without a weight
-  bool gelu;
+  Matrix before;                // (features of those that are routed to, hidden); likewise
+  Matrix behind;                // the other way around; likewise
+  Act act;
+  float alpha;           // of a clamped gate, see GateParams
+  float limit;           // or 0 for none
+  bool weighs_inputs;    // a token's weight multiplies what an expert gets, not what it answers
   int64_t inner;         // of each that is routed to
   int64_t shared_inner;  // or 0
+
+  // Features of those that are routed to.
+  int64_t features() const { return experts[0].down.outputs; }
 };
 
 struct StateMixer;  // state_mixer.h
@@ -102,24 +111,39 @@ struct Latent {
   std::vector<Matrix> value_up;  // (values, rank) of each head
 };
 
+// Gates of what attention returns, made of the layer's input: for each feature, or for each head.
+struct HeadGates {
+  Matrix matrix;   // (H * D or H, hidden), or without a weight
+  bool soft_plus;  // and not sigmoids
+};
+
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
 // answer.
 struct LayerParams {
-  bool asks_attention;                // then nothing is known of its stores
-  bool asks_whole;                    // then it has no projections of attention either
-  bool asks_mlp;                      // then it has no gate, up and down, and no experts
+  bool asks_attention;  // then nothing is known of its stores
+  bool asks_whole;      // then it has no projections of attention either
+  bool asks_mlp;        // then it has no gate, up and down, and no experts
+  bool no_attention;    // nor anything in its place
+  bool no_mlp;
   std::shared_ptr<Mixture> mixture;   // or null
   std::shared_ptr<Latent> latent;     // or null
-  std::shared_ptr<StateMixer> mixer;  // in the place of attention, which is not asked for; or null
+  std::shared_ptr<StateMixer> mixer;  // in the place of attention, or beside it; or null
+  bool beside;                        // whether the mixer is beside attention
   int64_t dim;                        // D
   NormWeights norms[kNorms];
   Matrix projections[kProjections];
   bool gated;  // a head's queries are followed by gates of what attention returns for it
-  bool gelu;
+  HeadGates gates;
+  float input_scale;  // of attention; 1 for none
+  Act act;
   int64_t interleaved;        // features of a head, the first ones, of which neighbours are rotated
   float residual;             // times what attention and MLP add
   bool parallel;              // the MLP sees what attention does, or its own norm of that input
   int64_t rotary;             // which of a call's factors
+  bool normed_rotated;        // norms of heads come after their rotation
+  int64_t query_factors;      // which of a call's factors queries are multiplied by; -1 for none
+  int64_t chunk;              // of positions, of which a token sees its own; 0 for all
+  const void* sinks;          // (H) scores of nothing, or null
   AppendParams append;        // but for what a call brings
   AttentionParams attention;  // likewise
   bool paged;                 // rows of the stores are pages
@@ -137,6 +161,12 @@ struct LayerParams {
     const bool low = latent != nullptr && projections[kV].weight != nullptr;
     return projections[low ? kV : kQ];
   }
+  const Matrix& first_of_mlp() const {
+    if (mixture != nullptr) return mixture->gate;
+    return projections[projections[kGate].weight != nullptr ? kGate : kUp];
+  }
+  // Whether it has attention of its own, or asks for it.
+  bool attends() const { return !no_attention && (mixer == nullptr || beside); }
 };
 
 struct RunParams {

@@ -29,6 +29,11 @@ struct NormParams {
   const void* bias;  // (dim) of a centered one, or null
 };
 
+// Activations of MLPs, by config.json's names.
+enum Act { kSilu, kGeluTanh, kGelu, kRelu, kRelu2, kSoftPlus, kActs };
+inline constexpr const char* kActNames[kActs] = {"silu",  "gelu_pytorch_tanh", "gelu", "relu",
+                                                 "relu2", "softplus"};
+
 struct GateParams {
   FloatType dtype;
   int64_t rows;
@@ -36,7 +41,10 @@ struct GateParams {
   int64_t gate_step;
   int64_t up_step;
   void* gate;      // (rows, dim), and the result
-  const void* up;  // (rows, dim)
+  const void* up;  // (rows, dim), or unused
+  // Of a clamped gate: the sigmoid's factor, and the largest gate and size of up.
+  float alpha = 0.0f;
+  float limit = 0.0f;
 };
 
 // Heads that are rotated: (B, T, count, D), and the result, contiguous.
@@ -191,8 +199,16 @@ struct ConvRowsParams {
   int64_t blocks() const { return (channels + kConvChannels - 1) / kConvChannels; }
 };
 
-// A root-mean-square norm of each of a token's groups of features, times its gate's activation:
-// before the norm, and then all in float32, or behind it. A row is a group.
+// How the norm of a token's features and their gate follow each other.
+enum class Gating {
+  kNormThenGate,    // the norm's outputs are rounded first
+  kGateThenNorm,    // all in float32
+  kNormedAndGated,  // the norm first, all in float32
+  kGate,            // no norm; what is made of the gate is rounded first
+};
+
+// A root-mean-square norm of each of a token's groups of features, and its gate's activation. A row
+// is a group.
 struct GatedNormParams {
   FloatType dtype;
   int64_t groups;  // of a token
@@ -202,8 +218,8 @@ struct GatedNormParams {
   const void* weight;
   int64_t weight_step;  // values from a group's weights to the next's, or 0
   float eps;
-  bool sigmoid;  // of the gate, and not SiLU
-  bool gate_first;
+  bool sigmoid;  // of the gate, and not SiLU, where the norm's outputs are rounded
+  Gating gating;
   int64_t heads;  // groups are groups / heads times so many, and written the other way around
   void* out;      // (N, groups, dim)
 };
@@ -211,11 +227,17 @@ struct GatedNormParams {
 // The kernels work on rows [begin, end).
 struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
-  void (*silu_mul)(const GateParams& params, int64_t begin, int64_t end);
-  void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
+  // gate = act(gate) * up, the activation rounded first.
+  void (*gate_mul[kActs])(const GateParams& params, int64_t begin, int64_t end);
+  // gate = (up + 1) * gate * sigmoid(alpha * gate), clamped first; each step is rounded.
+  void (*clamped)(const GateParams& params, int64_t begin, int64_t end);
+  // gate = act(gate).
+  void (*activate[kActs])(const GateParams& params, int64_t begin, int64_t end);
   void (*add)(const GateParams& params, int64_t begin, int64_t end);
   // What is added is multiplied by a factor first, and rounded.
   void (*add_times)(const GateParams& params, float factor, int64_t begin, int64_t end);
+  // gate = factor * up.
+  void (*scale)(const GateParams& params, float factor, int64_t begin, int64_t end);
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
   // `space` is for SpaceOf(params) floats.
   void (*delta)(const DeltaParams& params, float* space, int64_t begin, int64_t end);

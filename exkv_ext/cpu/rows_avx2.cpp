@@ -32,7 +32,20 @@
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm,  Gate<Silu>, Gate<GeluTanh>, Add,      AddTimes, Rope,
-                              Delta, Ssd,        Scan,           Convolve, GatedNorm};
+const RowKernels kRowsAvx2 = {
+    Norm,
+    {Gate<Silu>, Gate<GeluTanh>, Gate<Gelu>, Gate<Relu>, Gate<Relu2>, Gate<SoftPlus>},
+    Clamped,
+    {Activate<Silu>, Activate<GeluTanh>, Activate<Gelu>, Activate<Relu>, Activate<Relu2>,
+     Activate<SoftPlus>},
+    Add,
+    AddTimes,
+    Scale,
+    Rope,
+    Delta,
+    Ssd,
+    Scan,
+    Convolve,
+    GatedNorm};
 }  // namespace exkv
 #endif

@@ -25,6 +25,19 @@
 #include "ssd_chunks.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm,  Gate<Silu>, Gate<GeluTanh>, Add,      AddTimes, Rope,
-                                  Delta, Ssd,        Scan,           Convolve, GatedNorm};
+const RowKernels kRowsPortable = {
+    Norm,
+    {Gate<Silu>, Gate<GeluTanh>, Gate<Gelu>, Gate<Relu>, Gate<Relu2>, Gate<SoftPlus>},
+    Clamped,
+    {Activate<Silu>, Activate<GeluTanh>, Activate<Gelu>, Activate<Relu>, Activate<Relu2>,
+     Activate<SoftPlus>},
+    Add,
+    AddTimes,
+    Scale,
+    Rope,
+    Delta,
+    Ssd,
+    Scan,
+    Convolve,
+    GatedNorm};
 }  // namespace exkv

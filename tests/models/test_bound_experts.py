@@ -192,12 +192,15 @@ def test_experts_that_do_not_fit_are_refused(folders):
         "experts": 4,
         "shared": False,
         "router": (2, False, True, 0.0, 1, 1, 2, 1.0),
+        "gated": True,
+        "weighs_inputs": False,
+        "narrow": False,
     }
 
     def call(**changes: object) -> None:
         given = {**whole, **changes}
-        *rest, router = given.values()
-        torch.ops.exkv.add_experts(new_run(hidden), *rest, *router)
+        *rest, router, gated, weighs, narrow = given.values()
+        torch.ops.exkv.add_experts(new_run(hidden), *rest, *router, gated, weighs, narrow)
 
     def refused(message: str, **changes: object) -> None:
         with pytest.raises(RuntimeError, match=message):
@@ -205,7 +208,7 @@ def test_experts_that_do_not_fit_are_refused(folders):
 
     call()
     with pytest.raises(RuntimeError, match="there is no layer without an MLP for experts"):
-        *rest, router = whole.values()
+        *rest, router, _, _, _ = whole.values()
         torch.ops.exkv.add_experts(bound._handle.tensor, *rest, *router)
     refused("13 matrices are not the router's and three of each of 5 experts", experts=5)
     refused("13 matrices are not", shared=True)
@@ -219,7 +222,11 @@ def test_experts_that_do_not_fit_are_refused(folders):
     refused("1 of 3 groups of equal size", router=(*whole["router"][:4], 3, 1, 2, 1.0))
     refused("3 of 2 groups of equal size", router=(*whole["router"][:4], 2, 3, 2, 1.0))
     refused("groups of 2 experts are judged by 3", router=(*whole["router"][:4], 2, 1, 3, 1.0))
-    refused("act is relu", act="relu")
+    refused("act is tanh; it must be one of silu", act="tanh")
+    refused("13 matrices are not the router's and two of each of 4 experts", gated=False)
+    refused(r"expert 0's gate is \(64, 128\); the run asks for \(64, 64\)", narrow=True,
+            weights=[*whole["weights"], torch.randn(64, hidden), torch.randn(hidden, 64)],
+            biases=[None] * 15, layouts=[0] * 4 * 15)  # fmt: skip
     refused("router is Half and the run Float", weights=[whole["weights"][0].half(),
                                                          *whole["weights"][1:]])  # fmt: skip
 

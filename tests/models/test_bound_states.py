@@ -11,19 +11,28 @@ from runs import Readable, bound_runs
 from test_bound_run import bound, loaded
 
 from exkv import CACHES, Model
-from exkv.layers.descriptions import StateBlock
 from exkv.layers.linear import TransposedLinear, linear_at
 from exkv.layers.recurrent import GatedDelta
 from exkv.models.native_run import BoundLayer, _stretch
 
 pytestmark = needs_kernels
 #: The gated delta rule with fused projections, separate ones, and separate everything; with a decay
-#: per channel; state space duality; a convolution alone.
+#: per channel; state space duality; in layers of nothing else; beside attention, with factors; a
+#: selective scan; a convolution alone.
 NAMES = (
     *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM"),
     *("KimiLinearForCausalLM", "BambaForCausalLM", "GraniteMoeHybridForCausalLM"),
-    "Lfm2ForCausalLM",
+    *("NemotronHForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "Lfm2ForCausalLM"),
 )
+#: Variants: gates without norms, and norms before gates; experts of few features.
+VARIANTS = {
+    "FalconH1ForCausalLM": (
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+        {"mamba_rms_norm": False},
+    ),
+    "NemotronHForCausalLM": ({"moe_latent_size": 32},),
+}
 #: New tokens of rows after a prompt: few and many, none, and a whole chunk of the recurrences.
 LENGTHS = ((1,), (8, 5), (2, 1, 0, 2, 1, 2), (16,))
 IDS = torch.randint(3, 320, (8, 64), generator=torch.Generator().manual_seed(2))
@@ -68,8 +77,13 @@ def bound_layers(model: Model) -> list[bool]:
     cache = CACHES["fp16"](model, 64)
     parts = _stretch(model.units, cache, model.dtype)
     layers = [part for part in parts if isinstance(part, BoundLayer)]
-    pairs = zip(layers, cache.layers, strict=True)
-    return [isinstance(part.layer.attention, StateBlock) for part, kept in pairs if kept.spec.state]
+    with_states = [kept.spec.state for kept in cache.layers if kept.spec.beside is None]
+    hybrid = [kept.beside is not None for kept in cache.layers if kept.spec.beside is None]
+    return [
+        part.state is not None
+        for part, state, both in zip(layers, with_states, hybrid, strict=True)
+        if state or both
+    ]
 
 
 def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], dtype) -> None:
@@ -97,6 +111,15 @@ def assert_bound(model: Model) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_states_are_those_of_the_readable_way(folders, name, dtype):
     assert_bound(loaded(folders[name], dtype))
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("name", "changes"), [(name, each) for name, some in VARIANTS.items() for each in some], ids=str
+)
+def test_variants_too(tmp_path, name, changes):
+    theirs = tiny.reference(tiny.TINY[name](**changes))
+    assert_bound(loaded(tiny.save(theirs, tmp_path), torch.bfloat16))
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
@@ -195,8 +218,9 @@ def whole() -> dict[str, object]:
         "step_bias": torch.randn(HEADS),
         "rates": torch.randn(HEADS),
         "skip": None,
-        "norm": torch.ones(SIZE),
+        "norms": [torch.ones(SIZE)],
         "eps": 1e-6,
+        "gating": "norm_then_gate",
         "sigmoid": False,
         "groups": 1,
         "order": 1,
@@ -205,6 +229,9 @@ def whole() -> dict[str, object]:
         "most_step": 0.0,
         "inputs": torch.zeros(2, TAPS - 1, channels),
         "state": torch.zeros(2, HEADS, SIZE, SIZE),
+        "factors": [1.0] * 5,
+        "input_scale": 1.0,
+        "beside": False,
     }
 
 
@@ -229,8 +256,12 @@ def test_what_does_not_fit_is_refused():
     added, given = add(), whole()
     weights, outputs = given["weights"], given["outputs"]
     refused("no layer without attention for a state", run=added)
-    refused("rule is scan; it must be delta, ssd or conv", rule="scan")
-    refused("has 5 projections, 4 biases and 4 sources", biases=[None] * 4)
+    refused("there is no attention for a state beside it", beside=True)
+    refused("rule is rwkv; it must be delta, ssd, scan or conv", rule="rwkv")
+    refused("gating is none; it must be norm_then_gate, gate_then_norm", gating="none")
+    refused("has 5 projections, 4 biases, 5 factors and 4 sources", biases=[None] * 4)
+    refused("has 5 projections, 5 biases, 1 factors and 4 sources", factors=[1.0])
+    refused("a source of all but the last 3", rule="scan")
     refused("projection 1 of projection 1 must come behind it", sources=[-1, 1, -1, -1])
     refused("layer 0's projection 1", sources=[-1, 0, -1, -1])
     refused("24 numbers are not 5 of each", outputs=outputs[:-1])
@@ -245,7 +276,8 @@ def test_what_does_not_fit_is_refused():
     refused("states are Float", state=torch.zeros(3, HEADS, SIZE, SIZE))
     refused("2 heads are not those of 3 groups", groups=3)
     refused("rates are 3 numbers, and must be 2", rates=torch.randn(3))
-    refused("recurrence needs a state", norm=None)
+    refused("recurrence needs a state", norms=[])
+    refused("recurrence needs a state", gating="gate")
     refused("recurrence needs what skips it", rule="ssd")
     refused("2 heads have no order by 3", order=3)
     refused(r"layer 0's output is \(48, 15\)", weights=[*weights[:-1], torch.randn(HIDDEN, 15)])

@@ -84,11 +84,15 @@ def bound(monkeypatch):
     return made
 
 
+#: Norms behind the rotation, and gates.
+GATED = ("HunYuanDenseV1ForCausalLM", "AfmoeForCausalLM")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {
         name: tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path_factory.mktemp(name))
-        for name in tiny.IN_ALL_WAYS
+        for name in (*tiny.IN_ALL_WAYS, *GATED)
     }
 
 
@@ -106,7 +110,7 @@ def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 @pytest.mark.sweep(5)
-@pytest.mark.parametrize("name", tiny.IN_ALL_WAYS)
+@pytest.mark.parametrize("name", [*tiny.IN_ALL_WAYS, *GATED])
 def test_replays_give_the_readable_ways_logits_and_stores(folders, bound, name):
     model, seen = loaded(folders[name]), {}
     for kind, make in kinds_for(name, FAMILIES).items():

@@ -113,6 +113,12 @@ def _gate(m: Maker) -> list:
     return [x, x.clone()]
 
 
+def _sinks(m: Maker) -> list:
+    shape = m.size(), m.size(), m.size()
+    out, lse = m.floats(*shape, m.size(20)), m.floats(*shape)
+    return [out, lse, m.floats(shape[-1], dtype=m.dtype())]
+
+
 def _rope(m: Maker) -> list:
     dtype, rows, length, dim = m.dtype(), m.size(3), m.size(), 2 * m.size(20)
     heads = [m.floats(rows, length, m.size(3), dim, dtype=dtype) for _ in range(2)]
@@ -486,6 +492,9 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "expert_products": _expert_products,
     "route_experts": _route,
     "sigmoid_": _sigmoid,
+    "activate_": lambda m: [*_sigmoid(m), m.rng.randrange(6)],
+    "clamped_swiglu_": lambda m: [*_gate(m), m.rng.random() + 1, m.rng.random() * 3],
+    "share_with_sinks_": _sinks,
     "read_tally": _tally,
     "quantize_kv": _quantize,
     "dequantize_kv": _dequantize,
@@ -507,7 +516,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
-                "chosen_experts", "route_experts", "sigmoid_", "decode_attention",
+                "chosen_experts", "route_experts", "sigmoid_", "activate_", "decode_attention",
+                "clamped_swiglu_", "share_with_sinks_",
                 "attention_part_since"}  # fmt: skip
 
 

@@ -577,3 +577,22 @@ def test_the_reference_agrees_with_the_op():
     args = (q, [68, 40, 2], 20, 5.0)
     expected = part.attend(*args, op=REFERENCES["attention_part"])
     torch.testing.assert_close(part.attend(*args), expected)
+
+
+def test_a_sink_is_a_key_without_a_value():
+    """Compared with torch's softmax over the keys' scores and the sink's."""
+    scores, values = torch.randn(2, 3, 4, 9).mul_(4), torch.randn(2, 3, 4, 9, 5)
+    sinks = torch.tensor([-3.0, 0.0, 5.0, 40.0])
+    out = (scores.softmax(-1).unsqueeze(-1) * values).sum(-2)
+    both = torch.cat((scores, sinks.expand(2, 3, 4).unsqueeze(-1)), dim=-1).double()
+    expected = (both.softmax(-1)[..., :-1].unsqueeze(-1) * values).sum(-2)
+    for op in (torch.ops.exkv.share_with_sinks_, REFERENCES["share_with_sinks_"]):
+        found = out.clone()
+        op(found, scores.logsumexp(-1), sinks)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    nothing = torch.zeros(1, 1, 4, 5)
+    torch.ops.exkv.share_with_sinks_(nothing, torch.full((1, 1, 4), -torch.inf), sinks)
+    assert torch.equal(nothing, torch.zeros_like(nothing))  # of a query that sees no key
+    for wrong in (scores.logsumexp(-1)[:1], torch.zeros(2, 3, 5)):
+        with pytest.raises((RuntimeError, ValueError), match="share_with_sinks_: out .*2, 3, 4, 5"):
+            torch.ops.exkv.share_with_sinks_(out, wrong, sinks)

@@ -62,7 +62,7 @@ def test_a_read_past_a_tensor_ends_the_process():
 
 #: Ops of one tensor, or perhaps of one.
 ALONE = {"quantize_kv", "quantize_groups", "hadamard", "read_tally", "dequantize_packed"}
-ALONE |= {"pack_codes", "pack_words", "pack_awq", "split_blocks", "sigmoid_"}
+ALONE |= {"pack_codes", "pack_words", "pack_awq", "split_blocks", "sigmoid_", "activate_"}
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - ALONE))
