@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 
 from .finite import check_finite
 from .floats import FLOATS
-from .format import Layout, Size, Tensors, WeightFormat
+from .format import Layout, Size, Tensors, WeightFormat, in_blocks, picked
 from .methods import FormatOf, register
 from .settings import Headers, Settings, headers_of
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
@@ -106,6 +106,21 @@ class Fp8Format(TiledFormat):
         if begin % high or (end % high and end != len(tensors["weight"])):
             return None
         return {"weight": weight, "scale": scale[begin // high : math.ceil(end / high)]}
+
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat:
+        """With a scale for each row, where rows are not whole blocks."""
+        block = self.block
+        if block is not None and not in_blocks(rows, block[0]):
+            block = 1, block[1]
+        return replace(self, block=block, scale_shape=None)
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight, scale = picked(tensors["weight"], rows), tensors["scale"]
+        if self.block is not None:
+            high = self.block[0]
+            each = rows[::high] if in_blocks(rows, high) else rows
+            scale = picked(scale, each // high)
+        return {"weight": weight, "scale": scale}
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])
