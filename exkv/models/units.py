@@ -21,6 +21,7 @@ from torch import nn
 from exkv import devices
 from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.checkpoint.families import FAMILIES
+from exkv.checkpoint.safetensors import headers_read_once
 from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.descriptions import LowRank
@@ -307,7 +308,7 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
             f"{config.path or 'the config'}: architecture {config.architecture!r} is not "
             f"supported; known are: {', '.join(sorted(FAMILIES))}"
         )
-    with _naming(config):
+    with _naming(config), headers_read_once():
         return family.units(config, dtype)
 
 
