@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from on_cpu import on_cpu
-from packers import write
+from packers import write, write_config
 from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.compressed import RECIPES as COMPRESSED
 from packers.fp8 import RECIPES as FP8
+from packers.fp8 import blocks as fp8_blocks
 from packers.hqq import RECIPES as HQQ
 from packers.integers import RECIPES as INTEGERS
 from packers.modelopt import RECIPES as MODELOPT
@@ -165,4 +166,25 @@ def test_checkpoints(name, format, theirs, floats, tmp_path):
 )
 def test_matrices_that_lie_in_one_are_taken_apart(name, format, theirs, floats, tmp_path):
     plain = packed(format, theirs, floats, tmp_path / "packed")
+    assert_same_logits(on_cpu(tmp_path / "packed"), theirs, floats, plain)
+
+
+@pytest.mark.parametrize("name", ["Mistral4ForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_experts_of_8_bit_floats_may_lie_in_one_tensor(name, theirs, floats, tmp_path):
+    """As transformers 5 saves them."""
+    plain = load_file(floats / "model.safetensors")
+    stored = dict(plain)
+    for key in [
+        key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
+        each = [fp8_blocks(expert, 16, 32) for expert in plain[key]]
+        stored[key] = torch.stack([tensors["weight"] for tensors, _ in each])
+        scales = torch.stack([tensors["weight_scale_inv"] for tensors, _ in each])
+        stored[f"{key}_scale_inv"], plain[key] = scales, torch.stack([values for _, values in each])
+    assert len(stored) >= len(plain) + 2
+    (tmp_path / "packed").mkdir()
+    save_file(stored, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    config = {**theirs.config.to_dict(), "dtype": "float32", "quantization_config": settings}
+    write_config(tmp_path / "packed", config)
     assert_same_logits(on_cpu(tmp_path / "packed"), theirs, floats, plain)
