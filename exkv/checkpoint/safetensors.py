@@ -468,7 +468,8 @@ def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
         raise bad(f"data_offsets {quoted(offsets)} are not [begin, end]")
     itemsize = DTYPES[dtype].itemsize
     # Strides are products of the other dimensions, so that an empty tensor can overflow too.
-    if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
+    sizes = [max(n, 1) for n in shape] if 0 in shape else shape
+    if math.prod(sizes) * itemsize >= 2**63:
         raise bad(f"shape {quoted(shape)} has more than 2**63 bytes")
     nbytes = math.prod(shape) * itemsize
     if offsets[1] - offsets[0] != nbytes:
