@@ -15,6 +15,7 @@ the device that the plan names.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import difflib
 import functools
@@ -22,7 +23,8 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -329,7 +331,12 @@ class Checkpoint:
     def _read_file(self, path: Path) -> dict[str, TensorInfo]:
         file = self._files[path] = OpenFile(path)
         self._identities[path] = file.identity
-        return read_header(file)
+        if (known := _headers.get()) is None:
+            return read_header(file)
+        key = (path, file.identity)
+        if key not in known:
+            known[key] = read_header(file)
+        return known[key]
 
     def _read_shards(self, index: Path) -> dict[str, TensorInfo]:
         """Tensors of an index, each checked to be in its shard and in no other."""
@@ -367,6 +374,22 @@ class Checkpoint:
         if self._closed:
             raise ValueError(f"{self.folder}: the checkpoint is closed; open it again")
         return self._files[info.file]
+
+
+#: Tensors of files by path and identity, within :func:`headers_read_once`.
+_headers: ContextVar[dict[tuple[Path, tuple[int, ...]], dict[str, TensorInfo]] | None]
+_headers = ContextVar("_headers", default=None)
+
+
+@contextlib.contextmanager
+def headers_read_once() -> Iterator[None]:
+    """Within the block, the header of a file that doesn't change is read once, however often its
+    checkpoint is opened: mixtures have hundreds of thousands of tensors."""
+    token = _headers.set(_headers.get() or {})
+    try:
+        yield
+    finally:
+        _headers.reset(token)
 
 
 def sample_of(read: Callable[[int, int], bytes], info: TensorInfo, offset: int = 0) -> bytes:
@@ -445,7 +468,8 @@ def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
         raise bad(f"data_offsets {quoted(offsets)} are not [begin, end]")
     itemsize = DTYPES[dtype].itemsize
     # Strides are products of the other dimensions, so that an empty tensor can overflow too.
-    if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
+    sizes = [max(n, 1) for n in shape] if 0 in shape else shape
+    if math.prod(sizes) * itemsize >= 2**63:
         raise bad(f"shape {quoted(shape)} has more than 2**63 bytes")
     nbytes = math.prod(shape) * itemsize
     if offsets[1] - offsets[0] != nbytes:
@@ -536,9 +560,9 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value
-    )
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or 0 <= min(value) <= max(value) < 2**63
 
 
 def _is_hadamard(matrix: torch.Tensor) -> bool:

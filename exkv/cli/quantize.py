@@ -23,7 +23,7 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from exkv.weights.expert_groups import name_among, parsed
 from exkv.weights.hadamard import HADAMARD, NONE, transformed
 from exkv.weights.on_load import BITS, OPTIONS, class_of, options_of
 from exkv.weights.rounding import Rounded, rounded
+from exkv.weights.source import StoredMatrix
 
 from .flags import count, sizes, text_of
 from .picture import page_console, say
@@ -387,8 +388,8 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _rounded(work: _Work, out: Path) -> Iterator[Mapping[str, Rounded]]:
     """Yield each unit's matrices, by name, rounded for the text's inputs; none without a text."""
-    names = [
-        {m.layer: m.name for s in spec.sources for m in s.matrices if m.name in work.formats}
+    matrices = [
+        [m for s in spec.sources for m in s.matrices if m.name in work.formats]
         for spec in work.specs
     ]
     if work.rows is None:
@@ -396,21 +397,44 @@ def _rounded(work: _Work, out: Path) -> Iterator[Mapping[str, Rounded]]:
         return
 
     def formats(unit: Unit) -> dict[str, GroupFormat]:
-        return {path: work.formats[name] for path, name in names[unit.index].items()}
+        return {each.layer: work.formats[each.name] for each in matrices[unit.index]}
 
     def known(unit: Unit) -> Found:
         file = out / work.file(unit.index)
-        stored = _tensors(file) if names[unit.index] and file.exists() else {}
+        stored = _tensors(file) if matrices[unit.index] and file.exists() else {}
         return {
-            path: compressed_tensors.rounded_of_packed(stored, name, work.formats[name])
-            for path, name in names[unit.index].items()
+            each.layer: _part(stored, each, work.formats[each.name])
+            for each in matrices[unit.index]
             if stored
         }
 
     text = (work.rows, formats, work.device)
     found = rounded_units(work.layers.config, work.checkpoint, *text, known=known, usage=work.usage)
-    for layers, made in zip(names, found, strict=False):
-        yield {layers[path]: each for path, each in made.items()}
+    for stored, made in zip(matrices, found, strict=False):
+        yield _whole([each for each in stored if each.layer in made], made)
+
+
+def _part(stored: Mapping[str, torch.Tensor], matrix: StoredMatrix, format: GroupFormat) -> Rounded:
+    """A matrix among packed tensors, which may be part of a stored one."""
+    whole = compressed_tensors.rounded_of_packed(stored, matrix.name, format)
+    if (rows := matrix.rows) is None:
+        return whole
+    return Rounded(codes=rows(whole.codes), scale=rows(whole.scale))
+
+
+def _whole(matrices: Sequence[StoredMatrix], made: Found) -> dict[str, Rounded]:
+    """The matrices of the checkpoint by name, from those that a unit has."""
+    parts: dict[str, list[StoredMatrix]] = {}
+    for each in matrices:
+        parts.setdefault(each.name, []).append(each)
+    found = {}
+    for name, several in parts.items():
+        found[name] = joined = Rounded.joined(made[each.layer] for each in several)
+        every = torch.arange(len(joined.codes))
+        if places := [each.rows(every) for each in several if each.rows is not None]:
+            order = torch.cat(places).argsort()
+            found[name] = Rounded(codes=joined.codes[order], scale=joined.scale[order])
+    return found
 
 
 def _stored(work: _Work, names: list[str], made: Mapping[str, Rounded]) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ first, then the others, which show how they differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -36,7 +36,7 @@ from exkv.layers.descriptions import (
     try_describe,
 )
 from exkv.layers.linear import linear_at
-from exkv.weights import FormatOf, Slice, Source, formats_of
+from exkv.weights import FormatOf, Fused, Slice, Source, formats_of
 
 from .mtp import mtp_unit
 from .units import Pattern, UnitSpec, unit_spec
@@ -269,7 +269,9 @@ class Decoder:
         made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
             the sources of parameters that are not stored as they are, or not separately; not called
             if the checkpoint has all of them separately.
-        made_apart: likewise for checkpoints that store them separately (GGUF files).
+        fused: matrices of a layer that checkpoints, but not GGUF files, store as one, by its name
+            in the layer, from config.
+        made_apart: as ``made``, for checkpoints that store them separately (GGUF files).
     """
 
     attention: Callable[..., nn.Module | None] = Attention
@@ -287,6 +289,7 @@ class Decoder:
     rename_of_layer: Callable[[ModelConfig, int], Mapping[str, str]] | None = None
     parts: int = 1
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
+    fused: Callable[[ModelConfig], Sequence[Fused]] = lambda config: ()
     made_apart: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
 
     def __call__(self, config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
@@ -335,6 +338,10 @@ class Decoder:
             made=None if made is None else partial(made, config, dtype, stored),
             pattern=patterns[kind],
             unused=tuple(f"{stored}.{part}" for part in self.unused(config, index)),
+            fused=[
+                replace(each, name=f"{stored}.{each.name}")
+                for each in (() if facts.apart else self.fused(config))
+            ],
         )
 
     def _mtp_head(

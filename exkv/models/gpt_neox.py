@@ -18,9 +18,9 @@ from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific, TensorNames
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import PlainMLP
-from exkv.weights import Slice, Source, sliced_source
+from exkv.weights import Fused
 
-from .decoder import Decoder, DecoderLayer, ParallelNormsLayer, layer_norm, matrix_slice
+from .decoder import Decoder, DecoderLayer, ParallelNormsLayer, layer_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,34 +42,21 @@ _NAMES = {
 }
 
 
-def _projections(
-    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
-) -> list[Source]:
-    """Queries, keys and values of the layer that the checkpoint calls ``name``."""
-    heads, dim, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
-    stored = f"{name}.attention.query_key_value"
+def _projections(config: ModelConfig) -> list[Fused]:
+    """Queries, keys and values, head by head."""
+    heads, dim = config.num_attention_heads, config.head_dim
 
     def part(index: int, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(0, (heads, 3, dim))[:, index].flatten(0, 1)
 
-    weights = [
-        matrix_slice(layer, f"self_attn.{each}_proj", partial(part, index))
-        for index, each in enumerate("qkv")
-    ]
-    sources = [sliced_source(f"{stored}.weight", (3 * heads * dim, hidden), dtype, weights)]
-    if config.attention_bias:
-        biases = [
-            Slice(name=f"self_attn.{each}_proj.bias", of=partial(part, index))
-            for index, each in enumerate("qkv")
-        ]
-        sources.append(sliced_source(f"{stored}.bias", (3 * heads * dim,), dtype, biases))
-    return sources
+    parts = {f"self_attn.{each}_proj": partial(part, index) for index, each in enumerate("qkv")}
+    return [Fused(name="attention.query_key_value", parts=parts)]
 
 
 FAMILY = Family(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
-    units=Decoder(mlp=PlainMLP, layer=_layer, norm=layer_norm, rename=_NAMES, made=_projections),
+    units=Decoder(mlp=PlainMLP, layer=_layer, norm=layer_norm, rename=_NAMES, fused=_projections),
     defaults={
         "vocab_size": 50432,
         "hidden_size": 6144,

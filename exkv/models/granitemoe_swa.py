@@ -19,8 +19,7 @@ from .qwen3_vl_moe import stacked_experts
 def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
     """Experts under the names that a Granite 3 MoE has in transformers' memory."""
     path = "block_sparse_moe.experts"
-    routed = stacked_experts(config, dtype, name, layer, inputs_first=False, path=path)
-    return routed + granitemoeshared.shared_expert(config, dtype, name, layer)
+    return stacked_experts(config, dtype, name, layer, inputs_first=False, path=path)
 
 
 FAMILY = replace(

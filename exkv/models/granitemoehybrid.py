@@ -16,9 +16,9 @@ from exkv.checkpoint.gguf.names import GGUFFamily, most
 from exkv.checkpoint.mamba import ExpandedMamba2Config, Mamba2Config
 from exkv.checkpoint.value_checks import is_int
 from exkv.layers import MLP, Attention, GatedMLP, Mamba2, SharedExperts
-from exkv.weights import Source
+from exkv.weights import Fused, Source
 
-from . import granitemoeshared
+from . import granitemoe, granitemoeshared
 from .decoder import Decoder
 
 
@@ -58,8 +58,14 @@ def _mlp(config: ModelConfig, dtype: torch.dtype) -> MLP:
 
 def _sources(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
     if config.settings(MambaExpertsConfig).num_local_experts:
-        return granitemoeshared.experts(config, dtype, name, layer)
-    return [granitemoeshared.halves(config, dtype, name, layer, "mlp")]
+        return granitemoe.experts(config, dtype, name, layer)
+    return []
+
+
+def _fused(config: ModelConfig) -> list[Fused]:
+    if config.settings(MambaExpertsConfig).num_local_experts:
+        return granitemoeshared.shared_expert(config)
+    return [granitemoeshared.gate_and_up(config, "mlp")]
 
 
 def _rotated(values: Mapping[str, Any], types: tuple[str, ...]) -> tuple[bool, ...]:
@@ -142,6 +148,7 @@ FAMILY = replace(
         mlp=_mlp,
         rename=MAMBA_NAMES | _MLP_NAMES | granitemoeshared.NAMES,
         made=_sources,
+        fused=_fused,
     ),
     defaults=granitemoeshared.FAMILY.defaults | {"shared_expert_intermediate_size": 1024},
     windows=windows.linear_unless_stated,

@@ -5,44 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from operator import itemgetter
 
-import torch
-from torch import nn
-
 from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.checkpoint.gguf.names import shared
 from exkv.layers import routed_experts
-from exkv.weights import Source, sliced_source
+from exkv.weights import Fused
 
 from . import granitemoe
-from .decoder import Decoder, matrix_slice
+from .decoder import Decoder
 
 
-def experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
-    """A Granite 3 MoE's, and gate and up of the shared expert."""
-    routed = granitemoe.experts(config, dtype, name, layer)
-    return [*routed, *shared_expert(config, dtype, name, layer)]
+def shared_expert(config: ModelConfig) -> list[Fused]:
+    """Gate and up of the shared expert, if there is one."""
+    inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
+    return [gate_and_up(config, "mlp.shared_expert")] if inner else []
 
 
-def shared_expert(
-    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module
-) -> list[Source]:
-    """Gate and up of the shared expert of the layer that the checkpoint calls ``name``, if it has
-    one."""
-    if not config.settings(ExpertsConfig).shared_expert_intermediate_size:
-        return []
-    return [halves(config, dtype, name, layer, "mlp.shared_expert")]
-
-
-def halves(
-    config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module, mlp: str
-) -> Source:
+def gate_and_up(config: ModelConfig, mlp: str) -> Fused:
     """Gate and up of the shared MLP, which the layer has at the path ``mlp``."""
     inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
-    assert inner is not None, "the family's default is a number"
-    rows = {"gate_proj": slice(inner), "up_proj": slice(inner, None)}
-    both = [matrix_slice(layer, f"{mlp}.{each}", itemgetter(half)) for each, half in rows.items()]
-    size = (2 * inner, config.hidden_size)
-    return sliced_source(f"{name}.shared_mlp.input_linear.weight", size, dtype, both)
+    parts = {
+        f"{mlp}.gate_proj": itemgetter(slice(inner)),
+        f"{mlp}.up_proj": itemgetter(slice(inner, None)),
+    }
+    return Fused(name="shared_mlp.input_linear", parts=parts)
 
 
 SHARED = {"mlp.shared_expert.down_proj": "shared_mlp.output_linear"}
@@ -56,7 +41,7 @@ GGUF = replace(
     },
     marks={"expert_shared_feed_forward_length": True},
 )
-DECODER = Decoder(mlp=routed_experts, rename=NAMES, made=experts)
+DECODER = Decoder(mlp=routed_experts, rename=NAMES, made=granitemoe.experts, fused=shared_expert)
 FAMILY = replace(
     granitemoe.FAMILY,
     architecture="GraniteMoeSharedForCausalLM",

@@ -59,12 +59,17 @@ def stacked_experts(
     both, down = (count, 2 * inner, hidden), (count, hidden, inner)
     if inputs_first:
         both, down = (count, hidden, 2 * inner), (count, inner, hidden)
-    gates_and_ups = [*slices("w1", slice(inner)), *slices("w3", slice(inner, None))]
-    stored = f"{name}.{path}"
-    return [
-        sliced_source(f"{stored}.gate_up_proj", both, dtype, gates_and_ups),
-        sliced_source(f"{stored}.down_proj", down, dtype, slices("w2", slice(None))),
-    ]
+    stacks = {
+        "gate_up_proj": (both, [*slices("w1", slice(inner)), *slices("w3", slice(inner, None))]),
+        "down_proj": (down, slices("w2", slice(None))),
+    }
+    sources = []
+    for stack, (shape, parts) in stacks.items():
+        stored, format = f"{name}.{path}.{stack}", parts[0].format
+        assert format is not None, "a matrix has one"
+        packed = None if inputs_first else format.together(stored, shape, parts)
+        sources.append(packed or sliced_source(stored, shape, dtype, parts))
+    return sources
 
 
 def _sizes(config: ModelConfig) -> tuple[int, int, int]:

@@ -21,14 +21,24 @@ from torch import nn
 from exkv import devices
 from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.checkpoint.families import FAMILIES
+from exkv.checkpoint.safetensors import headers_read_once
 from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
 from exkv.layers.mlp import lay_on_host, mixtures
 from exkv.layers.split_experts import ExpertStaging, staging_bytes_of
-from exkv.weights import FormatOf, Source, WeightFormat, format_source, formats_of, tensor_source
+from exkv.weights import (
+    FormatOf,
+    Fused,
+    Source,
+    WeightFormat,
+    format_source,
+    formats_of,
+    tensor_source,
+)
 from exkv.weights.expert_groups import expert_of, name_among
+from exkv.weights.format import Size
 from exkv.weights.on_load import class_of
 from exkv.weights.read_parameters import read_parameters
 from exkv.weights.source import with_precomputed
@@ -172,6 +182,7 @@ def unit_spec(
     unused: tuple[str, ...] = (),
     is_mtp: bool = False,
     names: Mapping[str, str] | None = None,
+    fused: Sequence[Fused] = (),
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own.
 
@@ -183,10 +194,19 @@ def unit_spec(
         pattern: of units with modules equal to this one; None if there are no others.
         unused: as the checkpoint names them.
         names: of the matrices' modules in the checkpoint; None to use ``rename``.
+        fused: matrices that the checkpoint has as one, under names that take precedence.
     """
     pattern = pattern or Pattern(build)
-    names = names or {each: rename(each) for each in pattern.sizes}
-    chosen = {each: formats(names[each], size) for each, size in pattern.sizes.items()}
+    if names is None:
+        names = {each: rename(each) for each in pattern.sizes}
+        names |= {part: each.name for each in fused for part in each.parts}
+    whole = [(each, formats(each.name, each.size(pattern.sizes))) for each in fused]
+    parts = dict[str, WeightFormat]()
+    for one, format in whole:
+        parts |= one.formats(format, one.size(pattern.sizes))
+    chosen = {
+        each: parts.get(each) or formats(names[each], size) for each, size in pattern.sizes.items()
+    }
 
     def in_formats() -> nn.Module:
         module = build()
@@ -219,6 +239,7 @@ def unit_spec(
             unused=unused,
             is_mtp=is_mtp,
             names=names,
+            fused=fused,
         )
 
     spec = UnitSpec(
@@ -227,7 +248,7 @@ def unit_spec(
         build=in_formats,
         like=alike,
         in_formats=in_other_formats,
-        find_sources=cache(partial(_sources, alike, rename, made)),
+        find_sources=cache(partial(_sources, alike, rename, made, whole, pattern.sizes)),
         tied={
             f"{each}.{tensor}": (index, f"{other}.{tensor}")
             for each, (index, other) in tied.items()
@@ -253,8 +274,13 @@ def _sources(
     alike: InFormats,
     rename: Callable[[str], str],
     made: Callable[[nn.Module], list[Source]] | None,
+    fused: Sequence[tuple[Fused, WeightFormat]],
+    sizes: Mapping[str, Size],
 ) -> tuple[Source, ...]:
     sources = [] if made is None else made(alike.module)
+    for whole, format in fused:
+        sources.append(whole.source(format, sizes))
+        sources += whole.bias_source(alike.shapes, whole.size(sizes))
     known = {parameter for source in sources for parameter in source.parameters}
     sources += [
         format_source(each, rename(each), matrix.format, matrix.size)
@@ -282,7 +308,7 @@ def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
             f"{config.path or 'the config'}: architecture {config.architecture!r} is not "
             f"supported; known are: {', '.join(sorted(FAMILIES))}"
         )
-    with _naming(config):
+    with _naming(config), headers_read_once():
         return family.units(config, dtype)
 
 

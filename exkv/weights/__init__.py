@@ -9,11 +9,12 @@ from .experts import experts_of_formats
 from .format import Layout, Size, Tensors, WeightFormat, products
 from .groups import GroupFormat
 from .methods import METHODS, FormatOf, format_named, formats, formats_of, register
-from .source import Slice, Source, format_source, sliced_source, tensor_source
+from .source import Fused, Slice, Source, format_source, sliced_source, tensor_source
 
 __all__ = [
     "METHODS",
     "FormatOf",
+    "Fused",
     "GroupFormat",
     "Layout",
     "Size",

@@ -25,7 +25,7 @@ from exkv.checkpoint.value_checks import is_int, is_number
 
 from .finite import check_finite
 from .floats import FLOATS
-from .format import Layout, Size, Tensors, WeightFormat
+from .format import Layout, Size, Tensors, WeightFormat, picked
 from .groups import GroupFormat
 from .methods import FormatOf, register
 from .settings import Headers, Settings, headers_of
@@ -155,6 +155,27 @@ class Bnb4Format(TiledFormat):
             },
         }
 
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat | None:
+        """With absmax in floats, and for blocks within rows: others may be torn apart."""
+        each = math.gcd(size[1], self.block)
+        return replace(self, block=each, nested=False) if each in BLOCKS else None
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs, inputs = len(tensors["weight"]), 2 * tensors["weight"].shape[1]
+        first = torch.arange(0, outputs * inputs, math.gcd(inputs, self.block))
+        absmax = self._absmax(tensors, first >> _SHIFTS[self.block]).view(outputs, -1)
+        weight, absmax = picked(tensors["weight"], rows), picked(absmax, rows).flatten()
+        return {"weight": weight, "absmax": absmax, "quant_map": tensors["quant_map"]}
+
+    def _absmax(self, tensors: Tensors, blocks: torch.Tensor) -> torch.Tensor:
+        """Those of these blocks, fp32 of the same shape."""
+        absmax = tensors["absmax"][blocks]
+        if self.nested:
+            absmax = tensors["nested_quant_map"][absmax.int()]
+            absmax.mul_(tensors["nested_absmax"][blocks >> _SHIFTS[_NESTED]])
+            absmax.add_(tensors["nested_offset"])
+        return absmax
+
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])
 
@@ -165,11 +186,7 @@ class Bnb4Format(TiledFormat):
         each = math.gcd(inputs, self.block)  # adjacent weights of a row that share an absmax
         first = torch.arange(0, inputs, each, device=ids.device)
         blocks = ids.unsqueeze(1) * inputs + first >> _SHIFTS[self.block]
-        absmax = tensors["absmax"][blocks]
-        if self.nested:
-            absmax = tensors["nested_quant_map"][absmax.int()]
-            absmax.mul_(tensors["nested_absmax"][blocks >> _SHIFTS[_NESTED]])
-            absmax.add_(tensors["nested_offset"])
+        absmax = self._absmax(tensors, blocks)
         values = tensors["quant_map"].index_select(0, codes.flatten().int()).view(codes.shape)
         return values.mul_(absmax.repeat_interleave(each, 1)).to(dtype)
 

@@ -97,6 +97,20 @@ class WeightFormat(ABC):
         layout can't be split there."""
         return None
 
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat | None:
+        """Format of the matrix that :meth:`take` makes of some rows of one of this size; None if
+        these rows can't be a matrix of their own.
+
+        Args:
+            rows: indices of the rows in their new order, int64.
+        """
+        return None
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Tensors of the matrix of these rows alone, with the same weights, in the format that
+        :meth:`of_rows` returns for them."""
+        raise NotImplementedError(f"{self.name} has no rows to take")
+
     def splits_at(self, rows: int) -> bool:
         """Whether matrices of so many rows, one below the other in one matrix, can be multiplied by
         one by one: by :meth:`heads`, and by their :meth:`part`."""
@@ -164,6 +178,24 @@ class WeightFormat(ABC):
         """
         flat = [tensors for expert in matrices for tensors in expert]
         return mixed_experts(x, routing, [(self, tensors) for tensors in flat], inner, act)
+
+
+def picked(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor, in its memory if they are adjacent."""
+    if torch.equal(rows, torch.arange(len(rows)) + rows[0]):
+        return tensor[int(rows[0]) : int(rows[0]) + len(rows)]
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
+
+
+def in_blocks(rows: torch.Tensor, size: int) -> bool:
+    """Whether rows are whole blocks of ``size`` adjacent ones; the last may lack its end."""
+    first = rows[::size]
+    each = torch.arange(len(rows)) % size
+    return not (first % size).any() and torch.equal(
+        rows, first.repeat_interleave(size)[: len(rows)] + each
+    )
 
 
 def products(

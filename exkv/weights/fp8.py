@@ -13,8 +13,8 @@ OCP's Microscaling Formats specification for UE8M0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,9 +23,10 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 
 from .finite import check_finite
 from .floats import FLOATS
-from .format import Layout, Size, Tensors, WeightFormat
+from .format import Layout, Size, Tensors, WeightFormat, in_blocks, picked
 from .methods import FormatOf, register
 from .settings import Headers, Settings, headers_of
+from .source import Slice, Source
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
 E4M3, UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -106,6 +107,49 @@ class Fp8Format(TiledFormat):
         if begin % high or (end % high and end != len(tensors["weight"])):
             return None
         return {"weight": weight, "scale": scale[begin // high : math.ceil(end / high)]}
+
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat:
+        """With a scale for each row, where rows are not whole blocks."""
+        block = self.block
+        if block is not None and not in_blocks(rows, block[0]):
+            block = 1, block[1]
+        return replace(self, block=block, scale_shape=None)
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight, scale = picked(tensors["weight"], rows), tensors["scale"]
+        if self.block is not None:
+            high = self.block[0]
+            each = rows[::high] if in_blocks(rows, high) else rows
+            scale = picked(scale, each // high)
+        return {"weight": weight, "scale": scale}
+
+    def together(
+        self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
+    ) -> Source | None:
+        """As transformers 5 stacks experts: ``name`` (count, out, in), and ``name_scale_inv`` with
+        the blocks of each; None if a block would be torn apart."""
+        count, *each = size
+        outputs, inputs = each
+        if self.block is None or any(part.size[0] % self.block[0] for part in slices):
+            return None
+        high, scales = self.block[0], f"{name}_scale_inv"
+        shape = count, *self._blocks((outputs, inputs))
+        expected = {
+            name: ExpectedTensor(shape=size, dtypes=(E4M3,)),
+            scales: ExpectedTensor(shape=shape, dtypes=(self.scale_dtype,)),
+        }
+
+        def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            check_finite(scales, _as_float(stored[scales]))
+            made = dict[str, torch.Tensor]()
+            for part in slices:
+                rows = part.of(torch.arange(count * outputs).view(count, outputs))
+                blocks = picked(stored[scales].flatten(0, 1), rows[::high] // high)
+                made |= {f"{part.name}.weight": part.of(stored[name]), f"{part.name}.scale": blocks}
+            return made
+
+        parameters = (f"{part.name}.{tensor}" for part in slices for tensor in self.names)
+        return Source(stored=expected, parameters=tuple(parameters), convert=convert)
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])

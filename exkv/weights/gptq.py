@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     ignored = () if settings.flag("lm_head") else ("lm_head",)
     quantized = settings.quantized(headers, ignored, "qweight")
 
+    @cache
+    def stored(format: GptqFormat, scale: torch.dtype, indexed: bool) -> WeightFormat:
+        return register(replace(format, scale=scale, indexed=indexed))
+
     def format_of(layer: str, size: Size) -> WeightFormat:
         named = (format for pattern, format in rules if pattern.match(layer))
         format = next(named, base)
@@ -129,7 +134,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
             return FLOATS[dtype]
         scale = stored_scale(layer, "scales", headers, torch.float16)
         there = headers is not None and f"{layer}.g_idx" in headers
-        return register(replace(format, scale=scale, indexed=format.ordered or there))
+        return stored(format, scale, format.ordered or there)
 
     return format_of
 

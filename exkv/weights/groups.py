@@ -36,11 +36,13 @@ from exkv.ops.bound_run import TRANSFORMED
 from exkv.ops.weight_groups import BLOCK, CHUNK, OFFSET, PLANES, SYMMETRIC, ZERO, Groups
 
 from .floats import NAMES
-from .format import Layout, Size, Tensors, WeightFormat
+from .format import Layout, Size, Tensors, WeightFormat, in_blocks, picked
 from .hadamard import LEAST, transformed
 
 _SHIFTS = {"symmetric": SYMMETRIC, "offset": OFFSET, "zero": ZERO}
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
+#: Tensors with a row for each of the matrix.
+_BY_ROW = ("scale", *_SHIFTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +209,20 @@ class GroupFormat(WeightFormat):
         made = {name: tensors[name][begin:end] for name in self.names}
         made["codes"] = tensors["codes"][begin // BLOCK : end // BLOCK]
         return {**made, "order": tensors["order"]} if self.ordered else made
+
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat:
+        return self
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = {each: picked(tensors[each], rows) for each in self.names if each in _BY_ROW}
+        codes = tensors["codes"]
+        if len(rows) % BLOCK == 0 and in_blocks(rows, BLOCK):
+            codes = picked(codes, rows[::BLOCK] // BLOCK)
+        else:
+            codes = weight_groups.pack_codes(
+                weight_groups.unpack_codes(codes, self.bits)[rows], self.bits
+            )
+        return {"codes": codes, **made, **({"order": tensors["order"]} if self.ordered else {})}
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         if not self.hadamard:

@@ -20,7 +20,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 
 from .finite import refuse_any
 from .floats import FLOATS
-from .format import Layout, Size, Tensors, WeightFormat
+from .format import Layout, Size, Tensors, WeightFormat, picked
 from .methods import FormatOf, register
 from .settings import Settings, headers_of, names_module
 from .source import Slice, Source
@@ -82,6 +82,12 @@ class MXFP4Format(TiledFormat):
 
     def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
         return {name: tensors[name][begin:end] for name in self.names}
+
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat:
+        return self
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: picked(tensors[name], rows) for name in self.names}
 
     def together(
         self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]

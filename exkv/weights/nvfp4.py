@@ -20,7 +20,7 @@ import torch
 from exkv.checkpoint import ExpectedTensor
 
 from .finite import check_finite
-from .format import Layout, Size, Tensors
+from .format import Layout, Size, Tensors, WeightFormat, picked
 from .fp8 import E4M3, float8_values
 from .mxfp4 import float4_values
 from .tiles import TiledFormat
@@ -78,6 +78,13 @@ class NVFP4Format(TiledFormat):
 
     def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
         codes, scales = tensors["codes"][begin:end], tensors["scales"][begin:end]
+        return {"codes": codes, "scales": scales, "factor": tensors["factor"]}
+
+    def of_rows(self, size: Size, rows: torch.Tensor) -> WeightFormat:
+        return self
+
+    def take(self, tensors: Tensors, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes, scales = (picked(tensors[name], rows) for name in ("codes", "scales"))
         return {"codes": codes, "scales": scales, "factor": tensors["factor"]}
 
     def outputs(self, tensors: Tensors) -> int:

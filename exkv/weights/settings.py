@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exkv.checkpoint import ModelConfig, TensorInfo
+from exkv.checkpoint.families import FAMILIES
 from exkv.checkpoint.files import quoted
 from exkv.checkpoint.opening import open_if_sound
 from exkv.checkpoint.value_checks import is_int, stated_once
@@ -154,7 +155,20 @@ def names_module(name: str, layer: str) -> bool:
 
 def stays_float(layer: str, floats: Iterable[str] = FLOATS) -> bool:
     """Whether methods leave the layer as floats by default."""
+    if floats is FLOATS and (is_table(layer) or layer in _names_of("head")):
+        return True
     return _naming_any(tuple(floats)).search(f".{layer}.") is not None
+
+
+def is_table(layer: str) -> bool:
+    """Whether this is an architecture's name of the embedding table."""
+    return layer in _names_of("table")
+
+
+@functools.cache
+def _names_of(end: str) -> frozenset[str]:
+    """Names of an end in the checkpoints of all architectures."""
+    return frozenset(getattr(names, end) for each in FAMILIES.values() for names in each.names)
 
 
 @functools.lru_cache

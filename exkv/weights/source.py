@@ -10,6 +10,10 @@ import torch
 from exkv.checkpoint import ExpectedTensor
 
 from .format import Size, WeightFormat
+from .methods import register
+
+#: Selects some rows of a tensor.
+Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class StoredMatrix:
 
     layer: str
     name: str
-    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +63,7 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
     expected = format.stored(size)
 
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        try:
-            made = format.convert({each: stored[f"{name}.{each}"] for each in expected})
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        made = _converted(name, format, {each: stored[f"{name}.{each}"] for each in expected})
         return {f"{layer}.{each}": tensor for each, tensor in made.items()}
 
     return Source(
@@ -73,11 +74,110 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
     )
 
 
+def _converted(
+    name: str, format: WeightFormat, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    try:
+        return format.convert(stored)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def with_precomputed(source: Source, made: Mapping[str, torch.Tensor]) -> Source:
     """The source with its parameters taken from ``made``, if all of them are there."""
     if not made.keys() >= set(source.parameters):
         return source
     return replace(source, convert=lambda _: {name: made[name] for name in source.parameters})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A matrix of a checkpoint, quantized or not, whose rows are those of several matrices of a
+    unit.
+
+    Attributes:
+        name: name of its module in the checkpoint.
+        parts: module of a matrix in the unit -> selects its rows from a tensor with all rows.
+    """
+
+    name: str
+    parts: Mapping[str, Rows]
+
+    def size(self, sizes: Mapping[str, Size]) -> Size:
+        """Of the whole, from those of the parts."""
+        each = [sizes[part] for part in self.parts]
+        return sum(outputs for outputs, _ in each), each[0][1]
+
+    def formats(self, whole: WeightFormat, size: Size) -> dict[str, WeightFormat]:
+        """The formats of the parts of a matrix that the checkpoint has in this one.
+
+        Raises:
+            ValueError: rows of that format can't be taken.
+        """
+        if _is_of_floats(whole, size):
+            return dict.fromkeys(self.parts, whole)
+        every = torch.arange(size[0])
+        found = dict[str, WeightFormat]()
+        for part, rows in self.parts.items():
+            if (format := whole.of_rows(size, rows(every))) is None:
+                raise _inseparable(self.name, whole)
+            found[part] = register(format)
+        return found
+
+    def source(self, whole: WeightFormat, sizes: Mapping[str, Size]) -> Source:
+        """Source of the parts; arguments as of :meth:`formats` and :meth:`size`."""
+        size = self.size(sizes)
+        if _is_of_floats(whole, size):
+            slices = [
+                Slice(name=part, of=rows, format=whole, size=sizes[part])
+                for part, rows in self.parts.items()
+            ]
+            dtype = whole.stored(size)["weight"].dtypes[0]
+            return sliced_source(f"{self.name}.weight", size, dtype, slices)
+        every, expected = torch.arange(size[0]), whole.stored(size)
+
+        def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            made = _converted(self.name, whole, {n: stored[f"{self.name}.{n}"] for n in expected})
+            return {
+                f"{part}.{tensor}": value
+                for part, rows in self.parts.items()
+                for tensor, value in whole.take(made, rows(every)).items()
+            }
+
+        return Source(
+            stored={f"{self.name}.{each}": tensor for each, tensor in expected.items()},
+            parameters=tuple(
+                f"{part}.{tensor}"
+                for part, format in self.formats(whole, size).items()
+                for tensor in format.names
+            ),
+            convert=convert,
+            matrices=tuple(
+                StoredMatrix(layer=part, name=self.name, rows=rows)
+                for part, rows in self.parts.items()
+            ),
+        )
+
+    def bias_source(self, shapes: Mapping[str, torch.Tensor], size: Size) -> list[Source]:
+        """Source of the parts' biases, if they have any among these parameters."""
+        biases = {f"{part}.bias": rows for part, rows in self.parts.items()}
+        if not biases.keys() <= shapes.keys():
+            return []
+        slices = [Slice(name=name, of=rows) for name, rows in biases.items()]
+        dtype = shapes[slices[0].name].dtype
+        return [sliced_source(f"{self.name}.bias", size[:1], dtype, slices)]
+
+
+def _is_of_floats(format: WeightFormat, size: Size) -> bool:
+    """Whether a checkpoint has such matrices as floats."""
+    return set(format.stored(size)) == {"weight"}
+
+
+def _inseparable(name: str, format: WeightFormat) -> ValueError:
+    return ValueError(
+        f"{name}: {format.name} is not supported for matrices stored together in one tensor; "
+        "take the model's unquantized version"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +205,8 @@ def sliced_source(
         ValueError: a matrix's format can't be made of floats.
     """
     for each in slices:
-        if each.format is not None and set(each.format.stored(each.size)) != {"weight"}:
-            raise ValueError(
-                f"{name}: {each.format.name} is not supported for matrices stored together in one "
-                "tensor; take the model's unquantized version"
-            )
+        if each.format is not None and not _is_of_floats(each.format, each.size):
+            raise _inseparable(name, each.format)
 
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from exkv.checkpoint.files import quoted
 
 from .expert_groups import expert_of
+from .settings import is_table
 
 
 def check_pattern(where: str, name: str) -> None:
@@ -36,7 +37,7 @@ def names_layer(name: str, layer: str) -> bool:
 
 def type_of(layer: str) -> str:
     """Type of the layer's module in transformers."""
-    return "Embedding" if layer.endswith("embed_tokens") else "Linear"
+    return "Embedding" if layer.endswith("embed_tokens") or is_table(layer) else "Linear"
 
 
 def patterns_of(layers: list[str], others: Iterable[str] = ()) -> list[str]:

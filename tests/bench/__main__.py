@@ -22,6 +22,7 @@ BENCHES = {
     "engine": "engine",  # jobs together, alone, with n-grams, served, in llama.cpp
     "serve-load": "serve_load",  # a server, or one over hosts, under a load, checked
     "placement": "placement",  # plans beside transformers' device maps
+    "limits": "limits",  # CPU time of the largest mixtures, and of many unlike cards
     "larger": "larger",  # what models larger than the cards are expected to give
     "walk": "walk",  # files and functions that calls enter
     "reserved": "reserved",  # what a card reserves beyond its ledger

@@ -40,7 +40,7 @@ def quick(tmp_path_factory):
     return run
 
 
-NAMES = ("decode", "load", "kernels", "bound", "engine", "hf", "hosts")
+NAMES = ("decode", "load", "kernels", "bound", "engine", "hf", "hosts", "limits")
 
 
 @pytest.mark.sweep(3)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from exkv.checkpoint import Checkpoint, CheckpointError, ExpectedTensor
+from exkv.checkpoint import Checkpoint, CheckpointError, ExpectedTensor, safetensors
 from exkv.checkpoint.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -128,6 +128,25 @@ def test_any_single_file_suffices_and_the_usual_name_wins(tmp_path):
     assert Checkpoint(tmp_path).names() == ["other"]
     save_file({"usual": torch.ones(1)}, tmp_path / SINGLE_NAME)
     assert Checkpoint(tmp_path).names() == ["usual"]
+
+
+def test_headers_may_be_read_once_until_a_file_changes(tmp_path, monkeypatch):
+    read, read_header = [], safetensors.read_header
+    monkeypatch.setattr(
+        safetensors, "read_header", lambda file: read.append(file) or read_header(file)
+    )
+    with safetensors.headers_read_once():
+        for size, expected in ((2, 1), (2, 1), (3, 2)):
+            if len(read) < expected:
+                write_single(
+                    tmp_path, pack({"a": entry(shape=[size], end=4 * size)}, bytes(4 * size))
+                )
+            with Checkpoint(tmp_path) as checkpoint:
+                assert checkpoint.info("a").shape == (size,)
+            assert len(read) == expected
+    Checkpoint(tmp_path).close()
+    Checkpoint(tmp_path).close()
+    assert len(read) == 4
 
 
 def test_files_may_be_symbolic_links_out_of_the_folder(sharded, tmp_path_factory):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import runpy
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import tiny
@@ -53,6 +55,10 @@ VARIANTS = {
     "llama4-dense": TINY["Llama4ForCausalLM"](moe_layers=[], no_rope_layers=[0, 1]),
 }
 CONFIGS = {name: TINY[name]() for name in FAMILIES} | VARIANTS
+#: Architectures and the caches that they don't meet in every run.
+OTHERS = [
+    (name, kind) for name in FAMILIES for kind in CACHES if kind not in kinds_for(name, CONFIGS)
+]
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -122,7 +128,18 @@ def split_with_each_cache(folder: str, kinds: list[str]):
 def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_path, name):
     save(reference(CONFIGS[name]), tmp_path)
     args = [str(tmp_path), list(kinds_for(name, CONFIGS))]
-    for result in run_sim(split_with_each_cache, "64M,64M", args=args):
+    assert_as_predicted(run_sim(split_with_each_cache, "64M,64M", args=args))
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("name, kind", OTHERS)
+def test_over_two_devices_so_it_does_with_the_other_caches(tmp_path, name, kind):
+    save(reference(CONFIGS[name]), tmp_path)
+    assert_as_predicted([run_sim(split, "64M,64M", args=[str(tmp_path), kind, 2])])
+
+
+def assert_as_predicted(results: Iterable[dict[str, Any]]) -> None:
+    for result in results:
         assert result["bits"]
         assert result["placed"] == ["sim:0", "sim:1"]
         # The probe's zeros make all tokens choose the same experts: the worst case.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from operator import itemgetter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +28,7 @@ from exkv.layers.linear import side_by_side
 from exkv.layers.mlp import run_experts
 from exkv.ops import REFERENCES
 from exkv.ops.experts import Routing
-from exkv.weights import GroupFormat, formats, register
+from exkv.weights import Fused, GroupFormat, formats, register
 from exkv.weights.awq import AwqFormat
 from exkv.weights.bitsandbytes import INT8, Bnb4Format
 from exkv.weights.compressed_tensors import CompressedFormat
@@ -35,8 +38,9 @@ from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
 from exkv.weights.hqq import HqqFormat
-from exkv.weights.mxfp4 import COMPRESSED_TENSORS, MXFP4
+from exkv.weights.mxfp4 import COMPRESSED_TENSORS, MXFP4, MXFP4Format
 from exkv.weights.nvfp4 import MODELOPT as NVFP4
+from exkv.weights.nvfp4 import NVFP4Format
 from exkv.weights.on_load import OnLoad
 from exkv.weights.torchao import TorchaoFormat, TorchaoFp8Format
 
@@ -63,6 +67,9 @@ PACKERS = {
     Bnb4Format(kind="nf4", block=64, nested=True, state=165): lambda weight: four_bits(
         weight, "nf4", 64, True
     ),
+    Bnb4Format(kind="fp4", block=512, nested=False, state=100): lambda weight: four_bits(
+        weight, "fp4", 512, False
+    ),
     INT8: eight_bits,
     Exl2Format(
         sections=(Section(8, 32, 32), Section(6, 96, 96), Section(4, 64, 64), Section(3, 64, 64)),
@@ -87,6 +94,9 @@ PACKERS = {
 OTHERS = (*GROUPS, *PACKERS, Rows8())
 FORMATS = {**formats(), **{format.name: format for format in (*OTHERS, *GGUF.values())}}
 SIZE = (256, 256)  # the longest of blocks
+#: Formats from whose matrices rows can be taken, and some rows.
+TAKING = (GroupFormat, Fp8Format, MXFP4Format, NVFP4Format, Bnb4Format)
+MIXED_UP = torch.randperm(256, generator=torch.Generator().manual_seed(1))[:97]
 
 
 @pytest.fixture(autouse=True)
@@ -237,6 +247,27 @@ def test_embedding_looks_up_rows_of_the_matrix(name):
     ids = torch.tensor([[3, 0, 23], [3, 3, 7]])
     expected = FORMATS[name].dequantize(on_device(name), dtype)[ids]
     assert torch.equal(table(ids), expected)
+
+
+@pytest.mark.parametrize(
+    "rows", [slice(64, 192), slice(100, None), MIXED_UP], ids=["whole", "end", "any"]
+)
+@pytest.mark.parametrize("name", [name for name in FORMATS if isinstance(FORMATS[name], TAKING)])
+def test_rows_that_are_taken_keep_their_weights(name, rows):
+    format, tensors, rows = FORMATS[name], on_device(name), torch.arange(SIZE[0])[rows]
+    part, taken = format.of_rows(SIZE, rows), format.take(tensors, rows)
+    layout = {each: (tuple(tensor.shape), tensor.dtype) for each, tensor in taken.items()}
+    assert layout == part.layout((len(rows), SIZE[1]))
+    expected = format.dequantize(tensors, torch.float32)[rows]
+    assert torch.equal(part.dequantize(taken, torch.float32), expected)
+
+
+@pytest.mark.parametrize("kind", [Exl2Format, Exl3Format])
+def test_a_format_whose_outputs_share_codes_has_no_rows_to_take(kind):
+    (format,) = (each for each in PACKERS if isinstance(each, kind))
+    halves = {"gate": itemgetter(slice(128)), "up": itemgetter(slice(128, None))}
+    with pytest.raises(ValueError, match=f"mlp.both: {re.escape(format.name)} is not supported"):
+        Fused(name="mlp.both", parts=halves).formats(format, SIZE)
 
 
 def mixture(names: list[str]) -> list[list[Linear]]:

@@ -6,15 +6,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from on_cpu import on_cpu
-from packers import write
+from packers import write, write_config
+from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.compressed import RECIPES as COMPRESSED
 from packers.fp8 import RECIPES as FP8
+from packers.fp8 import blocks as fp8_blocks
+from packers.hqq import RECIPES as HQQ
 from packers.integers import RECIPES as INTEGERS
+from packers.modelopt import RECIPES as MODELOPT
+from packers.torchao import RECIPES as TORCHAO
 from safetensors.torch import load_file, save_file
 from tiny import TINY, reference, save, without_towers
 from transformers import PreTrainedModel
@@ -25,7 +31,21 @@ from exkv.layers.linear import Matrix
 Tensors = dict[str, torch.Tensor]
 
 IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(3))
-RECIPES = {**COMPRESSED, **FP8, **INTEGERS}
+RECIPES = {
+    **{**COMPRESSED, **FP8, **INTEGERS, **HQQ, **MODELOPT, **TORCHAO},
+    **{f"bnb {name}": recipe for name, recipe in BITSANDBYTES.items()},
+}
+#: Files with queries, keys and values in one matrix, head by head, and with gate and up in one.
+FUSED = ("GPTNeoXForCausalLM", "GraniteMoeHybridForCausalLM")
+#: Recipes beside those below, whose formats take rows in ways of their own.
+BY_ROWS = (
+    *("compressed 4 act-order", "compressed fp8 matrix", "compressed nvfp4", "compressed mxfp4"),
+    *("compressed 5 hadamard", "gptq 3", "awq rows", "fp8 matrix", "fp8 blocks ue8m0", "hqq 2"),
+    *("modelopt nvfp4", "modelopt fp8 rows", "torchao int4", "torchao fp8"),
+    *("bnb nf4", "bnb nf4 nested", "bnb int8"),
+)
+#: The recipe transforms all inputs but those of ``lm_head``, which this one calls otherwise.
+OTHER_HEAD = ("GPTNeoXForCausalLM", "compressed 5 hadamard")
 #: Sizes with which matrices that are narrow in TINY have whole groups of inputs.
 WIDER = {
     **{"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16, "laurel_rank": 32},
@@ -44,13 +64,6 @@ LINEAR = re.compile(
     r"(?!.*(vision|visual)).*\.layers\."
     r"(?!.*\.(gate|router|router\.\w+|shared_expert_gate|altup\.\w+)\.weight).*\.weight"
 )
-
-#: Their files have queries, keys and values in one matrix, or gates and ups of an MLP, which are
-#: read from floats alone.
-REFUSED = {
-    *("GPTNeoXForCausalLM", "GraniteMoeHybridForCausalLM"),
-    *("GraniteMoeSharedForCausalLM", "GraniteMoeSWAForCausalLM"),
-}
 
 
 @pytest.fixture
@@ -120,24 +133,58 @@ def test_integers_on_load(weights, theirs, floats):
     assert_same_logits(model, theirs, floats, tensors)
 
 
+def packed(format: str, theirs: PreTrainedModel, floats: Path, folder: Path) -> Tensors:
+    """Write a folder of weights in a recipe's format; the floats that they stand for."""
+    tensors = load_file(floats / "model.safetensors")
+    whole = 1 if format.startswith("fp8") else 32
+    outputs = 8 if format.startswith("awq") else 1
+    linear = {
+        key.removesuffix(".weight")
+        for key, tensor in tensors.items()
+        if LINEAR.fullmatch(key) and tensor.dim() == 2
+        if tensor.shape[0] % outputs == tensor.shape[1] % whole == 0
+    }
+    recipe = replace(RECIPES[format], takes=linear.__contains__)
+    settings = {**theirs.config.to_dict(), "dtype": "float32"}
+    plain = write(folder, settings, tensors, recipe)
+    changed = [key for key, value in plain.items() if not torch.equal(value, tensors[key])]
+    assert len(changed) >= 6
+    return plain
+
+
 @pytest.mark.sweep(18)
 @pytest.mark.parametrize("format", ["compressed 4", "gptq 4", "fp8 blocks bf16"])
 @pytest.mark.parametrize("name", TINY)
 def test_checkpoints(name, format, theirs, floats, tmp_path):
-    tensors = load_file(floats / "model.safetensors")
-    whole = 1 if format.startswith("fp8") else 32
-    linear = {
-        key.removesuffix(".weight")
-        for key, tensor in tensors.items()
-        if LINEAR.fullmatch(key) and tensor.dim() == 2 and tensor.shape[1] % whole == 0
-    }
-    recipe = replace(RECIPES[format], takes=linear.__contains__)
-    settings = {**theirs.config.to_dict(), "dtype": "float32"}
-    plain = write(tmp_path / "packed", settings, tensors, recipe)
-    changed = [key for key, value in plain.items() if not torch.equal(value, tensors[key])]
-    assert len(changed) >= 6
-    if name in REFUSED:
-        with pytest.raises(ValueError, match="not supported for matrices stored together in one"):
-            Model(tmp_path / "packed")
-        return
+    plain = packed(format, theirs, floats, tmp_path / "packed")
+    assert_same_logits(on_cpu(tmp_path / "packed"), theirs, floats, plain)
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize(
+    "name, format", [pair for pair in product(FUSED, BY_ROWS) if pair != OTHER_HEAD]
+)
+def test_matrices_that_lie_in_one_are_taken_apart(name, format, theirs, floats, tmp_path):
+    plain = packed(format, theirs, floats, tmp_path / "packed")
+    assert_same_logits(on_cpu(tmp_path / "packed"), theirs, floats, plain)
+
+
+@pytest.mark.parametrize("name", ["Mistral4ForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_experts_of_8_bit_floats_may_lie_in_one_tensor(name, theirs, floats, tmp_path):
+    """As transformers 5 saves them."""
+    plain = load_file(floats / "model.safetensors")
+    stored = dict(plain)
+    for key in [
+        key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
+        each = [fp8_blocks(expert, 16, 32) for expert in plain[key]]
+        stored[key] = torch.stack([tensors["weight"] for tensors, _ in each])
+        scales = torch.stack([tensors["weight_scale_inv"] for tensors, _ in each])
+        stored[f"{key}_scale_inv"], plain[key] = scales, torch.stack([values for _, values in each])
+    assert len(stored) >= len(plain) + 2
+    (tmp_path / "packed").mkdir()
+    save_file(stored, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    config = {**theirs.config.to_dict(), "dtype": "float32", "quantization_config": settings}
+    write_config(tmp_path / "packed", config)
     assert_same_logits(on_cpu(tmp_path / "packed"), theirs, floats, plain)

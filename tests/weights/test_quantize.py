@@ -89,9 +89,13 @@ def test_transformers_answers_as_exkv_does(tmp_path):
     assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(tmp_path):
+@pytest.mark.parametrize("name, matrices", [("LlamaForCausalLM", 7), ("GPTNeoXForCausalLM", 4)])
+def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(
+    name, matrices, tmp_path
+):
     pytest.importorskip("compressed_tensors")
-    floats = save_tokenizer(save(reference(llama(num_hidden_layers=2)), tmp_path / "floats"))
+    config = TINY[name](num_hidden_layers=2)
+    floats = save_tokenizer(save(reference(config), tmp_path / "floats"))
     text = tmp_path / "text"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps " * 60)
     given = {"blind": [], "first": ["--calibration", str(text)]}
@@ -104,8 +108,12 @@ def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(t
         n: (t.shape, t.dtype) for n, t in first.items()
     }
     packed = [name for name in first if name.endswith("weight_packed")]
-    assert len(packed) == 2 * 7 and not any(torch.equal(first[n], blind[n]) for n in packed)
+    assert len(packed) == 2 * matrices
+    assert not any(torch.equal(first[n], blind[n]) for n in packed)
     assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    was = dequantized(tmp_path / "floats")
+    for layer, found in dequantized(tmp_path / "first").items():
+        assert (found - was[layer]).norm() < 0.5 * was[layer].norm(), layer
     model, ids = Model(tmp_path / "first"), torch.arange(3, 23).view(1, 20)
     model.load(devices=["cpu"])
     with torch.no_grad():
