@@ -31,6 +31,7 @@ from torch import Tensor
 from exkv.errors import is_out_of_memory
 from exkv_ext import cpu_isa
 
+from . import activations_8bit
 from .registry import HOST, computes_on, define_op
 
 #: Outputs of a block, and inputs of a chunk.
@@ -368,6 +369,24 @@ def linear_groups(
     return _by_tiles(x, tensors, layout, bias, F.linear)
 
 
+@define_op(
+    "linear_groups_8bit(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor",
+    fake=_fake,
+    kernels_fall_back=True,
+)
+def linear_groups_8bit(
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None
+) -> Tensor:
+    """:func:`linear_groups` for many rows, of x in 8 bits (``activations_8bit.rounded``). A row's
+    result doesn't depend on other rows."""
+    groups = _checked("linear_groups_8bit", tensors, layout)
+    if groups.ordered:
+        x, tensors, groups = _in_order(x, tensors[-1]), tensors[:-1], groups._replace(ordered=0)
+    wide = None if bias is None else bias.float()
+    made = _by_tiles(activations_8bit.rounded(x), tensors, list(groups), wide, F.linear)
+    return made.to(x.dtype)
+
+
 def _several_fake(
     x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], biases: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -401,6 +420,8 @@ def linears_groups(
 
 def multiply(x: Tensor, tensors: Sequence[Tensor], groups: Groups, bias: Tensor | None) -> Tensor:
     """x weight^T + bias for any number of rows: on the codes, or on dequantized tiles."""
+    if is_rounded(x, groups):
+        return torch.ops.exkv.linear_groups_8bit(x, tensors, list(groups), bias)
     if is_by_codes(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
     return torch.ops.exkv.linear_group_tiles(x, tensors, list(groups), bias)
@@ -421,6 +442,11 @@ def linear_group_tiles(
 def is_decode_sized(x: Tensor) -> bool:
     """Whether x (..., in) has few enough rows for the kernels, which don't support float64."""
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
+
+
+def is_rounded(x: Tensor, groups: Groups) -> bool:
+    """Whether x (..., in) is multiplied in 8 bits."""
+    return not is_decode_sized(x) and activations_8bit.rounds(x, groups.bits)
 
 
 def is_by_codes(x: Tensor, most: int = MOST_BY_CODES) -> bool:

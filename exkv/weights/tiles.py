@@ -26,8 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from exkv.ops import activations_8bit
 from exkv.ops.registry import HOST, computes_on, define_op
-from exkv.ops.weight_groups import is_by_codes, tile_dtype
+from exkv.ops.weight_groups import is_by_codes, is_decode_sized, tile_dtype
 
 from .format import Size, Tensors, WeightFormat
 from .methods import formats
@@ -51,6 +52,10 @@ class Packing(IntEnum):
     SECTIONS = -4
     FLOAT4 = -5
     TRELLIS = -6
+
+
+#: Layouts whose weights are integers times scales.
+INTEGERS = (Packing.GGML, Packing.FLOAT4)
 
 
 def packed_layout(packing: Packing, first: int = 0, second: int = 0) -> tuple[int, ...]:
@@ -78,12 +83,22 @@ class TiledFormat(WeightFormat):
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         parts, outputs = [tensors[name] for name in self.names], self.outputs(tensors)
         layout = self.native((outputs, x.shape[-1]))
+        if layout is not None and _is_rounded(x, layout, parts[0]):
+            given = (x, parts, self.name, list(layout), outputs, bias)
+            return torch.ops.exkv.linear_packed_8bit(*given)
         if layout is None or not is_by_codes(x, 0 if layout[0] == Packing.TABLE else MOST_SHORT):
             return torch.ops.exkv.linear_tiles(x, parts, self.name, outputs, bias)
         return torch.ops.exkv.linear_packed(x, parts, self.name, list(layout), outputs, bias)
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(tensors, ids.flatten(), dtype).view(*ids.shape, -1)
+
+
+def _is_rounded(x: torch.Tensor, layout: Sequence[int], rows: torch.Tensor) -> bool:
+    """Whether x (..., in) is multiplied in 8 bits by packed rows, uint8 (out, bytes)."""
+    if layout[0] not in INTEGERS or is_decode_sized(x):
+        return False
+    return activations_8bit.rounds(x, 8 * rows.shape[1] / x.shape[-1])
 
 
 def tile_of(inputs: int, device_type: str) -> int:
@@ -199,6 +214,29 @@ def linear_packed(
         tile = _rows(tiled, tensors, rows, x.dtype)
         out[..., slice(*rows)] = F.linear(x, tile, _part(bias, *rows))
     return out
+
+
+@define_op(
+    "linear_packed_8bit(Tensor x, Tensor[] tensors, str format, int[] layout, int outputs, "
+    "Tensor? bias) -> Tensor",
+    fake=_fake,
+    kernels_fall_back=True,
+    reference_names=formats(),
+)
+def linear_packed_8bit(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    outputs: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`linear_packed` for many rows, of x in 8 bits (``activations_8bit.rounded``). A row's
+    result doesn't depend on other rows."""
+    _checked("linear_packed_8bit", tensors, format, (outputs, x.shape[-1]))
+    wide = None if bias is None else bias.float()
+    x8 = activations_8bit.rounded(x)
+    return linear_packed(x8, tensors, format, layout, outputs, wide).to(x.dtype)
 
 
 @define_op(

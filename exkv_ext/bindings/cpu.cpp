@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 
 #include "../cpu/append.h"
 #include "../cpu/attention.h"
@@ -276,6 +277,52 @@ void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
   }
 }
 
+// Rows whose x in 8 bits is made at once, which the last cache has.
+constexpr int64_t kRoundedRows = 512;
+
+// Outputs of all rows: run(call, begin, end) computes those of some.
+template <typename Run>
+void RunRounded(const RoundedKernels& kernels, RoundedInput input, RoundedCall call,
+                const Run& run) {
+  const int64_t item = ItemBytes(call.dtype), rows = call.rows;
+  const int64_t most = std::min(rows, kRoundedRows);
+  const std::unique_ptr<char[]> space(new char[kernels.bytes(most, call.inputs)]);
+  call.input = space.get();
+  for (int64_t first = 0; first < rows; first += most) {
+    input.rows = call.rows = std::min(most, rows - first);
+    torch::stable::parallel_for(
+        0, input.rows, std::max<int64_t>(1, kGrain / call.inputs),
+        [&](int64_t begin, int64_t end) { kernels.round(input, space.get(), begin, end); });
+    const int64_t tiles = (call.outputs + kRoundedTile - 1) / kRoundedTile;
+    torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+      run(call, begin * kRoundedTile, std::min(end * kRoundedTile, call.outputs));
+    });
+    input.x = static_cast<const char*>(input.x) + input.rows * call.inputs * item;
+    call.out = static_cast<char*>(call.out) + input.rows * call.outputs * item;
+  }
+}
+
+template <typename Params>
+RoundedCall RoundedOf(const Params& p) {
+  const auto& m = p.matrix;
+  return {p.dtype, p.rows, m.inputs, m.outputs, nullptr, p.bias, p.out};
+}
+
+Tensor LinearGroups8BitCpu(const Tensor& x, std::vector<Tensor> tensors,
+                           std::vector<int64_t> layout, std::optional<Tensor> bias) {
+  const GroupsKernels& kernels = GroupsOfIsa();
+  if (kernels.run_rounded == nullptr) return LinearGroups8BitReference(x, tensors, layout, bias);
+  const auto launch = [&](const void* values, const std::vector<GroupsParams>& layers) {
+    const GroupsParams& p = layers[0];
+    const GroupsMatrix& m = p.matrix;
+    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, m.order}, RoundedOf(p),
+               [&](const RoundedCall& call, int64_t begin, int64_t end) {
+                 kernels.run_rounded(m, call, begin, end);
+               });
+  };
+  return LinearsGroups("linear_groups_8bit", x, tensors, layout, {bias}, launch)[0];
+}
+
 Tensor LinearGroupsCpu(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
                        std::optional<Tensor> bias) {
   return LinearsGroups("linear_groups", x, tensors, layout, {bias}, RunGroups)[0];
@@ -383,7 +430,26 @@ Tensor LinearPackedCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandl
   if (SectionTensors::IsSections(layout)) {
     return LinearSections(x, tensors, layout, outputs, bias, RunGroups);
   }
-  return LinearPacked(x, tensors, layout, outputs, bias, RunPacked);
+  return LinearPacked("linear_packed", x, tensors, layout, outputs, bias, RunPacked);
+}
+
+Tensor LinearPacked8BitCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
+                           std::vector<int64_t> layout, int64_t outputs,
+                           std::optional<Tensor> bias) {
+  const int64_t name = TextNumber(TakeText(format));
+  const PackedKernels& kernels = PackedOfIsa();
+  if (kernels.run_rounded == nullptr || !PackedTensors::AreIntegers(layout)) {
+    return LinearPackedReference("exkv::linear_packed_8bit_reference", x, tensors, name, layout,
+                                 outputs, bias);
+  }
+  const auto launch = [&](const void* values, const PackedParams& p) {
+    const PackedMatrix& m = p.matrix;
+    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, nullptr}, RoundedOf(p),
+               [&](const RoundedCall& call, int64_t begin, int64_t end) {
+                 kernels.run_rounded(m, call, begin, end);
+               });
+  };
+  return LinearPacked("linear_packed_8bit", x, tensors, layout, outputs, bias, launch);
 }
 
 Tensor DequantizePackedCpu(std::vector<Tensor> tensors, StringHandle format,
@@ -808,6 +874,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
   m.impl("linear_heads", TORCH_BOX(&exkv::LinearHeadsCpu));
   m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
+  m.impl("linear_groups_8bit", TORCH_BOX(&exkv::LinearGroups8BitCpu));
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
   m.impl("pack_codes", TORCH_BOX(&exkv::PackCodesCpu));
@@ -815,6 +882,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("pack_words", TORCH_BOX(&exkv::PackWordsCpu));
   m.impl("split_blocks", TORCH_BOX(&exkv::SplitBlocksCpu));
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
+  m.impl("linear_packed_8bit", TORCH_BOX(&exkv::LinearPacked8BitCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("chosen_experts", TORCH_BOX(&exkv::ChosenExpertsCpu));
   m.impl("route_experts", TORCH_BOX(&exkv::RouteExpertsCpu));

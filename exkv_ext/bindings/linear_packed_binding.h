@@ -24,6 +24,12 @@ class PackedTensors {
     return layout[0] == -1 - static_cast<int64_t>(Packing::kTrellis);
   }
 
+  // Whether weights are integers times scales.
+  static bool AreIntegers(const std::vector<int64_t>& layout) {
+    return layout.size() == 4 && (layout[0] == -1 - static_cast<int64_t>(Packing::kGgml) ||
+                                  layout[0] == -1 - static_cast<int64_t>(Packing::kFloat4));
+  }
+
   // ggml's types of points, for which CUDA has no kernels.
   static bool IsOfPoints(const std::vector<int64_t>& layout) {
     return layout.size() > 1 && layout[0] == -1 && exkv::IsOfPoints(GgmlType(layout[1]));
@@ -198,14 +204,14 @@ inline PackedMatrix PackedMatrixOf(const char* op, const std::vector<Tensor>& te
 
 // The references, which are ops of their own (exkv/ops/registry.py), reached through torch's
 // dispatcher; `format` is the number of its name.
-inline Tensor LinearPackedReference(const Tensor& x, const std::vector<Tensor>& tensors,
-                                    int64_t format, const std::vector<int64_t>& layout,
-                                    int64_t outputs, const std::optional<Tensor>& bias) {
+inline Tensor LinearPackedReference(const char* reference, const Tensor& x,
+                                    const std::vector<Tensor>& tensors, int64_t format,
+                                    const std::vector<int64_t>& layout, int64_t outputs,
+                                    const std::optional<Tensor>& bias) {
   using torch::stable::detail::from;
   std::array<StableIValue, 6> stack{from(x),      from(tensors), from(format),
                                     from(layout), from(outputs), from(bias)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("exkv::linear_packed_reference", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(reference, "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -223,10 +229,9 @@ inline Tensor DequantizePackedReference(const std::vector<Tensor>& tensors, int6
 // launch(x, params) fills the output, where there is something to compute; their `input` is its
 // own.
 template <typename Launch>
-Tensor LinearPacked(const Tensor& x, const std::vector<Tensor>& tensors,
+Tensor LinearPacked(const char* op, const Tensor& x, const std::vector<Tensor>& tensors,
                     const std::vector<int64_t>& layout, int64_t outputs,
                     const std::optional<Tensor>& bias, const Launch& launch) {
-  const char* op = "linear_packed";
   PackedParams p{};
   p.matrix = PackedMatrixOf(op, tensors, layout, outputs);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.matrix.inputs, op, ": x ", ShapeText(x),
