@@ -31,7 +31,7 @@ from torch import Tensor
 from exkv.errors import is_out_of_memory
 from exkv_ext import cpu_isa
 
-from . import activations_8bit
+from . import prompt_bits
 from .registry import HOST, computes_on, define_op
 
 #: Outputs of a block, and inputs of a chunk.
@@ -370,20 +370,21 @@ def linear_groups(
 
 
 @define_op(
-    "linear_groups_8bit(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor",
-    fake=_fake,
+    "linear_groups_prompt(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias, int bits) "
+    "-> Tensor",
+    fake=lambda x, tensors, layout, bias, bits: _fake(x, tensors, layout, bias),
     kernels_fall_back=True,
 )
-def linear_groups_8bit(
-    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None
+def linear_groups_prompt(
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None, bits: int
 ) -> Tensor:
-    """:func:`linear_groups` for many rows, of x in 8 bits (``activations_8bit.rounded``). A row's
+    """:func:`linear_groups` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). A row's
     result doesn't depend on other rows."""
-    groups = _checked("linear_groups_8bit", tensors, layout)
+    groups = _checked("linear_groups_prompt", tensors, layout)
     if groups.ordered:
         x, tensors, groups = _in_order(x, tensors[-1]), tensors[:-1], groups._replace(ordered=0)
     wide = None if bias is None else bias.float()
-    made = _by_tiles(activations_8bit.rounded(x), tensors, list(groups), wide, F.linear)
+    made = _by_tiles(prompt_bits.rounded(x, bits), tensors, list(groups), wide, F.linear)
     return made.to(x.dtype)
 
 
@@ -420,8 +421,8 @@ def linears_groups(
 
 def multiply(x: Tensor, tensors: Sequence[Tensor], groups: Groups, bias: Tensor | None) -> Tensor:
     """x weight^T + bias for any number of rows: on the codes, or on dequantized tiles."""
-    if is_rounded(x, groups):
-        return torch.ops.exkv.linear_groups_8bit(x, tensors, list(groups), bias)
+    if bits := rounded_bits(x, groups):
+        return torch.ops.exkv.linear_groups_prompt(x, tensors, list(groups), bias, bits)
     if is_by_codes(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
     return torch.ops.exkv.linear_group_tiles(x, tensors, list(groups), bias)
@@ -444,9 +445,9 @@ def is_decode_sized(x: Tensor) -> bool:
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
 
 
-def is_rounded(x: Tensor, groups: Groups) -> bool:
-    """Whether x (..., in) is multiplied in 8 bits."""
-    return not is_decode_sized(x) and activations_8bit.rounds(x, groups.bits)
+def rounded_bits(x: Tensor, groups: Groups) -> int:
+    """Bits to which ``linear_groups_prompt`` is to round x (..., in); 0 if another op is faster."""
+    return 0 if is_decode_sized(x) else prompt_bits.bits_of(x, groups.bits)
 
 
 def is_by_codes(x: Tensor, most: int = MOST_BY_CODES) -> bool:

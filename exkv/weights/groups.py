@@ -226,7 +226,7 @@ class GroupFormat(WeightFormat):
         added = [bias for bias in biases if bias is not None]
         mixed = added and len(added) < len(biases)  # the op takes all of them or none
         x = transformed(x, self.hadamard)
-        rounded = weight_groups.is_rounded(x, self.groups)
+        rounded = weight_groups.rounded_bits(x, self.groups)
         if mixed or rounded or not weight_groups.is_by_codes(x):
             pairs = zip(each, biases, strict=True)
             return [self.times(x, tensors, bias) for tensors, bias in pairs]

@@ -277,7 +277,7 @@ void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
   }
 }
 
-// Rows whose x in 8 bits is made at once, which the last cache has.
+// Rows whose x is rounded at once, which the last cache has.
 constexpr int64_t kRoundedRows = 512;
 
 // Outputs of all rows: run(call, begin, end) computes those of some.
@@ -286,7 +286,7 @@ void RunRounded(const RoundedKernels& kernels, RoundedInput input, RoundedCall c
                 const Run& run) {
   const int64_t item = ItemBytes(call.dtype), rows = call.rows;
   const int64_t most = std::min(rows, kRoundedRows);
-  const std::unique_ptr<char[]> space(new char[kernels.bytes(most, call.inputs)]);
+  const std::unique_ptr<char[]> space(new char[kernels.bytes(most, call.inputs, call.words)]);
   call.input = space.get();
   for (int64_t first = 0; first < rows; first += most) {
     input.rows = call.rows = std::min(most, rows - first);
@@ -303,24 +303,35 @@ void RunRounded(const RoundedKernels& kernels, RoundedInput input, RoundedCall c
 }
 
 template <typename Params>
-RoundedCall RoundedOf(const Params& p) {
+RoundedCall RoundedOf(const Params& p, bool words) {
   const auto& m = p.matrix;
-  return {p.dtype, p.rows, m.inputs, m.outputs, nullptr, p.bias, p.out};
+  return {p.dtype, p.rows, m.inputs, m.outputs, nullptr, p.bias, p.out, words};
 }
 
-Tensor LinearGroups8BitCpu(const Tensor& x, std::vector<Tensor> tensors,
-                           std::vector<int64_t> layout, std::optional<Tensor> bias) {
+// Whether bits of x, 8 or 16, are 16.
+bool AreWords(const char* op, int64_t bits) {
+  STD_TORCH_CHECK(bits == 8 || bits == 16, op, ": x in ", bits, " bits; it must be 8 or 16");
+  return bits == 16;
+}
+
+Tensor LinearGroupsPromptCpu(const Tensor& x, std::vector<Tensor> tensors,
+                             std::vector<int64_t> layout, std::optional<Tensor> bias,
+                             int64_t bits) {
+  const char* op = "linear_groups_prompt";
+  const bool words = AreWords(op, bits);
   const GroupsKernels& kernels = GroupsOfIsa();
-  if (kernels.run_rounded == nullptr) return LinearGroups8BitReference(x, tensors, layout, bias);
+  if (kernels.run_rounded == nullptr) {
+    return LinearGroupsPromptReference(x, tensors, layout, bias, bits);
+  }
   const auto launch = [&](const void* values, const std::vector<GroupsParams>& layers) {
     const GroupsParams& p = layers[0];
     const GroupsMatrix& m = p.matrix;
-    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, m.order}, RoundedOf(p),
-               [&](const RoundedCall& call, int64_t begin, int64_t end) {
+    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, m.order, words},
+               RoundedOf(p, words), [&](const RoundedCall& call, int64_t begin, int64_t end) {
                  kernels.run_rounded(m, call, begin, end);
                });
   };
-  return LinearsGroups("linear_groups_8bit", x, tensors, layout, {bias}, launch)[0];
+  return LinearsGroups(op, x, tensors, layout, {bias}, launch)[0];
 }
 
 Tensor LinearGroupsCpu(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
@@ -433,23 +444,24 @@ Tensor LinearPackedCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandl
   return LinearPacked("linear_packed", x, tensors, layout, outputs, bias, RunPacked);
 }
 
-Tensor LinearPacked8BitCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
-                           std::vector<int64_t> layout, int64_t outputs,
-                           std::optional<Tensor> bias) {
+Tensor LinearPackedPromptCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
+                             std::vector<int64_t> layout, int64_t outputs,
+                             std::optional<Tensor> bias, int64_t bits) {
+  const char* op = "linear_packed_prompt";
   const int64_t name = TextNumber(TakeText(format));
+  const bool words = AreWords(op, bits);
   const PackedKernels& kernels = PackedOfIsa();
   if (kernels.run_rounded == nullptr || !PackedTensors::AreIntegers(layout)) {
-    return LinearPackedReference("exkv::linear_packed_8bit_reference", x, tensors, name, layout,
-                                 outputs, bias);
+    return LinearPackedPromptReference(x, tensors, name, layout, outputs, bias, bits);
   }
   const auto launch = [&](const void* values, const PackedParams& p) {
     const PackedMatrix& m = p.matrix;
-    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, nullptr}, RoundedOf(p),
-               [&](const RoundedCall& call, int64_t begin, int64_t end) {
+    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, nullptr, words},
+               RoundedOf(p, words), [&](const RoundedCall& call, int64_t begin, int64_t end) {
                  kernels.run_rounded(m, call, begin, end);
                });
   };
-  return LinearPacked("linear_packed_8bit", x, tensors, layout, outputs, bias, launch);
+  return LinearPacked(op, x, tensors, layout, outputs, bias, launch);
 }
 
 Tensor DequantizePackedCpu(std::vector<Tensor> tensors, StringHandle format,
@@ -874,7 +886,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
   m.impl("linear_heads", TORCH_BOX(&exkv::LinearHeadsCpu));
   m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
-  m.impl("linear_groups_8bit", TORCH_BOX(&exkv::LinearGroups8BitCpu));
+  m.impl("linear_groups_prompt", TORCH_BOX(&exkv::LinearGroupsPromptCpu));
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
   m.impl("pack_codes", TORCH_BOX(&exkv::PackCodesCpu));
@@ -882,7 +894,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("pack_words", TORCH_BOX(&exkv::PackWordsCpu));
   m.impl("split_blocks", TORCH_BOX(&exkv::SplitBlocksCpu));
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
-  m.impl("linear_packed_8bit", TORCH_BOX(&exkv::LinearPacked8BitCpu));
+  m.impl("linear_packed_prompt", TORCH_BOX(&exkv::LinearPackedPromptCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("chosen_experts", TORCH_BOX(&exkv::ChosenExpertsCpu));
   m.impl("route_experts", TORCH_BOX(&exkv::RouteExpertsCpu));

@@ -174,8 +174,7 @@ Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHand
   const int64_t name = TextNumber(TakeText(format));
   const OnDevice here(DeviceOf(x));
   if (!HasCode(DeviceOf(x)) || PackedTensors::IsOfPoints(layout)) {
-    return LinearPackedReference("exkv::linear_packed_reference", x, tensors, name, layout, outputs,
-                                 bias);
+    return LinearPackedReference(x, tensors, name, layout, outputs, bias);
   }
   if (SectionTensors::IsSections(layout)) {
     return LinearSections(x, tensors, layout, outputs, bias,

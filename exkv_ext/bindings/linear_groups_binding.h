@@ -168,12 +168,12 @@ Tensor DequantizeWeight(const std::vector<Tensor>& tensors, const std::vector<in
 }
 
 // The references are ops of their own (exkv/ops/registry.py), reached through torch's dispatcher.
-inline Tensor LinearGroups8BitReference(const Tensor& x, const std::vector<Tensor>& tensors,
-                                        const std::vector<int64_t>& layout,
-                                        const std::optional<Tensor>& bias) {
+inline Tensor LinearGroupsPromptReference(const Tensor& x, const std::vector<Tensor>& tensors,
+                                          const std::vector<int64_t>& layout,
+                                          const std::optional<Tensor>& bias, int64_t bits) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 4> stack{from(x), from(tensors), from(layout), from(bias)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::linear_groups_8bit_reference", "",
+  std::array<StableIValue, 5> stack{from(x), from(tensors), from(layout), from(bias), from(bits)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::linear_groups_prompt_reference", "",
                                                stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }

@@ -204,14 +204,26 @@ inline PackedMatrix PackedMatrixOf(const char* op, const std::vector<Tensor>& te
 
 // The references, which are ops of their own (exkv/ops/registry.py), reached through torch's
 // dispatcher; `format` is the number of its name.
-inline Tensor LinearPackedReference(const char* reference, const Tensor& x,
-                                    const std::vector<Tensor>& tensors, int64_t format,
-                                    const std::vector<int64_t>& layout, int64_t outputs,
-                                    const std::optional<Tensor>& bias) {
+inline Tensor LinearPackedReference(const Tensor& x, const std::vector<Tensor>& tensors,
+                                    int64_t format, const std::vector<int64_t>& layout,
+                                    int64_t outputs, const std::optional<Tensor>& bias) {
   using torch::stable::detail::from;
   std::array<StableIValue, 6> stack{from(x),      from(tensors), from(format),
                                     from(layout), from(outputs), from(bias)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(reference, "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::linear_packed_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor LinearPackedPromptReference(const Tensor& x, const std::vector<Tensor>& tensors,
+                                          int64_t format, const std::vector<int64_t>& layout,
+                                          int64_t outputs, const std::optional<Tensor>& bias,
+                                          int64_t bits) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 7> stack{from(x),       from(tensors), from(format), from(layout),
+                                    from(outputs), from(bias),    from(bits)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::linear_packed_prompt_reference", "",
+                                               stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 

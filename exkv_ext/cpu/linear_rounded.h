@@ -1,4 +1,4 @@
-// Linear layers of many rows of x in 8 bits: byte_panels.inc.
+// Linear layers of many rows of x, in 8 bits or 16: byte_panels.inc.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ struct RoundedInput {
   int64_t inputs;
   const void* x;  // (rows, inputs) contiguous
   const int32_t* order;
+  bool words;  // to 16 bits, not 8
 };
 
 // What is multiplied.
@@ -27,13 +28,14 @@ struct RoundedCall {
   const char* input;  // what `round` made of x
   const void* bias;   // (outputs), or null
   void* out;          // (rows, outputs)
+  bool words;
 };
 
 // One instruction set's part of it that is alike for all matrices; nulls where it has none, and the
 // ops' references serve.
 struct RoundedKernels {
   // Bytes that x (rows, inputs) takes.
-  int64_t (*bytes)(int64_t rows, int64_t inputs);
+  int64_t (*bytes)(int64_t rows, int64_t inputs, bool words);
   // Rows [begin, end) of x -> their place in `space`.
   void (*round)(const RoundedInput& input, char* space, int64_t begin, int64_t end);
 };

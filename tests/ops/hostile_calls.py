@@ -472,7 +472,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "linear_heads": _linear_heads,
     "linear_groups": _linear_groups,
     "linear_group_tiles": _linear_groups,
-    "linear_groups_8bit": _linear_groups,
+    "linear_groups_prompt": lambda m: [*_linear_groups(m), m.rng.choice((8, 16))],
     "linears_groups": _linears_groups,
     "dequantize_weight": _dequantize_weight,
     "pack_codes": _pack_codes,
@@ -480,7 +480,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "pack_awq": _pack_awq,
     "split_blocks": _split_blocks,
     "linear_packed": _linear_packed,
-    "linear_packed_8bit": _linear_packed,
+    "linear_packed_prompt": lambda m: [*_linear_packed(m), m.rng.choice((8, 16))],
     "dequantize_packed": _dequantize_packed,
     "sample": _sample,
     "experts": _experts,
@@ -508,7 +508,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
-                "linear_groups_8bit", "linear_packed_8bit",
+                "linear_groups_prompt", "linear_packed_prompt",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
                 "chosen_experts", "route_experts", "sigmoid_", "decode_attention",
                 "attention_part_since"}  # fmt: skip

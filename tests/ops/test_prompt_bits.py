@@ -1,7 +1,9 @@
-"""Linear layers of prompts with x in 8 bits: every kernel against float64 of the rounded x, and
-when they are taken."""
+"""Linear layers of prompts with x in 8 bits or 16: every kernel against float64 of the rounded x,
+and when they are taken."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import gguf
 import pytest
@@ -14,7 +16,7 @@ from native import assert_right_on, each_isa, needs_kernels, run_apart
 from test_linear_packed import EVERY, GGML
 from torch import Tensor
 
-from exkv.ops.activations_8bit import CHUNK, rounded
+from exkv.ops.prompt_bits import CHUNK, rounded
 from exkv.weights import GroupFormat
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,9 +33,9 @@ def prompt(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def assert_near(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def assert_near(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, bits: int) -> None:
     """Up to float32's sums and one rounding to x's dtype."""
-    exact, wide = rounded(x).double(), None if bias is None else bias.double()
+    exact, wide = rounded(x, bits).double(), None if bias is None else bias.double()
     expected = F.linear(exact, weight, wide)
     magnitude = exact.abs() @ weight.abs().T + expected.abs()
     bound = 2**-20 * magnitude + torch.finfo(found.dtype).eps * expected.abs() + 1e-37
@@ -44,46 +46,42 @@ def assert_near(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 def check_packed() -> None:
     """All types, numbers of rows that have functions of their own, and outputs that fill no tile;
     rows don't depend on each other."""
-    for name in INTEGERS:
+    for name, bits in product(INTEGERS, (8, 16)):
         format = EVERY[name]
         for dtype, outputs in zip(DTYPES, (21, 16, 41), strict=True):
             tensors, weight = test_linear_packed.matrix(name, outputs, 512)
-            layout = list(format.native((outputs, 512)))
+            given = tensors, format.name, list(format.native((outputs, 512))), outputs
             bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(dtype)
             x = prompt(23, 512, dtype)
-            given = tensors, format.name, layout, outputs
-            found = ops.linear_packed_8bit(x, *given, bias)
-            assert_near(found, x, weight, bias)
-            alone = [ops.linear_packed_8bit(row, *given, bias) for row in x]
+            found = ops.linear_packed_prompt(x, *given, bias, bits)
+            assert_near(found, x, weight, bias, bits)
+            alone = [ops.linear_packed_prompt(row, *given, bias, bits) for row in x]
             assert torch.equal(torch.stack(alone), found)
-            assert_near(ops.linear_packed_8bit(x[:3], *given, None), x[:3], weight, None)
+            plain = ops.linear_packed_prompt(x[:3], *given, None, bits)
+            assert_near(plain, x[:3], weight, None, bits)
 
 
 def check_groups() -> None:
-    for bits in (8, 6, 5, 4, 3, 2):
+    """Chunks of sorted inputs are those of the codes' order."""
+    for of_code, bits in product((8, 6, 5, 4, 3, 2), (8, 16)):
         for dtype, shift, outputs in zip(
             DTYPES, ("symmetric", "offset", "zero"), (21, 16, 41), strict=True
         ):
-            format = GroupFormat(
-                bits=bits, group=64, scale=dtype, shift=shift, ordered=shift == "zero"
-            )
+            how = {"group": 64, "scale": dtype, "shift": shift, "ordered": shift == "zero"}
+            format = GroupFormat(bits=of_code, **how)
             tensors, weight = test_linear_groups.matrix(format, outputs, 320)
             x, layout = prompt(23, 320, dtype), list(format.groups)
-            if format.ordered:  # chunks are those of the codes' order
-                order = tensors[-1].long()
-                weight, sorted_x = weight[:, order], x[:, order]
-            else:
-                sorted_x = x
+            order = tensors[-1].long() if format.ordered else torch.arange(320)
             bias = torch.randn(outputs, generator=torch.Generator().manual_seed(1)).to(dtype)
-            found = ops.linear_groups_8bit(x, tensors, layout, bias)
-            assert_near(found, sorted_x, weight, bias)
-            alone = [ops.linear_groups_8bit(row, tensors, layout, bias) for row in x]
+            found = ops.linear_groups_prompt(x, tensors, layout, bias, bits)
+            assert_near(found, x[:, order], weight[:, order], bias, bits)
+            alone = [ops.linear_groups_prompt(row, tensors, layout, bias, bits) for row in x]
             assert torch.equal(torch.stack(alone), found)
 
 
 @each_isa
 def test_every_instruction_set_is_right(isa):
-    program = "import test_activations_8bit as t; t.check_packed(); t.check_groups()"
+    program = "import test_prompt_bits as t; t.check_packed(); t.check_groups()"
     assert_right_on(isa, program)
 
 
@@ -94,17 +92,18 @@ def test_steps_are_those_of_ggml():
     stored = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType.Q8_0)
     theirs = torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q8_0))
     step = x.unflatten(-1, (-1, CHUNK)).abs().amax(-1).repeat_interleave(CHUNK, -1) / 127
-    assert ((rounded(x) - theirs).abs() <= 2**-11 * theirs.abs() + 1e-5 * step).all()
-    assert ((rounded(x) - x).abs() <= 0.5001 * step).all()
+    assert ((rounded(x, 8) - theirs).abs() <= 2**-11 * theirs.abs() + 1e-5 * step).all()
+    assert ((rounded(x, 16) - x).abs() <= 0.501 * step / 258).all()
 
 
-def test_what_is_not_finite_stays_so():
+@pytest.mark.parametrize("bits", [8, 16])
+def test_what_is_not_finite_stays_so(bits):
     tensors, _ = test_linear_packed.matrix("Q4_K", 9, 512)
     x = prompt(20, 512, torch.bfloat16)
     x[3, 5], x[7, 300] = torch.inf, torch.nan
     format = EVERY["Q4_K"]
     layout = list(format.native((9, 512)))
-    out = ops.linear_packed_8bit(x, tensors, format.name, layout, 9, None)
+    out = ops.linear_packed_prompt(x, tensors, format.name, layout, 9, None, bits)
     lost = torch.isnan(out).all(1)
     assert lost.nonzero().flatten().tolist() == [3, 7]
     assert out[~lost].isfinite().all()
@@ -115,48 +114,45 @@ def test_rows_are_independent_of_threads_and_of_strips():
     """More rows than are rounded at once."""
     tensors, _ = test_linear_packed.matrix("Q4_K", 70, 256)
     x = prompt(600, 256, torch.bfloat16)
-    given = tensors, EVERY["Q4_K"].name, list(EVERY["Q4_K"].native((70, 256))), 70, None
-    assert_same_on_threads(lambda: ops.linear_packed_8bit(x, *given))
+    given = tensors, EVERY["Q4_K"].name, list(EVERY["Q4_K"].native((70, 256))), 70, None, 8
+    assert_same_on_threads(lambda: ops.linear_packed_prompt(x, *given))
     assert torch.equal(
-        ops.linear_packed_8bit(x, *given)[500:], ops.linear_packed_8bit(x[500:], *given)
+        ops.linear_packed_prompt(x, *given)[500:], ops.linear_packed_prompt(x[500:], *given)
     )
 
 
 CHOICES = """
 import torch, test_linear_groups, test_linear_packed
+torch.manual_seed(0)
 from exkv.weights import GroupFormat
 
-def taken(name, rows, dtype):
-    x = torch.randn(rows, 512).to(dtype)
+def bits(format, tensors, x, op, *given):
+    found = format.linear(x, dict(zip(format.names, tensors)), None)
+    return next((n for n in (8, 16) if torch.equal(found, op(x, *given, n))), 0)
+
+def packed(name, rows, dtype):
     tensors, _ = test_linear_packed.matrix(name, 21, 512)
     format = test_linear_packed.EVERY[name]
-    found = format.linear(x, dict(zip(format.names, tensors)), None)
     given = tensors, format.name, list(format.native((21, 512))), 21, None
-    return torch.equal(found, torch.ops.exkv.linear_packed_8bit(x, *given))
+    x = torch.randn(rows, 512).to(dtype)
+    return bits(format, tensors, x, torch.ops.exkv.linear_packed_prompt, *given)
 
-def of_groups(bits):
-    format = GroupFormat(bits=bits, group=32, scale=torch.float16)
+def groups(of_code):
+    format = GroupFormat(bits=of_code, group=32, scale=torch.float16)
     tensors, _ = test_linear_groups.matrix(format, 21, 512)
-    x = torch.randn(40, 512).bfloat16()
-    found = format.linear(x, dict(zip(format.names, tensors)), None)
-    given = tensors, list(format.groups), None
-    return torch.equal(found, torch.ops.exkv.linear_groups_8bit(x, *given))
+    x, given = torch.randn(40, 512).bfloat16(), (tensors, list(format.groups), None)
+    return bits(format, tensors, x, torch.ops.exkv.linear_groups_prompt, *given)
 
 half, single = torch.bfloat16, torch.float32
-print([taken("Q4_K", 40, half), taken("mxfp4", 40, half), of_groups(4)],
-      [taken("Q6_K", 40, half), taken("Q4_K", 40, single), of_groups(8)],
-      [taken("Q4_K", 16, half)])
+print(packed("Q4_K", 40, half), packed("mxfp4", 40, half), groups(4), packed("Q6_K", 40, half),
+      groups(8), packed("Q4_K", 40, single), packed("Q4_K", 16, half))
 """
 
 
 @needs_kernels
 @pytest.mark.parametrize(
     ("choice", "printed"),
-    [
-        ("auto", "[True, True, True] [False, False, False] [False]"),
-        ("8bit", "[True, True, True] [True, True, True] [False]"),
-        ("16bit", "[False, False, False] [False, False, False] [False]"),
-    ],
+    [("auto", "8 8 8 16 16 0 0"), ("8bit", "8 8 8 8 8 8 0"), ("16bit", "16 16 16 16 16 0 0")],
 )
 def test_the_environment_chooses(choice, printed):
     """By itself few bits and 16-bit floats only; never decode steps."""
@@ -165,6 +161,6 @@ def test_the_environment_chooses(choice, printed):
 
 
 def test_an_unknown_choice_is_refused():
-    program = "from exkv.ops import activations_8bit; activations_8bit.choice()"
+    program = "from exkv.ops import prompt_bits; prompt_bits.choice()"
     result = run_apart(program, EXKV_CPU_ACTIVATIONS="int8")
     assert "EXKV_CPU_ACTIVATIONS='int8' is unknown; say one of auto, 8bit, 16bit" in result.stderr
