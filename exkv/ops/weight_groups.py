@@ -31,6 +31,7 @@ from torch import Tensor
 from exkv.errors import is_out_of_memory
 from exkv_ext import cpu_isa
 
+from . import prompt_bits
 from .registry import HOST, computes_on, define_op
 
 #: Outputs of a block, and inputs of a chunk.
@@ -368,6 +369,25 @@ def linear_groups(
     return _by_tiles(x, tensors, layout, bias, F.linear)
 
 
+@define_op(
+    "linear_groups_prompt(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias, int bits) "
+    "-> Tensor",
+    fake=lambda x, tensors, layout, bias, bits: _fake(x, tensors, layout, bias),
+    kernels_fall_back=True,
+)
+def linear_groups_prompt(
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None, bits: int
+) -> Tensor:
+    """:func:`linear_groups` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). A row's
+    result doesn't depend on other rows."""
+    groups = _checked("linear_groups_prompt", tensors, layout)
+    if groups.ordered:
+        x, tensors, groups = _in_order(x, tensors[-1]), tensors[:-1], groups._replace(ordered=0)
+    wide = None if bias is None else bias.float()
+    made = _by_tiles(prompt_bits.rounded(x, bits), tensors, list(groups), wide, F.linear)
+    return made.to(x.dtype)
+
+
 def _several_fake(
     x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], biases: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -401,6 +421,8 @@ def linears_groups(
 
 def multiply(x: Tensor, tensors: Sequence[Tensor], groups: Groups, bias: Tensor | None) -> Tensor:
     """x weight^T + bias for any number of rows: on the codes, or on dequantized tiles."""
+    if bits := rounded_bits(x, groups):
+        return torch.ops.exkv.linear_groups_prompt(x, tensors, list(groups), bias, bits)
     if is_by_codes(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
     return torch.ops.exkv.linear_group_tiles(x, tensors, list(groups), bias)
@@ -421,6 +443,11 @@ def linear_group_tiles(
 def is_decode_sized(x: Tensor) -> bool:
     """Whether x (..., in) has few enough rows for the kernels, which don't support float64."""
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
+
+
+def rounded_bits(x: Tensor, groups: Groups) -> int:
+    """Bits to which ``linear_groups_prompt`` is to round x (..., in); 0 if another op is faster."""
+    return 0 if is_decode_sized(x) else prompt_bits.bits_of(x, groups.bits)
 
 
 def is_by_codes(x: Tensor, most: int = MOST_BY_CODES) -> bool:

@@ -242,7 +242,8 @@ class GroupFormat(WeightFormat):
         added = [bias for bias in biases if bias is not None]
         mixed = added and len(added) < len(biases)  # the op takes all of them or none
         x = transformed(x, self.hadamard)
-        if mixed or not weight_groups.is_by_codes(x):
+        rounded = weight_groups.rounded_bits(x, self.groups)
+        if mixed or rounded or not weight_groups.is_by_codes(x):
             pairs = zip(each, biases, strict=True)
             return [self.times(x, tensors, bias) for tensors, bias in pairs]
         parts = [part for tensors in each for part in self._parts(tensors)]

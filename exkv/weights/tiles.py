@@ -26,8 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from exkv.ops import prompt_bits
 from exkv.ops.registry import HOST, computes_on, define_op
-from exkv.ops.weight_groups import is_by_codes, tile_dtype
+from exkv.ops.weight_groups import is_by_codes, is_decode_sized, tile_dtype
 
 from .format import Size, Tensors, WeightFormat
 from .methods import formats
@@ -51,6 +52,10 @@ class Packing(IntEnum):
     SECTIONS = -4
     FLOAT4 = -5
     TRELLIS = -6
+
+
+#: Layouts whose weights are integers times scales.
+INTEGERS = (Packing.GGML, Packing.FLOAT4)
 
 
 def packed_layout(packing: Packing, first: int = 0, second: int = 0) -> tuple[int, ...]:
@@ -78,12 +83,23 @@ class TiledFormat(WeightFormat):
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         parts, outputs = [tensors[name] for name in self.names], self.outputs(tensors)
         layout = self.native((outputs, x.shape[-1]))
+        if layout is not None and (bits := _rounded_bits(x, layout, parts[0])):
+            given = (x, parts, self.name, list(layout), outputs, bias, bits)
+            return torch.ops.exkv.linear_packed_prompt(*given)
         if layout is None or not is_by_codes(x, 0 if layout[0] == Packing.TABLE else MOST_SHORT):
             return torch.ops.exkv.linear_tiles(x, parts, self.name, outputs, bias)
         return torch.ops.exkv.linear_packed(x, parts, self.name, list(layout), outputs, bias)
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(tensors, ids.flatten(), dtype).view(*ids.shape, -1)
+
+
+def _rounded_bits(x: torch.Tensor, layout: Sequence[int], rows: torch.Tensor) -> int:
+    """Bits to which x (..., in) is to be rounded for packed rows, uint8 (out, bytes); 0 if another
+    op is faster."""
+    if layout[0] not in INTEGERS or is_decode_sized(x):
+        return 0
+    return prompt_bits.bits_of(x, 8 * rows.shape[1] / x.shape[-1])
 
 
 def tile_of(inputs: int, device_type: str) -> int:
@@ -199,6 +215,30 @@ def linear_packed(
         tile = _rows(tiled, tensors, rows, x.dtype)
         out[..., slice(*rows)] = F.linear(x, tile, _part(bias, *rows))
     return out
+
+
+@define_op(
+    "linear_packed_prompt(Tensor x, Tensor[] tensors, str format, int[] layout, int outputs, "
+    "Tensor? bias, int bits) -> Tensor",
+    fake=lambda x, tensors, format, layout, outputs, bias, bits: _fake(x, outputs, bias),
+    kernels_fall_back=True,
+    reference_names=formats(),
+)
+def linear_packed_prompt(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    outputs: int,
+    bias: torch.Tensor | None,
+    bits: int,
+) -> torch.Tensor:
+    """:func:`linear_packed` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). A row's
+    result doesn't depend on other rows."""
+    _checked("linear_packed_prompt", tensors, format, (outputs, x.shape[-1]))
+    wide = None if bias is None else bias.float()
+    made = prompt_bits.rounded(x, bits)
+    return linear_packed(made, tensors, format, layout, outputs, wide).to(x.dtype)
 
 
 @define_op(

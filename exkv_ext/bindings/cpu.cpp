@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 
 #include "../cpu/append.h"
 #include "../cpu/attention.h"
@@ -277,6 +278,63 @@ void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
   }
 }
 
+// Rows whose x is rounded at once, which the last cache has.
+constexpr int64_t kRoundedRows = 512;
+
+// Outputs of all rows: run(call, begin, end) computes those of some.
+template <typename Run>
+void RunRounded(const RoundedKernels& kernels, RoundedInput input, RoundedCall call,
+                const Run& run) {
+  const int64_t item = ItemBytes(call.dtype), rows = call.rows;
+  const int64_t most = std::min(rows, kRoundedRows);
+  const std::unique_ptr<char[]> space(new char[kernels.bytes(most, call.inputs, call.words)]);
+  call.input = space.get();
+  for (int64_t first = 0; first < rows; first += most) {
+    input.rows = call.rows = std::min(most, rows - first);
+    torch::stable::parallel_for(
+        0, input.rows, std::max<int64_t>(1, kGrain / call.inputs),
+        [&](int64_t begin, int64_t end) { kernels.round(input, space.get(), begin, end); });
+    const int64_t tiles = (call.outputs + kRoundedTile - 1) / kRoundedTile;
+    torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+      run(call, begin * kRoundedTile, std::min(end * kRoundedTile, call.outputs));
+    });
+    input.x = static_cast<const char*>(input.x) + input.rows * call.inputs * item;
+    call.out = static_cast<char*>(call.out) + input.rows * call.outputs * item;
+  }
+}
+
+template <typename Params>
+RoundedCall RoundedOf(const Params& p, bool words) {
+  const auto& m = p.matrix;
+  return {p.dtype, p.rows, m.inputs, m.outputs, nullptr, p.bias, p.out, words};
+}
+
+// Whether bits of x, 8 or 16, are 16.
+bool AreWords(const char* op, int64_t bits) {
+  STD_TORCH_CHECK(bits == 8 || bits == 16, op, ": x in ", bits, " bits; it must be 8 or 16");
+  return bits == 16;
+}
+
+Tensor LinearGroupsPromptCpu(const Tensor& x, std::vector<Tensor> tensors,
+                             std::vector<int64_t> layout, std::optional<Tensor> bias,
+                             int64_t bits) {
+  const char* op = "linear_groups_prompt";
+  const bool words = AreWords(op, bits);
+  const GroupsKernels& kernels = GroupsOfIsa();
+  if (kernels.run_rounded == nullptr) {
+    return LinearGroupsPromptReference(x, tensors, layout, bias, bits);
+  }
+  const auto launch = [&](const void* values, const std::vector<GroupsParams>& layers) {
+    const GroupsParams& p = layers[0];
+    const GroupsMatrix& m = p.matrix;
+    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, m.order, words},
+               RoundedOf(p, words), [&](const RoundedCall& call, int64_t begin, int64_t end) {
+                 kernels.run_rounded(m, call, begin, end);
+               });
+  };
+  return LinearsGroups(op, x, tensors, layout, {bias}, launch)[0];
+}
+
 Tensor LinearGroupsCpu(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
                        std::optional<Tensor> bias) {
   return LinearsGroups("linear_groups", x, tensors, layout, {bias}, RunGroups)[0];
@@ -384,7 +442,27 @@ Tensor LinearPackedCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandl
   if (SectionTensors::IsSections(layout)) {
     return LinearSections(x, tensors, layout, outputs, bias, RunGroups);
   }
-  return LinearPacked(x, tensors, layout, outputs, bias, RunPacked);
+  return LinearPacked("linear_packed", x, tensors, layout, outputs, bias, RunPacked);
+}
+
+Tensor LinearPackedPromptCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
+                             std::vector<int64_t> layout, int64_t outputs,
+                             std::optional<Tensor> bias, int64_t bits) {
+  const char* op = "linear_packed_prompt";
+  const int64_t name = TextNumber(TakeText(format));
+  const bool words = AreWords(op, bits);
+  const PackedKernels& kernels = PackedOfIsa();
+  if (kernels.run_rounded == nullptr || !PackedTensors::AreIntegers(layout)) {
+    return LinearPackedPromptReference(x, tensors, name, layout, outputs, bias, bits);
+  }
+  const auto launch = [&](const void* values, const PackedParams& p) {
+    const PackedMatrix& m = p.matrix;
+    RunRounded(kernels.rounded, {p.dtype, p.rows, m.inputs, values, nullptr, words},
+               RoundedOf(p, words), [&](const RoundedCall& call, int64_t begin, int64_t end) {
+                 kernels.run_rounded(m, call, begin, end);
+               });
+  };
+  return LinearPacked(op, x, tensors, layout, outputs, bias, launch);
 }
 
 Tensor DequantizePackedCpu(std::vector<Tensor> tensors, StringHandle format,
@@ -881,6 +959,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
   m.impl("linear_heads", TORCH_BOX(&exkv::LinearHeadsCpu));
   m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
+  m.impl("linear_groups_prompt", TORCH_BOX(&exkv::LinearGroupsPromptCpu));
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
   m.impl("pack_codes", TORCH_BOX(&exkv::PackCodesCpu));
@@ -888,6 +967,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("pack_words", TORCH_BOX(&exkv::PackWordsCpu));
   m.impl("split_blocks", TORCH_BOX(&exkv::SplitBlocksCpu));
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
+  m.impl("linear_packed_prompt", TORCH_BOX(&exkv::LinearPackedPromptCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("chosen_experts", TORCH_BOX(&exkv::ChosenExpertsCpu));
   m.impl("route_experts", TORCH_BOX(&exkv::RouteExpertsCpu));

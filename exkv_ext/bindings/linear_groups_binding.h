@@ -167,7 +167,17 @@ Tensor DequantizeWeight(const std::vector<Tensor>& tensors, const std::vector<in
   return DequantizedRows(op, tensors[0], m, end - begin, dtype, launch);
 }
 
-// The reference is an op of its own (exkv/ops/registry.py), reached through torch's dispatcher.
+// The references are ops of their own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline Tensor LinearGroupsPromptReference(const Tensor& x, const std::vector<Tensor>& tensors,
+                                          const std::vector<int64_t>& layout,
+                                          const std::optional<Tensor>& bias, int64_t bits) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 5> stack{from(x), from(tensors), from(layout), from(bias), from(bits)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::linear_groups_prompt_reference", "",
+                                               stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 inline Tensor DequantizeWeightReference(const std::vector<Tensor>& tensors,
                                         const std::vector<int64_t>& layout, int64_t begin,
                                         int64_t end, ScalarType dtype) {

@@ -24,6 +24,12 @@ class PackedTensors {
     return layout[0] == -1 - static_cast<int64_t>(Packing::kTrellis);
   }
 
+  // Whether weights are integers times scales.
+  static bool AreIntegers(const std::vector<int64_t>& layout) {
+    return layout.size() == 4 && (layout[0] == -1 - static_cast<int64_t>(Packing::kGgml) ||
+                                  layout[0] == -1 - static_cast<int64_t>(Packing::kFloat4));
+  }
+
   // ggml's types of points, for which CUDA has no kernels.
   static bool IsOfPoints(const std::vector<int64_t>& layout) {
     return layout.size() > 1 && layout[0] == -1 && exkv::IsOfPoints(GgmlType(layout[1]));
@@ -209,6 +215,18 @@ inline Tensor LinearPackedReference(const Tensor& x, const std::vector<Tensor>& 
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+inline Tensor LinearPackedPromptReference(const Tensor& x, const std::vector<Tensor>& tensors,
+                                          int64_t format, const std::vector<int64_t>& layout,
+                                          int64_t outputs, const std::optional<Tensor>& bias,
+                                          int64_t bits) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 7> stack{from(x),       from(tensors), from(format), from(layout),
+                                    from(outputs), from(bias),    from(bits)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::linear_packed_prompt_reference", "",
+                                               stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 inline Tensor DequantizePackedReference(const std::vector<Tensor>& tensors, int64_t format,
                                         const std::vector<int64_t>& layout, int64_t inputs,
                                         int64_t begin, int64_t end, ScalarType dtype) {
@@ -223,10 +241,9 @@ inline Tensor DequantizePackedReference(const std::vector<Tensor>& tensors, int6
 // launch(x, params) fills the output, where there is something to compute; their `input` is its
 // own.
 template <typename Launch>
-Tensor LinearPacked(const Tensor& x, const std::vector<Tensor>& tensors,
+Tensor LinearPacked(const char* op, const Tensor& x, const std::vector<Tensor>& tensors,
                     const std::vector<int64_t>& layout, int64_t outputs,
                     const std::optional<Tensor>& bias, const Launch& launch) {
-  const char* op = "linear_packed";
   PackedParams p{};
   p.matrix = PackedMatrixOf(op, tensors, layout, outputs);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.matrix.inputs, op, ": x ", ShapeText(x),

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../params/groups_params.h"
+#include "linear_rounded.h"
 
 namespace exkv {
 
@@ -27,6 +28,11 @@ struct GroupsKernels {
   // Rows [begin, end) of the matrix in `dtype`, contiguous; begin as above. Columns stay in order.
   void (*dequantize)(const GroupsMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
                      void* out);
+  // Of rounded x, of a matrix without sections. Outputs [begin, end) of every row, of which the
+  // first is a multiple of kRoundedTile; sums in one order, too.
+  RoundedKernels rounded;
+  void (*run_rounded)(const GroupsMatrix& matrix, const RoundedCall& call, int64_t begin,
+                      int64_t end);
 };
 
 extern const GroupsKernels kGroupsPortable;

@@ -35,9 +35,15 @@ inline Ints MulAddPairs(Words words, Pair x, Ints sums) {
 }  // namespace exkv
 
 #include "linear_groups.inc"
+#include "panel_avx2.inc"
+// In those vectors:
+#include "byte_panels.inc"
+// After them:
+#include "groups_panels.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const GroupsKernels kGroupsAvx2 = {InputBytes, Prepare, Run, Dequantize};
+const GroupsKernels kGroupsAvx2 = {InputBytes, Prepare, Run, Dequantize, {RoundedBytes, RoundInput},
+                                   RunRounded};
 }  // namespace exkv
 #endif

@@ -47,5 +47,6 @@ inline Vec ToFloat(Ints ints) { return __builtin_convertvector(ints, Vec); }
 #include "linear_groups.inc"
 
 namespace exkv {
-const GroupsKernels kGroupsPortable = {InputBytes, Prepare, Run, Dequantize};
+const GroupsKernels kGroupsPortable = {InputBytes,         Prepare, Run, Dequantize,
+                                       {nullptr, nullptr}, nullptr};
 }  // namespace exkv

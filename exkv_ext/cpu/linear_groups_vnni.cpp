@@ -11,7 +11,10 @@
 #include "scratch.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")
+// GCC 12 warns about its own intrinsics' undefined vectors.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vnni")
 #include "half.inc"
 #include "rounded.inc"
 #include "simd_avx2.inc"
@@ -32,9 +35,15 @@ inline Ints MulAddPairs(Words words, Pair x, Ints sums) {
 }  // namespace exkv
 
 #include "linear_groups.inc"
+#include "panel_vnni.inc"
+// In those vectors:
+#include "byte_panels.inc"
+// After them:
+#include "groups_panels.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const GroupsKernels kGroupsVnni = {InputBytes, Prepare, Run, Dequantize};
+const GroupsKernels kGroupsVnni = {InputBytes, Prepare, Run, Dequantize, {RoundedBytes, RoundInput},
+                                   RunRounded};
 }  // namespace exkv
 #endif

@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "../params/packed_params.h"
+#include "linear_rounded.h"
 
 namespace exkv {
 
@@ -36,6 +37,11 @@ struct PackedKernels {
   // bit.
   void (*dequantize)(const PackedMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
                      void* out);
+  // Of rounded x: ggml's types and floats of 4 bits only. Outputs [begin, end) of every row, of
+  // which the first is a multiple of kRoundedTile; sums in one order, too.
+  RoundedKernels rounded;
+  void (*run_rounded)(const PackedMatrix& matrix, const RoundedCall& call, int64_t begin,
+                      int64_t end);
 };
 
 extern const PackedKernels kPackedPortable;

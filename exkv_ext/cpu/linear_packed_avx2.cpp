@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "float_types.h"
 #include "gguf_grids.h"
@@ -60,9 +61,15 @@ inline Sixteen OfHalves(Words halves) {
 #include "trellis_avx2.inc"
 // After it:
 #include "packed_avx2.inc"
+#include "panel_avx2.inc"
+// In those vectors:
+#include "byte_panels.inc"
+// After them:
+#include "packed_panels.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const PackedKernels kPackedAvx2 = {InputOf, InputBytes, Prepare, Run, DequantizeVectors};
+const PackedKernels kPackedAvx2 = {
+    InputOf, InputBytes, Prepare, Run, DequantizeVectors, {RoundedBytes, RoundInput}, RunRounded};
 }  // namespace exkv
 #endif

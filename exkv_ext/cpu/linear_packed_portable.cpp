@@ -45,5 +45,6 @@ void Run(const PackedParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const PackedKernels kPackedPortable = {InputOf, InputBytes, Prepare, Run, Dequantize};
+const PackedKernels kPackedPortable = {InputOf,    InputBytes,         Prepare, Run,
+                                       Dequantize, {nullptr, nullptr}, nullptr};
 }  // namespace exkv

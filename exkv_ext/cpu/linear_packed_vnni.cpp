@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "float_types.h"
 #include "gguf_grids.h"
@@ -59,9 +60,16 @@ inline Sixteen OfHalves(Words halves) { return {_mm512_cvtph_ps(halves)}; }
 #include "packed_avx2.inc"
 // After that:
 #include "packed_k_vnni.inc"
+#include "panel_vnni.inc"
+// In those vectors:
+#include "byte_panels.inc"
+// After them:
+#include "packed_panels.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const PackedKernels kPackedVnni = {InputOf, InputBytes, Prepare, RunWide, DequantizeVectors};
+const PackedKernels kPackedVnni = {InputOf,   InputBytes,        Prepare,
+                                   RunWide,   DequantizeVectors, {RoundedBytes, RoundInput},
+                                   RunRounded};
 }  // namespace exkv
 #endif

@@ -478,6 +478,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "linear_heads": _linear_heads,
     "linear_groups": _linear_groups,
     "linear_group_tiles": _linear_groups,
+    "linear_groups_prompt": lambda m: [*_linear_groups(m), m.rng.choice((8, 16))],
     "linears_groups": _linears_groups,
     "dequantize_weight": _dequantize_weight,
     "pack_codes": _pack_codes,
@@ -485,6 +486,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "pack_awq": _pack_awq,
     "split_blocks": _split_blocks,
     "linear_packed": _linear_packed,
+    "linear_packed_prompt": lambda m: [*_linear_packed(m), m.rng.choice((8, 16))],
     "dequantize_packed": _dequantize_packed,
     "sample": _sample,
     "experts": _experts,
@@ -515,6 +517,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_heads", "linear_group_tiles", "sample", "experts",
+                "linear_groups_prompt", "linear_packed_prompt",
                 "read_tally", "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
                 "chosen_experts", "route_experts", "sigmoid_", "activate_", "decode_attention",
                 "clamped_swiglu_", "share_with_sinks_",

@@ -1,0 +1,43 @@
+// Linear layers of many rows of x, in 8 bits or 16: byte_panels.inc.
+#pragma once
+
+#include <cstdint>
+
+#include "../params/kv_quant_params.h"
+
+namespace exkv {
+
+inline constexpr int64_t kRoundedTile = 16;  // outputs; threads are given whole tiles
+
+// x to round, its inputs in `order` where that is not null.
+struct RoundedInput {
+  FloatType dtype;
+  int64_t rows;
+  int64_t inputs;
+  const void* x;  // (rows, inputs) contiguous
+  const int32_t* order;
+  bool words;  // to 16 bits, not 8
+};
+
+// What is multiplied.
+struct RoundedCall {
+  FloatType dtype;  // of bias and out
+  int64_t rows;
+  int64_t inputs;
+  int64_t outputs;
+  const char* input;  // what `round` made of x
+  const void* bias;   // (outputs), or null
+  void* out;          // (rows, outputs)
+  bool words;
+};
+
+// One instruction set's part of it that is alike for all matrices; nulls where it has none, and the
+// ops' references serve.
+struct RoundedKernels {
+  // Bytes that x (rows, inputs) takes.
+  int64_t (*bytes)(int64_t rows, int64_t inputs, bool words);
+  // Rows [begin, end) of x -> their place in `space`.
+  void (*round)(const RoundedInput& input, char* space, int64_t begin, int64_t end);
+};
+
+}  // namespace exkv
