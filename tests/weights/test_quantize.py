@@ -56,14 +56,15 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_package_reads_the_values_that_exkv_reads(quantized):
+def test_the_package_reads_the_values_that_exkv_rounds_to_and_reads(folder, quantized):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     theirs = pytest.importorskip("compressed_tensors.compressors").BaseCompressor
     out, _ = quantized
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     config = quantization.QuantizationConfig(**settings)
-    tensors, found = tensors_of(out), dequantized(out)
+    tensors, found, floats = tensors_of(out), dequantized(out), tensors_of(folder)
     (scheme,) = config.config_groups.values()
+    bits, group = scheme.weights.num_bits, scheme.weights.group_size
     for layer, values in found.items():
         parts = {
             part: tensors[f"{layer}.{part}"]
@@ -75,6 +76,9 @@ def test_the_package_reads_the_values_that_exkv_reads(quantized):
             continue
         compressor = theirs.get_value_from_registry(settings["format"])
         assert torch.equal(compressor.decompress(parts, scheme)["weight"], values), layer
+        kind = parts["weight_scale"].dtype, not scheme.weights.symmetric
+        expected = ours(floats[f"{layer}.weight"], bits, group, *kind).values(bits)
+        assert torch.equal(values, expected), layer
 
 
 @pytest.mark.parametrize("weights", ["int4", "int2", "int4-asym", "int5-asym"])
