@@ -1,8 +1,8 @@
 """The tokenizer of a model's folder as metadata of a GGUF file: the inverse of ``gguf.py``.
 
 Byte-level BPE of tokenizer.json, and BPE of tokenizer.model (sentencepiece). How text is split
-before merges is compared with the known pre-tokenizers on a text (``SAMPLE``), which also has to get
-the same tokens by the metadata as by the folder.
+before merges is compared with the known pre-tokenizers on a text (``SAMPLE``), which also has to
+get the same tokens by the metadata as by the folder.
 """
 
 from __future__ import annotations
