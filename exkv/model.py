@@ -94,18 +94,18 @@ class Model(Transformer):
         """``Transformer``'s arguments, and the format of a checkpoint's float weights.
 
         Args:
-            weights: "int8", "int6", "int5", "int4" or "int3" for integers (see
-                ``exkv.weights.on_load``); "best" to choose the least lossy of these that fit, when
-                the model is planned or loaded, for each unit (with a calibration text for each
-                matrix); None for floats.
+            weights: "int8", "int6", "int5", "int4", "int3" or "int2" for integers, with "-asym"
+                behind it for zero points (see ``exkv.weights.on_load``); "best" to choose the least
+                lossy of those without zero points that fit, when the model is planned or loaded,
+                for each unit (with a calibration text for each matrix); None for floats.
             calibration: a text in the model's language. Integers are rounded for the inputs that it
                 gives each layer, for which the host runs the text through the model at each load
                 (see ``exkv.loading.calibration``); and "best" measures the loss of fewer bits on
                 it, by the model's outputs. Without one, the weights' own error counts. In a mixture
                 of experts it also tells how often each is chosen (``exkv.loading.usage``), and for
                 a cache whose bits a plan chooses, the loss of fewer bits by layer.
-            transform: "hadamard" for integers of matrices whose inputs go through the Hadamard
-                transform, which lose less (see ``exkv.weights.hadamard``).
+            transform: "hadamard" for integers, also those of "best", of matrices whose inputs go
+                through the Hadamard transform, which lose less (see ``exkv.weights.hadamard``).
             mtp: also load the checkpoint's head for multi-token prediction, which proposes tokens
                 (``exkv.MTP``). "best" gives the loss of its proposals the same weight as that of
                 the model's tokens; it is always rounded as without a calibration text.

@@ -14,7 +14,7 @@ from exkv.cache import CACHES
 from exkv.checkpoint import DTYPES
 from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.sizes import parse_sizes
-from exkv.weights.on_load import BEST, BITS
+from exkv.weights.on_load import BEST, INTEGERS
 
 _MOST = 1 << 30
 
@@ -152,7 +152,7 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "help": "most tokens per prefill step (2048, or fewer if only they fit)",
     },
     ("--weights",): {
-        "choices": [*BITS, BEST],
+        "choices": [*INTEGERS, BEST],
         "help": "quantize float weights while loading; best: the bits per unit that fit and lose "
         "least",
     },

@@ -41,7 +41,7 @@ from exkv.checkpoint.safetensors import INDEX_NAME
 from exkv.devices import resolve_devices
 from exkv.errors import PlacementError
 from exkv.loading.calibrated_losses import calibrated_losses_of
-from exkv.loading.calibration import Found, calibration_rows, rounded_units
+from exkv.loading.calibration import ROWS, TOKENS, Found, calibration_rows, rounded_units
 from exkv.loading.heat import with_usage
 from exkv.loading.losses import FILE as LOSSES
 from exkv.loading.mixes import Layers, Mixes, WrittenModel
@@ -50,19 +50,24 @@ from exkv.loading.usage import keep_counted, usage_of_rows
 from exkv.models import Transformer, Unit
 from exkv.models.expert_usage import ExpertUsage
 from exkv.models.units import UnitSpec
-from exkv.planning import CacheShape, Scenario, Workload, make_budgets
 from exkv.sizes import human
 from exkv.weights import GroupFormat, compressed_tensors
 from exkv.weights.bits import SCALE_DTYPES
+from exkv.weights.choice import known
 from exkv.weights.expert_groups import name_among, parsed
 from exkv.weights.hadamard import HADAMARD, NONE, transformed
-from exkv.weights.on_load import BITS, OPTIONS, class_of, options_of
+from exkv.weights.on_load import (
+    BITS,
+    INTEGERS,
+    class_of,
+    options_of,
+)
 from exkv.weights.rounding import Rounded, rounded
 from exkv.weights.source import StoredMatrix
 
 from .flags import count, sizes, text_of
 from .picture import page_console, say
-from .quantize_gguf import quantize_gguf
+from .quantize_gguf import quantize_gguf, scenario_of
 
 #: Files beside the weights: the options, until the folder is complete; and the chosen mix.
 PROGRESS, REPORT = "exkv-quantize.json", "exkv-mix.json"
@@ -81,7 +86,7 @@ def add_to(commands: Any) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
         "quantize",
-        help="write a model's weights as integers of 8 to 3 bits",
+        help="write a model's weights as integers of 8 to 2 bits",
         description="Write a folder of float weights as a compressed-tensors folder, which exkv "
         "and transformers read. An interrupted run continues when it is started again. Exit "
         "status: 0 done, 2 invalid input.",
@@ -92,10 +97,10 @@ def add_to(commands: Any) -> None:
         "out",
         metavar="OUT",
         help="the folder to write: new, empty, or of an interrupted run; or OUT.gguf for a file of "
-        "ggml's types (from a GGUF file, with --bits)",
+        "ggml's types, with --bits or --fit",
     )
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--weights", choices=BITS, help="one integer type for all layers")
+    how.add_argument("--weights", choices=INTEGERS, help="one integer type for all layers")
     how.add_argument(
         "--bits",
         type=float,
@@ -114,6 +119,20 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="a text in the model's language to calibrate rounding with: it loses less, and takes "
         "longer",
+    )
+    add(
+        "--calibration-rows",
+        "-r",
+        type=count,
+        metavar="N",
+        help=f"rows of {TOKENS} tokens of that text to use ({ROWS}, or as many as it fills)",
+    )
+    add(
+        "--zero-points",
+        action="store_true",
+        default=None,
+        help="with --bits or --fit: integers with a zero point for each group, too, where they "
+        "lose less; for exkv and vLLM, not for transformers",
     )
     add(
         "--transform",
@@ -142,7 +161,7 @@ class _Work:
 
     Attributes:
         layers: the model's matrices; a file is written for each of its units.
-        chosen: unit's name -> one of ``on_load.OPTIONS``, or a mix.
+        chosen: unit's name -> one of ``on_load.ALL_OPTIONS``, or a mix.
         formats: name of a matrix that is quantized -> its format.
         rows: calibration text, int64 (B, T); None without one.
         device: where calibration runs.
@@ -184,11 +203,14 @@ def run(args: argparse.Namespace) -> int:
         asked = _asked(args, checkpoint)
         begun = _begun(out, asked)
         (device,) = resolve_devices(args.device)
-        rows = None if args.calibration is None else calibration_rows(config, args.calibration)
+        rows = None
+        if args.calibration is not None:
+            rows = calibration_rows(config, args.calibration, args.calibration_rows)
         mixes = None
         if args.weights is None:
             assert rows is not None  # checked
-            mixes = _mixes(config, checkpoint, layers, rows, args.transform)
+            integers = tuple(INTEGERS if args.zero_points else BITS)
+            mixes = _mixes(config, checkpoint, layers, rows, args.transform, integers)
         chosen = begun or _choose(args, layers, mixes)
         work = _Work(checkpoint=checkpoint, layers=layers, chosen=chosen, rows=rows, device=device)
         before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
@@ -216,6 +238,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{given} chooses by what fewer bits cost on a text: give --calibration FILE, a text "
             "typical of the model's use"
+        )
+    if args.calibration_rows is not None and args.calibration is None:
+        raise ValueError("--calibration-rows is for --calibration FILE: give that too")
+    if args.zero_points and args.weights is not None:
+        raise ValueError(
+            f"--zero-points is for --bits and --fit: give --weights {args.weights} alone, or one "
+            "that ends in -asym"
         )
     of_plan = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _OF_PLAN}
     if args.fit is None and (alone := [name for name, value in of_plan.items() if value]):
@@ -263,36 +292,31 @@ def _mixes(
     layers: Layers,
     rows: torch.Tensor,
     transform: str,
+    integers: Sequence[str],
 ) -> Mixes:
     """Measure what the matrices lose in each format, by the text's inputs and expert usage."""
-    losses = calibrated_losses_of(config, checkpoint, rows, transform)
+    losses = calibrated_losses_of(config, checkpoint, rows, transform, integers)
     model = Transformer(config)
     usage = usage_of_rows(model, checkpoint, rows)
     return Mixes(layers=layers, losses=with_usage(losses, model, usage), usage=usage)
 
 
 def _choose(args: argparse.Namespace, layers: Layers, mixes: Mixes | None) -> Mapping[str, str]:
-    """Choose each unit's format -> unit's name -> one of ``on_load.OPTIONS``, or a mix."""
+    """Choose each unit's format -> unit's name -> one of ``on_load.ALL_OPTIONS``, or a mix."""
     if mixes is None:
         return layers.alike(args.weights)
     if args.bits is not None:
         return mixes.at(args.bits)
     model = WrittenModel(mixes, mtp=args.draft is not None)
-    kind = CACHES[args.cache or "fp16"]
-    length = args.max_seq_len or layers.config.max_position_embeddings
-    scenario = Scenario(
-        workloads=(Workload.of(model, [CacheShape.planned(model, kind, length, 1)]),),
-        budgets=tuple(make_budgets(args.fit, reserve=args.reserve, cpu=args.cpu or False)),
-    )
     try:
-        return mixes.fitting(scenario)
+        return mixes.fitting(scenario_of(args, model))
     except PlacementError as error:
         raise ValueError(f"--fit {args.fit}: {error}") from None
 
 
 def _asked(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
     """The options that determine the output."""
-    names = ("weights", "bits", "fit", "transform", *_OF_PLAN)
+    names = ("weights", "bits", "fit", "transform", "zero_points", "calibration_rows", *_OF_PLAN)
     text = args.calibration
     if text is not None:
         text = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -456,7 +480,7 @@ def _stored(work: _Work, names: list[str], made: Mapping[str, Rounded]) -> dict[
         if values is None:
             if format.hadamard:
                 tensor = transformed(tensor.float(), format.hadamard)
-            values = rounded(tensor, format.bits, format.group, format.scale)
+            values = rounded(tensor, format.bits, format.group, format.scale, format.zeros)
         stored = compressed_tensors.stored_as_packed(values, format.bits)
         found |= {f"{layer}.{part}": made for part, made in stored.items()}
     return found
@@ -483,12 +507,13 @@ def _report(mixes: Mixes, chosen: Mapping[str, str], out: Path) -> None:
     }
     _replace(out / REPORT, json.dumps(values, indent=1))
     console = page_console()
-    table = Table("matrices", *OPTIONS, title="layers, or groups of experts, by format")
     counts: dict[str, Counter[str]] = {}
     for name, option in (pair for each in matrices.values() for pair in each.items()):
         counts.setdefault(parsed(name)[0], Counter())[option] += 1
+    options = known(set().union(*counts.values()))
+    table = Table("matrices", *options, title="layers, or groups of experts, by format")
     for name in sorted(counts):
-        table.add_row(name, *(str(counts[name][option] or "") for option in OPTIONS))
+        table.add_row(name, *(str(counts[name][option] or "") for option in options))
     console.print(table)
     table = Table("bits per weight", "predicted loss, nats per token", title="loss of other bits")
     for bits, loss in curve:

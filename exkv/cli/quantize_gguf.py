@@ -1,29 +1,40 @@
-"""``exkv quantize IN.gguf OUT.gguf --bits N --calibration FILE``: convert a GGUF file of floats to
-ggml's types, K types included.
+"""``exkv quantize IN OUT.gguf --bits N --calibration FILE``: convert a GGUF file of floats, or a
+folder of safetensors, to ggml's types, K types included.
 
-Metadata and tokenizer are the source's. The decoder layers' matrices get the types that lose least
-on the text at N bits per weight (``exkv.loading.block_mixes``). The embedding and the head become
-Q8_0 if their rows can be split into its blocks; norms, biases and routers stay. K types need rows
-whose length is a multiple of 256; others can be of Q4_0 and further types with blocks of 32.
+A folder first becomes a file of the same floats beside OUT.gguf (``exkv.loading.gguf_floats``),
+which is deleted in the end. Metadata and tokenizer are the source's. The decoder layers' matrices
+get the types that lose least on the text at N bits per weight, or of those with which the file fits
+the cards of ``--fit`` (``exkv.loading.block_mixes``). The embedding and the head become Q8_0 if
+their rows can be split into its blocks; norms, biases and routers stay. K types need rows whose
+length is a multiple of 256; others can be of Q4_0 and further types with blocks of 32.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from exkv.checkpoint import GGUFContents, ModelConfig
+from exkv.cache import CACHES
+from exkv.checkpoint import GGUFContents, ModelConfig, open_checkpoint
 from exkv.checkpoint.gguf.contents import SUFFIX, PlacedTensor
 from exkv.checkpoint.gguf.tensors import GGUFCheckpoint, names_by_tensor
 from exkv.checkpoint.gguf.writing import GGUFRewriter
-from exkv.loading.block_mixes import BlockTensor, blocks_of, chosen_types
+from exkv.errors import PlacementError
+from exkv.loading.block_mixes import BlockTensor, Chosen, TypeMixes, blocks_of
 from exkv.loading.calibration import calibration_rows
+from exkv.loading.gguf_floats import write_gguf_floats
 from exkv.loading.mixes import Layers
+from exkv.models import Transformer
+from exkv.planning import CacheShape, Scenario, Workload, make_budgets
+from exkv.planning.best import planned
 from exkv.sizes import human
 from exkv.weights.gguf_rounding import TYPES, blocks_with_factor
+from exkv.weights.hadamard import NONE
 
 #: Embedding and head, and their type.
 _ENDS, _TYPE_OF_ENDS = ("token_embd.weight", "output.weight"), "Q8_0"
@@ -38,22 +49,39 @@ def quantize_gguf(args: argparse.Namespace) -> int:
         ValueError: the source is not a GGUF file of floats, or the bits are out of range.
     """
     source, out = Path(args.model), Path(args.out)
-    _check(args, source, out)
+    _check(args, out)
     config = ModelConfig.from_pretrained(source)
     if config.quantization is not None:
-        raise ValueError(f"{source}: its weights are quantized already; give a file of floats")
-    rows = calibration_rows(config, args.calibration)
+        raise ValueError(f"{source}: its weights are quantized already; give one of floats")
+    if config.path is None:
+        raise ValueError(f"{source} has no weights: give a folder of safetensors, or a GGUF file")
+    if config.path.suffix == SUFFIX:
+        return _quantize(args, config.path, out)
+    floats = out.with_name(f"{out.stem}.floats{SUFFIX}")
+    try:
+        with open_checkpoint(source) as checkpoint:
+            write_gguf_floats(config, checkpoint, floats)
+        return _quantize(args, floats, out)
+    finally:
+        floats.unlink(missing_ok=True)
+
+
+def _quantize(args: argparse.Namespace, source: Path, out: Path) -> int:
+    """Convert a file of floats."""
+    config = ModelConfig.from_pretrained(source)
+    rows = calibration_rows(config, args.calibration, args.calibration_rows)
     contents = GGUFContents(source)
     checkpoint = GGUFCheckpoint(source)
     with checkpoint:
         layers = Layers.of(config, {})
         tensors = block_tensors(contents, checkpoint, layers)
-        types, loss = chosen_types(layers, checkpoint, rows, tensors, args.bits)
+        mixes = TypeMixes.measured(layers, checkpoint, rows, tensors)
         ends = {
             name: _TYPE_OF_ENDS
             for name in _ENDS
             if (placed := contents.tensors.get(name)) and _has_whole_blocks(placed)
         }
+        types, loss = _chosen(args, config, mixes, names_by_tensor(contents), ends)
         part = out.with_name(f"{out.name}.part")
         file = GGUFRewriter(contents, part, types | ends)
         for name in ends:
@@ -73,16 +101,62 @@ def quantize_gguf(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, source: Path, out: Path) -> None:
-    if args.bits is None or args.calibration is None:
+def _chosen(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    mixes: TypeMixes,
+    names: Mapping[str, list[str]],
+    ends: Mapping[str, str],
+) -> Chosen:
+    """Choose by the flags.
+
+    Args:
+        names: tensor of the file -> the checkpoint's.
+        ends: types of the embedding and the head.
+    """
+    if args.bits is not None:
+        return mixes.at(args.bits)
+
+    def missing(types: Mapping[str, str]) -> PlacementError | None:
+        by_layer = {
+            name.removesuffix(".weight"): type
+            for tensor, type in {**types, **ends}.items()
+            for name in names[tensor]
+        }
+        settings = {"quant_method": "gguf", "types": by_layer}
+        written = replace(config, path=None, dtype=torch.bfloat16, quantization=settings)
+        try:
+            planned(scenario_of(args, Transformer(written)))
+        except PlacementError as error:
+            return error
+        return None
+
+    try:
+        return mixes.fitting(missing)
+    except PlacementError as error:
+        raise ValueError(f"--fit {args.fit}: {error}") from None
+
+
+def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
+    """The cards and the cache of ``--fit``."""
+    kind = CACHES[args.cache or "fp16"]
+    length = args.max_seq_len or model.config.max_position_embeddings
+    return Scenario(
+        workloads=(Workload.of(model, [CacheShape.planned(model, kind, length, 1)]),),
+        budgets=tuple(make_budgets(args.fit, reserve=args.reserve, cpu=args.cpu or False)),
+    )
+
+
+def _check(args: argparse.Namespace, out: Path) -> None:
+    if args.weights is not None or args.calibration is None:
         raise ValueError(
-            f"{out}: a GGUF file needs --bits N and --calibration FILE, which choose the types "
-            "that lose least at N bits per weight"
+            f"{out}: a GGUF file needs --bits N or --fit CARDS, and --calibration FILE, which "
+            "choose the types that lose least"
         )
-    if source.suffix != SUFFIX:
+    if args.transform != NONE or args.zero_points:
+        given = "--zero-points" if args.zero_points else f"--transform {args.transform}"
         raise ValueError(
-            f"{source} is not a GGUF file, and exkv can't write its tokenizer into one: convert "
-            "the folder with llama.cpp's convert_hf_to_gguf.py --outtype bf16 first"
+            f"{out}: ggml's types have none of {given}: leave it out, or name a folder"
         )
     if out.exists():
         raise ValueError(f"{out} exists already: name a new file")

@@ -1,7 +1,8 @@
 """The ggml type that ``exkv quantize`` gives each tensor of a GGUF file, and its blocks.
 
 Types are chosen as in ``exkv.loading.mixes``, tensor by tensor: of the types whose block size
-divides a tensor's rows, the combination with the least total loss within a number of bits a weight.
+divides a tensor's rows, the combination with the least total loss within a number of bits a weight,
+or of bytes that a plan has room for.
 The loss of a projection's matrices is measured with integers (``exkv.loading.calibrated_losses``)
 and scaled for each type by the output error of a sample of rows, weighted by the inputs' moments.
 Rounding is that of ``exkv.loading.calibration``, to blocks (``exkv.weights.gguf_rounding``).
@@ -9,7 +10,7 @@ Rounding is that of ``exkv.loading.calibration``, to blocks (``exkv.weights.gguf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from exkv.checkpoint import Checkpoint, ModelConfig
+from exkv.errors import PlacementError
 from exkv.layers.linear import Linear
 from exkv.models import Unit
 from exkv.planning.search.knapsack import Item, least_lossy
@@ -30,6 +32,8 @@ from .mixes import Layers
 
 #: Sampled rows of a matrix, rounded to every type.
 _ROWS = 48
+#: Into how many steps of bytes the choice by a plan is narrowed down.
+_STEPS = 4096
 
 #: Matrix's name in the checkpoint -> type or ``FOLLOWED`` -> squared error of its outputs.
 Errors = dict[str, dict[str, float]]
@@ -57,41 +61,94 @@ class BlockTensor:
         return self.count // TYPES[name].block * TYPES[name].nbytes
 
 
-def chosen_types(
-    layers: Layers,
-    checkpoint: Checkpoint,
-    rows: torch.Tensor,
-    tensors: Mapping[str, BlockTensor],
-    bits: float,
-) -> tuple[dict[str, str], float]:
-    """Choose the type of each tensor for at most ``bits`` a weight on average; returns the types
-    and the predicted loss, nats a token.
+#: Name of a tensor -> its type, and the predicted loss of all, nats a token.
+Chosen = tuple[dict[str, str], float]
 
-    Args:
-        rows: the text, int64 (B, T).
 
-    Raises:
-        ValueError: ``bits`` is less than the smallest types take.
-    """
-    room = int(bits * sum(tensor.count for tensor in tensors.values()) / 8)
-    least = sum(min(map(each.nbytes, each.types)) for each in tensors.values())
-    if room < least:
-        count = sum(tensor.count for tensor in tensors.values())
-        raise ValueError(
-            f"--bits {bits:g} is too few: the smallest types that fit the layers' rows take "
-            f"{8 * least / count:.4g} bits a weight; give at least that"
-        )
-    losses = _losses(layers, checkpoint, rows)
-    items = []
-    for tensor in tensors.values():
-        lost = [sum(losses[matrix][name] for matrix in tensor.matrices) for name in tensor.types]
-        sizes = [tensor.nbytes(name) for name in tensor.types]
-        items.append(Item(np.array(sizes), np.array(lost)))
-    found = least_lossy(items, room)
-    assert found is not None, "the least fit"
-    loss = sum(float(item.losses[option]) for item, option in zip(items, found, strict=True))
-    pairs = zip(tensors.items(), found, strict=True)
-    return {name: tensor.types[option] for (name, tensor), option in pairs}, loss
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeMixes:
+    """The choice of types: the tensors, and their matrices' losses in each type."""
+
+    tensors: Mapping[str, BlockTensor]
+    losses: Errors
+
+    @classmethod
+    def measured(
+        cls,
+        layers: Layers,
+        checkpoint: Checkpoint,
+        rows: torch.Tensor,
+        tensors: Mapping[str, BlockTensor],
+    ) -> TypeMixes:
+        """With losses on a text.
+
+        Args:
+            rows: the text, int64 (B, T).
+        """
+        return cls(tensors=tensors, losses=_losses(layers, checkpoint, rows))
+
+    def at(self, bits: float) -> Chosen:
+        """The types that lose least with at most ``bits`` a weight on average; ValueError if the
+        smallest types take more."""
+        if (found := self._within(int(bits * self.count / 8))) is None:
+            raise ValueError(
+                f"--bits {bits:g} is too few: the smallest types that fit the layers' rows take "
+                f"{8 * self._ends[0] / self.count:.4g} bits a weight; give at least that"
+            )
+        return found
+
+    def fitting(self, missing: Callable[[Mapping[str, str]], PlacementError | None]) -> Chosen:
+        """The types that lose least and fit, within 1/4096 of the bytes between the smallest and
+        the largest types.
+
+        Args:
+            missing: what is missing for these types, by tensor, to fit.
+
+        Raises:
+            PlacementError: not even the smallest fit.
+        """
+        low, high = self._ends
+        if (largest := self._within(high)) and not missing(largest[0]):
+            return largest
+        best, step = self._within(low), max((high - low) // _STEPS, 1)
+        assert best is not None
+        if (error := missing(best[0])) is not None:
+            raise error
+        while high - low > step:
+            middle = (low + high) // 2
+            found = self._within(middle)
+            assert found is not None
+            if missing(found[0]):
+                high = middle
+            else:
+                low, best = middle, found
+        return best
+
+    @property
+    def count(self) -> int:
+        """Number of weights."""
+        return sum(tensor.count for tensor in self.tensors.values())
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """Bytes of the smallest types, and of the largest."""
+        sizes = [[tensor.nbytes(name) for name in tensor.types] for tensor in self.tensors.values()]
+        return sum(map(min, sizes)), sum(map(max, sizes))
+
+    def _within(self, room: int) -> Chosen | None:
+        """The types that lose least within ``room`` bytes; None if none do."""
+        items = []
+        for tensor in self.tensors.values():
+            matrices, types = tensor.matrices, tensor.types
+            lost = [sum(self.losses[matrix][name] for matrix in matrices) for name in types]
+            items.append(Item(np.array([tensor.nbytes(name) for name in types]), np.array(lost)))
+        if room < self._ends[0]:
+            return None
+        found = least_lossy(items, room)
+        assert found is not None, "the least fit"
+        loss = sum(float(item.losses[option]) for item, option in zip(items, found, strict=True))
+        pairs = zip(self.tensors.items(), found, strict=True)
+        return {name: tensor.types[option] for (name, tensor), option in pairs}, loss
 
 
 def blocks_of(

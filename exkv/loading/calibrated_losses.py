@@ -12,7 +12,7 @@ inputs' moments, scales that loss. Embedding and head stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from exkv.weights import GroupFormat
 from exkv.weights.choice import Losses
 from exkv.weights.feedback import rounded_with_factor
 from exkv.weights.hadamard import HADAMARD, NONE, block_of
-from exkv.weights.on_load import AS_STORED, BITS
+from exkv.weights.on_load import AS_STORED, BITS, INTEGERS, shift_of
 from exkv.weights.rounding import Rounded
 
 from .calibration import Found, Rounding, integers_of, put_weight, values_of
@@ -42,7 +42,11 @@ _ROWS = 48
 
 
 def calibrated_losses_of(
-    config: ModelConfig, checkpoint: Checkpoint, rows: torch.Tensor, transform: str = NONE
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    rows: torch.Tensor,
+    transform: str = NONE,
+    integers: Sequence[str] = tuple(BITS),
 ) -> Losses:
     """The losses in each option for a folder of integers; measured once, and stored in the file of
     ``exkv.loading.losses``.
@@ -50,10 +54,11 @@ def calibrated_losses_of(
     Args:
         rows: the text, int64 (B, T), as of ``calibration_rows``.
         transform: of the matrices' inputs, "hadamard" or "none".
+        integers: options beside weights as stored, of ``on_load.INTEGERS``.
     """
-    losses = CalibratedLosses(config, checkpoint, rows, transform)
+    losses = CalibratedLosses(config, checkpoint, rows, transform, integers)
     key = f"rounded {digest(rows.tolist())}{'' if transform == NONE else f' {transform}'}"
-    return kept(losses.model, checkpoint.fingerprint, key, losses.measured)
+    return kept(losses.model, checkpoint.fingerprint, key, losses.measured, integers)
 
 
 class CalibratedLosses(TextLosses):
@@ -72,8 +77,9 @@ class CalibratedLosses(TextLosses):
         checkpoint: Checkpoint,
         rows: torch.Tensor,
         transform: str = NONE,
+        integers: Sequence[str] = tuple(BITS),
     ) -> None:
-        super().__init__(config, checkpoint, rows[-1].tolist())
+        super().__init__(config, checkpoint, rows[-1].tolist(), integers)
         self._transform = transform
         self._hidden = rows[:-1] if len(rows) > 1 else rows
         lengths = Lengths.uniform(len(self._hidden), 0, rows.shape[1])
@@ -95,7 +101,7 @@ class CalibratedLosses(TextLosses):
                 for path, format in formats.items()
             }
         made.module = module
-        sampled = _Sampled(made, formats)
+        sampled = _Sampled(made, formats, self.integers)
         with sampled:
             sampled.records = True
             passed = module(self._hidden, self._rows, NoCacheLayer())
@@ -113,10 +119,10 @@ class CalibratedLosses(TextLosses):
         share = whole / (sum(alone.values()) or 1.0)
         errors = Errors(unit={AS_STORED: 0.0})
         for name, paths in made.spec.classes.items():
-            lost = {o: sum(sampled.errors[path][o] for path in paths) for o in BITS}
+            lost = {o: sum(sampled.errors[path][o] for path in paths) for o in self.integers}
             scale = share * alone[name] / (lost[FOLLOWED] or 1.0)
-            errors.matrices[name] = {AS_STORED: 0.0, **{o: scale * lost[o] for o in BITS}}
-        for option in BITS:
+            errors.matrices[name] = {AS_STORED: 0.0, **{o: scale * lost[o] for o in lost}}
+        for option in self.integers:
             errors.unit[option] = sum(each[option] for each in errors.matrices.values())
         return errors, followed
 
@@ -133,20 +139,27 @@ def _put(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 class _Sampled(Rounding):
     """Rounding that also measures what other options lose on sampled rows of each matrix.
 
+    Args:
+        integers: these options.
+
     Attributes:
         errors: path -> option -> squared error of the whole matrix's outputs, per token.
     """
 
-    def __init__(self, unit: Unit, formats: Mapping[str, GroupFormat]) -> None:
+    def __init__(
+        self, unit: Unit, formats: Mapping[str, GroupFormat], integers: Sequence[str]
+    ) -> None:
         super().__init__(unit, formats)
+        self.integers = integers
         self.errors: dict[str, dict[str, float]] = {}
 
     def round(self, path: str, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
         some = weight[:: max(len(weight) // _ROWS, 1)]
         format = self.formats[path]
         self.errors[path] = {}
-        for option, bits in BITS.items():
-            made = rounded_with_factor(root, some, bits, format.group, format.scale)
+        for option in self.integers:
+            bits, zeros = INTEGERS[option], shift_of(option) == "zero"
+            made = rounded_with_factor(root, some, bits, format.group, format.scale, zeros)
             lost = ((some - made.values(bits)) @ root).square().sum()
             self.errors[path][option] = float(lost) * len(weight) / len(some)
         return super().round(path, root, weight)

@@ -43,8 +43,8 @@ from exkv.weights.hadamard import transformed
 from exkv.weights.on_load import OnLoad
 from exkv.weights.rounding import Rounded
 
-#: Rows of a text that are used, and tokens of a row. With less than one row the demo model comes
-#: out worse than without a text.
+#: Rows of a text that are used if no other number is given, and tokens of a row. With less than
+#: one row the demo model comes out worse than without a text.
 ROWS, TOKENS = 16, 512
 #: Fewest tokens that an expert is rounded for, where the text has as many.
 _OF_EXPERT = 256
@@ -56,19 +56,28 @@ FormatsByPath = Callable[[Unit], Mapping[str, GroupFormat]]
 Found = dict[str, Rounded]
 
 
-def calibration_rows(config: ModelConfig, text: str) -> torch.Tensor:
-    """The text's first tokens, in rows (B, 512): 16, or as many as the text fills.
+def calibration_rows(config: ModelConfig, text: str, rows: int | None = None) -> torch.Tensor:
+    """The text's first tokens, in rows (B, 512).
+
+    Args:
+        rows: number of rows; None for 16, or as many as the text fills.
 
     Raises:
         ValueError: the text is too short.
     """
+    count = ROWS if rows is None else rows
     if config.path is None:
         raise ValueError("a text needs the model's tokenizer, and the config came from no folder")
-    ids = Tokenizer(config.path).encode(text)[: ROWS * TOKENS]
+    ids = Tokenizer(config.path).encode(text)[: count * TOKENS]
     if len(ids) < TOKENS:
         raise ValueError(
             f"the calibration text has {len(ids)} tokens; give a few thousand words, at least "
-            f"{TOKENS} tokens (the first {ROWS * TOKENS:,} are used)"
+            f"{TOKENS} tokens (the first {count * TOKENS:,} are used)"
+        )
+    if rows is not None and len(ids) < count * TOKENS:
+        raise ValueError(
+            f"the calibration text has {len(ids):,} tokens, and {rows} rows of {TOKENS} take "
+            f"{count * TOKENS:,}: give a longer text, or at most {len(ids) // TOKENS} rows"
         )
     return torch.tensor(ids[: len(ids) // TOKENS * TOKENS]).view(-1, TOKENS)
 
@@ -152,7 +161,7 @@ class CalibratedUnits:
         return {
             f"{path}.{name}": tensor
             for path, made in self._found.items()
-            for name, tensor in formats[path].pack(made.codes, made.scale).items()
+            for name, tensor in formats[path].pack(made.codes, made.scale, made.zero).items()
         }
 
     def done(self) -> None:
@@ -243,7 +252,7 @@ class Rounding(contextlib.ExitStack):
         """Round a matrix; its layer continues with the dequantized values."""
         found = self.round(path, root, weight)
         put_weight(linear, values_of(found, self.formats[path]))
-        return Rounded(codes=found.codes.cpu(), scale=found.scale.cpu())
+        return found.cpu()
 
     def put_known(self) -> None:
         """Set matrices that were rounded before to their dequantized values."""
@@ -255,7 +264,7 @@ class Rounding(contextlib.ExitStack):
     def round(self, path: str, root: torch.Tensor, weight: torch.Tensor) -> Rounded:
         """Round a matrix with the root of its inputs' moments."""
         kept = self.formats[path]
-        return rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale)
+        return rounded_with_factor(root, weight, kept.bits, kept.group, kept.scale, kept.zeros)
 
     def _root(self, x: torch.Tensor, block: int) -> torch.Tensor:
         """Root of the moments of inputs x, transformed in blocks of ``block``."""

@@ -11,7 +11,7 @@ from exkv.models import Transformer
 from exkv.models.units import UnitSpec
 from exkv.weights.choice import Losses
 from exkv.weights.expert_groups import by_heat, groups_of
-from exkv.weights.on_load import BITS, OPTIONS
+from exkv.weights.on_load import BITS
 
 from .losses import has_its_own
 
@@ -27,7 +27,7 @@ def with_usage(
     specs = model.specs_kept(next(iter(BITS)))
     matrices = dict(losses.matrices)
     if not matrices and all(map(has_its_own, specs)):
-        whole = {unit for unit, lost in losses.units.items() if len(lost) == len(OPTIONS)}
+        whole = {unit for unit, lost in losses.units.items() if len(lost) > 1}
         whole &= uneven.keys()
         matrices = {s.name: _by_size(s, losses.units[s.name]) for s in specs if s.name in whole}
     apart = {unit: by_heat(matrices[unit], uneven[unit]) for unit in uneven.keys() & matrices}

@@ -39,7 +39,16 @@ from exkv.text import Tokenizer
 from exkv.weights import formats_of
 from exkv.weights.choice import Losses
 from exkv.weights.format import Size
-from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, OnLoad, class_of, with_weights
+from exkv.weights.hadamard import HADAMARD, transformed
+from exkv.weights.on_load import (
+    AS_STORED,
+    BITS,
+    OPTIONS,
+    OnLoad,
+    class_of,
+    leaves_open,
+    with_weights,
+)
 from exkv.weights.rounding import squared_error
 from exkv.weights.settings import EMBEDDING, HEAD
 
@@ -50,7 +59,7 @@ T = TypeVar("T")
 
 FILE = "exkv-losses.json"
 #: Version of the file and of the method of measuring; figures of another one are measured anew.
-_VERSION = 4
+_VERSION = 5
 #: Tokens of a text that are used: their hidden states are in memory once for each unit.
 MOST_TOKENS = 512
 _FEWEST_TOKENS = 32
@@ -77,6 +86,8 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
     with checkpoint:
         ids = None if text is None else ids_of(model.config, text)
         key = "weights" if ids is None else f"text {digest(ids)}"
+        if leaves_open(model.config):
+            key += f" {HADAMARD}"
 
         def measured() -> Losses:
             begin(model, checkpoint)
@@ -112,12 +123,22 @@ def ids_of(config: ModelConfig, text: str) -> list[int]:
     return ids
 
 
-def kept(model: Transformer, fingerprint: str, key: str, measured: Callable[[], Losses]) -> Losses:
+def kept(
+    model: Transformer,
+    fingerprint: str,
+    key: str,
+    measured: Callable[[], Losses],
+    integers: Sequence[str] = tuple(BITS),
+) -> Losses:
     """Read losses by key from the checkpoint's file; if it has none, measure and store them."""
-    units = [unit.name for unit in model.units]
-    return kept_as(
-        model, fingerprint, key, measured, lambda values: _checked(values, units), asdict
-    )
+    units, options = [unit.name for unit in model.units], (AS_STORED, *integers)
+    if options != OPTIONS:
+        key += f" {' '.join(integers)}"
+
+    def checked(values: Mapping[str, Any]) -> Losses:
+        return _checked(values, units, options)
+
+    return kept_as(model, fingerprint, key, measured, checked, asdict)
 
 
 def kept_as(
@@ -175,7 +196,8 @@ def _unit_loss(
         for option, format in _made_of(model, layer, size).items():
             group = format.group, format.scale
             if checkpoint is not None:
-                errors[option] += share * squared_error(rows, format.bits, *group)
+                stored = transformed(rows, format.hadamard)
+                errors[option] += share * squared_error(stored, format.bits, *group)
             else:
                 errors[option] += math.prod(size) * _normal_loss(format.bits, *group)
     if checkpoint is not None:
@@ -266,13 +288,23 @@ def _replaced(module: nn.Module, other: nn.Module, paths: Sequence[str]) -> Iter
 class TextLosses:
     """Runs a text through the units, in each option.
 
+    Args:
+        integers: the options beside weights as stored.
+
     Attributes:
         followed: the option whose output passes through all following units.
     """
 
     followed = _FOLLOWED
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ids: Sequence[int],
+        integers: Sequence[str] = tuple(BITS),
+    ) -> None:
+        self.integers = integers
         self.checkpoint, self.ids = checkpoint, torch.tensor([ids])
         self.model = Transformer(config, dtype=torch.float32)
         self._embedded = torch.empty(0)
@@ -354,7 +386,7 @@ class TextLosses:
         errors = Errors(unit={AS_STORED: 0.0})
         specs = self.model.specs_kept(self.followed)
         classes = specs[unit.index].classes if all(map(has_its_own, specs)) else {}
-        for option in BITS:
+        for option in self.integers:
             made = self.read(unit.index, option)
             found = self.run(made, x)
             errors.unit[option] = relative(found, y)
@@ -385,15 +417,15 @@ def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
 # Kept in a file ---------------------------------------------------------------------------------
 
 
-def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
+def _checked(values: Mapping[str, Any], units: Sequence[str], options: Sequence[str]) -> Losses:
     """Validate figures read from a file; raises ValueError, or Python's own errors for malformed
-    ones, unless they are for these units."""
+    ones, unless they are for these units and options."""
     found = Losses(**{each.name: values[each.name] for each in fields(Losses)})
     matrices = [each for unit in found.matrices.values() for each in unit.values()]
     stays = [AS_STORED]
     tables = [(found.units.keys(), units)]
-    tables += [(each.keys(), OPTIONS) for each in matrices]
-    tables += [(e.keys(), stays if len(e) == 1 else OPTIONS) for e in found.units.values()]
+    tables += [(each.keys(), options) for each in matrices]
+    tables += [(e.keys(), stays if len(e) == 1 else options) for e in found.units.values()]
     for names, expected in tables:
         if set(names) != set(expected):
             raise ValueError(f"it is for {', '.join(map(str, names))}")

@@ -27,7 +27,15 @@ from exkv.weights.choice import Choice, Losses
 from exkv.weights.expert_groups import expert_of, name_among
 from exkv.weights.format import Size
 from exkv.weights.hadamard import HADAMARD, NONE, block_of
-from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, class_of, mixed, options_of
+from exkv.weights.on_load import (
+    AS_STORED,
+    INTEGERS,
+    class_of,
+    mixed,
+    option_of,
+    options_of,
+    shift_of,
+)
 from exkv.weights.settings import stays_float
 
 #: Inputs that share a scale; the second where the first doesn't divide all matrices' inputs.
@@ -35,7 +43,7 @@ GROUPS = (64, 32)
 #: Bits between two points of a curve.
 _STEP = 0.25
 
-#: Unit's name -> one of ``on_load.OPTIONS``, or a mix.
+#: Unit's name -> one of ``on_load.ALL_OPTIONS``, or a mix.
 Kept = Mapping[str, str]
 
 
@@ -62,15 +70,18 @@ class Matrix:
         if option == AS_STORED:
             return None
         return GroupFormat(
-            bits=BITS[option], group=self.group, scale=self.dtype, hadamard=self.hadamard
+            bits=INTEGERS[option],
+            group=self.group,
+            scale=self.dtype,
+            shift=shift_of(option),
+            hadamard=self.hadamard,
         )
 
     def nbytes(self, option: str) -> int:
         """Bytes in the file."""
-        count = self.size[0] * self.size[1]
         if (format := self.format(option)) is None:
-            return count * self.dtype.itemsize
-        return count * format.bits // 8 + count // format.group * format.scale.itemsize
+            return self.size[0] * self.size[1] * self.dtype.itemsize
+        return compressed_tensors.packed_nbytes(format, self.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +180,8 @@ class Layers:
         for layer, matrix in self.matrices.items():
             name = name_of[matrix.unit](class_of(layer), layer)
             assert name is not None, "all matrices have losses"
-            sizes = found.setdefault((matrix.unit, name), dict.fromkeys(OPTIONS, 0))
-            for option in OPTIONS:
+            sizes = found.setdefault((matrix.unit, name), dict.fromkeys(losses.options, 0))
+            for option in sizes:
                 sizes[option] += matrix.nbytes(option)
         return found
 
@@ -178,7 +189,7 @@ class Layers:
         """Bits a weight, on average."""
         formats = self.formats(kept)
         nbytes = sum(
-            each.nbytes(f"int{formats[layer].bits}" if layer in formats else AS_STORED)
+            each.nbytes(option_of(formats[layer]) if layer in formats else AS_STORED)
             for layer, each in self.matrices.items()
         )
         return 8 * nbytes / self.count
@@ -218,17 +229,18 @@ class Mixes:
             ValueError: no mix has so few, or none so many.
         """
         sizes = self.layers.class_sizes(self.losses)
-        ends = [8 * sum(s[o] for s in sizes.values()) / self.layers.count for o in OPTIONS]
+        options = self.losses.options
+        ends = [8 * sum(s[o] for s in sizes.values()) / self.layers.count for o in options]
         if not min(ends) <= bits < ends[0]:
             raise ValueError(
                 f"--bits {bits:g}: with scales the layers' weights take from {min(ends):g} bits "
-                f"({OPTIONS[-1]}) to under {ends[0]:g}, as stored; give a number between these"
+                f"({options[-1]}) to under {ends[0]:g}, as stored; give a number between these"
             )
         chosen = least_lossy(self._items(), int(bits * self.layers.count / 8))
         assert chosen is not None, "the least fit"
         kept: dict[str, dict[str, str]] = {}
         for (unit, name), option in zip(sizes, chosen, strict=True):
-            kept.setdefault(unit, {})[name] = OPTIONS[option]
+            kept.setdefault(unit, {})[name] = options[option]
         return self.layers.alike(AS_STORED) | {unit: mixed(each) for unit, each in kept.items()}
 
     def fitting(self, scenario: Scenario) -> dict[str, str]:
@@ -247,7 +259,8 @@ class Mixes:
         """Points (bits a weight, least loss); between mixes the loss is interpolated linearly."""
         sizes, count = self.layers.class_sizes(self.losses), self.layers.count
         relaxed = Relaxed(self._items())
-        ends = [8 * sum(each[o] for each in sizes.values()) / count for o in (OPTIONS[-1], "int8")]
+        options = self.losses.options[-1], "int8"
+        ends = [8 * sum(each[o] for each in sizes.values()) / count for o in options]
         points = np.arange(ends[0], ends[1] + _STEP / 2, _STEP)
         # One byte more, so that rounding of the product never excludes the smallest mix.
         rooms = points * count / 8 + 1

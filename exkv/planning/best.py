@@ -21,9 +21,9 @@ from itertools import groupby
 import numpy as np
 
 from exkv.errors import PlacementError
-from exkv.weights.choice import Choice, Losses
+from exkv.weights.choice import Choice, Losses, known
 from exkv.weights.expert_groups import is_routed, parsed
-from exkv.weights.on_load import AS_STORED, OPTIONS, mixed, options_of
+from exkv.weights.on_load import ALL_OPTIONS, AS_STORED, OPTIONS, mixed, options_of
 
 from .fitting import fitted
 from .from_disk import allowed, least_on_disk, may_be_left, most_on_disk, with_disk, with_rate
@@ -204,8 +204,8 @@ def unit_options(
     that may be mixed, the bytes of its matrices by class."""
     losses = workload.model.losses()
     assert losses is not None
-    ways = []
-    for option in OPTIONS:
+    ways, options = [], losses.options
+    for option in options:
         there = replace(workload, model=workload.model.chosen(_uniform_choice(losses, option)))
         ways.append((there, there.peaks(scenario.budgets)))
     all_sizes = frozenset().union(*(there.allocated_sizes(peaks) for there, peaks in ways))
@@ -214,7 +214,7 @@ def unit_options(
     for units in zip(*(there.model.units for there, _ in ways), strict=True):
         names = losses.matrices.get(units[0].name, {})
         classes = units[-1].spec.classes_named(names)
-        by_option = {o: u.class_bytes(classes) for o, u in zip(OPTIONS, units, strict=True)}
+        by_option = {o: u.class_bytes(classes) for o, u in zip(options, units, strict=True)}
         sizes.append({name: {o: each[name] for o, each in by_option.items()} for name in names})
     made = [
         [cost for cost in each if (cost.kept or AS_STORED) in losses.units[cost.name]]
@@ -233,11 +233,11 @@ def _mixes(
         losses: class of matrices -> option -> loss.
     """
     alike = {cost.kept: cost for cost in whole}
-    points, options = front([item_of(sizes[name], losses[name]) for name in sizes], _MOST_POINTS)
+    points, found = front([item_of(sizes[name], losses[name]) for name in sizes], _MOST_POINTS)
     rest = whole[0].weights - sum(each[AS_STORED] for each in sizes.values())
     made = []
-    for nbytes, loss, chosen in zip(points.sizes, points.losses, options, strict=True):
-        kept = {name: OPTIONS[option] for name, option in zip(sizes, chosen, strict=True)}
+    for nbytes, loss, chosen in zip(points.sizes, points.losses, found, strict=True):
+        kept = {n: known(losses[n])[option] for n, option in zip(sizes, chosen, strict=True)}
         of = [alike[option] for option in set(kept.values())]
         weights = rest + int(nbytes)
         experts = _expert_bytes(whole[0].experts, sizes, kept)
@@ -278,10 +278,12 @@ def _unread(experts: Sequence[int], chosen: Sequence[float]) -> float:
 
 
 def item_of(sizes: Mapping[str, int], losses: Mapping[str, float]) -> Item:
-    """A class of matrices with all its options, as a knapsack item."""
+    """A class of matrices with all options whose losses are known, in their order, as a knapsack
+    item."""
+    options = known(losses)
     return Item(
-        np.array([sizes[option] for option in OPTIONS]),
-        np.array([losses[option] for option in OPTIONS]),
+        np.array([sizes[option] for option in options]),
+        np.array([losses[option] for option in options]),
     )
 
 
@@ -325,5 +327,5 @@ def _option_range(kept: str) -> str:
     options = options_of(kept)
     if isinstance(options, str):
         return kept
-    places = [OPTIONS.index(option) for option in options.values()]
-    return f"{OPTIONS[max(places)]} to {OPTIONS[min(places)]}"
+    places = [ALL_OPTIONS.index(option) for option in options.values()]
+    return f"{ALL_OPTIONS[max(places)]} to {ALL_OPTIONS[min(places)]}"

@@ -14,7 +14,7 @@ from exkv.models import Transformer, Unit
 from exkv.models.adapters import Adapter
 from exkv.models.units import quantized_anew
 from exkv.weights.choice import Choice, Losses
-from exkv.weights.on_load import METHOD, with_weights
+from exkv.weights.on_load import BEST, METHOD, with_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,12 +75,12 @@ class ModelShape:
 
     @property
     def on_load(self) -> str | None:
-        """What float weights become on load, one of ``exkv.weights.on_load.BITS``; None where they
-        stay, are stored otherwise, or differ from unit to unit."""
+        """What float weights become on load, one of ``exkv.weights.on_load.INTEGERS``; None where
+        they stay, are stored otherwise, or differ from unit to unit."""
         quantization = self.config.quantization or {}
         weights = quantization.get("weights")
         on_load = quantization.get("quant_method") == METHOD and isinstance(weights, str)
-        return weights if on_load else None
+        return weights if on_load and weights != BEST else None
 
     def quantized(self, weights: str) -> ModelShape:
         """With float weights quantized to integers on load."""

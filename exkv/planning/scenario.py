@@ -21,7 +21,7 @@ from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 from exkv.models.units import staging_bytes
 from exkv.sizes import human
-from exkv.weights.on_load import BITS
+from exkv.weights.on_load import BITS, INTEGERS
 
 from .ledgers import plan_where
 from .model import ModelShape
@@ -511,8 +511,8 @@ class Scenario:
 
     def with_weights(self, weights: str) -> Scenario | None:
         """With the weights of every model that has floats in its checkpoint quantized to integers,
-        one of ``exkv.weights.on_load.BITS``; None if there is no such model, or the bits of one are
-        being chosen."""
+        one of ``exkv.weights.on_load.INTEGERS``; None if there is no such model, or the bits of one
+        are being chosen."""
         models = [workload.model for workload in self.workloads]
         floats = [not model.config.quantization or model.on_load is not None for model in models]
         if not any(floats) or any(model.choice for model in models):
@@ -562,8 +562,8 @@ class Scenario:
         """Formats with fewer bits than the weights have now that they may get on load, most bits
         first; at least 4, since fewer cost too much without a calibration text."""
         now = [workload.model.on_load for workload in self.workloads]
-        known = [name for name, bits in BITS.items() if bits >= 4]
-        return [name for name in known if not any(n and BITS[name] >= BITS[n] for n in now)]
+        known = ((name, bits) for name, bits in BITS.items() if bits >= 4)
+        return [name for name, bits in known if not any(n and bits >= INTEGERS[n] for n in now)]
 
     def with_reserve(self, most: int) -> Scenario:
         """With reserves lowered to at most this."""

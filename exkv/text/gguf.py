@@ -27,10 +27,10 @@ from .vocabulary import (
     named_errors,
 )
 
-_KEY = "tokenizer.ggml."
-_TEMPLATE = "tokenizer.chat_template"
+KEY = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
 #: Names in tokenizer_config.json -> those of the metadata.
-_NAMED = {
+NAMED = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
@@ -39,7 +39,7 @@ _NAMED = {
     "cls_token": "cls",
 }
 #: Values of token_type, as in sentencepiece.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,14 @@ class PreTokenizer:
     ignore_merges: bool = False
     add_bos: bool = False
     nfc: bool = False
+
+    def splitter(self) -> Any:
+        """The library's pre-tokenizer, whose pieces are of characters that stand for bytes."""
+        from tokenizers import Regex
+        from tokenizers import pre_tokenizers as pre
+
+        cuts = [pre.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        return pre.Sequence([*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -131,7 +139,7 @@ _LING = (
 _RUNS = "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2")) + r"|\s"
 
 #: Pre-tokenizers, and their names in ``tokenizer.ggml.pre`` (llama.cpp's src/llama-vocab.cpp).
-_RULES = (
+RULES = (
     (
         PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
         "default",
@@ -186,7 +194,7 @@ _RULES = (
     (PreTokenizer(patterns=(_digits("{1,3}").removesuffix(r"|\s+(?!\S)|\s+") + _RUNS,)), "jais-2"),
 )
 #: Name -> rule.
-PRE_TOKENIZERS = {name: rule for rule, names in _RULES for name in names.split()}
+PRE_TOKENIZERS = {name: rule for rule, names in RULES for name in names.split()}
 
 
 def read_gguf_tokenizer(file: Path) -> tuple[Settings, Vocabulary, dict[str, ChatTemplate]]:
@@ -201,14 +209,14 @@ def read_gguf_tokenizer(file: Path) -> tuple[Settings, Vocabulary, dict[str, Cha
     words = _TokenTable(file, contents.metadata)
     kinds: dict[Any, Callable[[_TokenTable, Settings], Vocabulary]]
     kinds = {"llama": _sentencepiece, "gpt2": _byte_level, "gemma4": _of_characters}
-    kind = contents.metadata.get(f"{_KEY}model")
+    kind = contents.metadata.get(f"{KEY}model")
     if not isinstance(kind, str) or kind not in kinds:
         raise words.bad("model", f"exkv knows {', '.join(kinds)}")
     rows = contents.tensors.get("token_embd.weight")
     vocab_size = len(words.tokens) if rows is None else rows.tensor.shape[0]
     if vocab_size < len(words.tokens):
         raise ValueError(
-            f"{file}: {_KEY}tokens has {len(words.tokens)} tokens, but the model {vocab_size}: "
+            f"{file}: {KEY}tokens has {len(words.tokens)} tokens, but the model {vocab_size}: "
             "convert it again"
         )
     settings = _settings(words, kind, vocab_size)
@@ -230,15 +238,15 @@ class _TokenTable:
         if not self.tokens:
             raise self.bad("tokens", "a tokenizer needs tokens")
         self.types = self._beside("token_type", int) or [1] * len(self.tokens)
-        if not all(0 < type <= _BYTE for type in self.types):
-            raise ValueError(f"{file}: {_KEY}token_type has numbers outside of 1 to {_BYTE}")
+        if not all(0 < type <= BYTE for type in self.types):
+            raise ValueError(f"{file}: {KEY}token_type has numbers outside of 1 to {BYTE}")
 
     def bad(self, key: str, needed: str) -> ValueError:
-        value = quoted(self.metadata.get(_KEY + key))
-        return ValueError(f"{self.file}: {_KEY}{key} is {value}; {needed}")
+        value = quoted(self.metadata.get(KEY + key))
+        return ValueError(f"{self.file}: {KEY}{key} is {value}; {needed}")
 
     def get(self, key: str) -> Any:
-        return self.metadata.get(_KEY + key)
+        return self.metadata.get(KEY + key)
 
     def flag(self, key: str) -> bool | None:
         value = self.get(key)
@@ -266,7 +274,7 @@ class _TokenTable:
             left, _, right = merge.partition(" ")
             if not left or not right:
                 raise ValueError(
-                    f"{self.file}: {_KEY}merges[{index}] is {quoted(merge)}, which isn't a pair"
+                    f"{self.file}: {KEY}merges[{index}] is {quoted(merge)}, which isn't a pair"
                 )
             yield left, right
 
@@ -286,14 +294,14 @@ class _TokenTable:
         value = self._list(key, kind)
         if len(value) != len(self.tokens):
             raise ValueError(
-                f"{self.file}: {_KEY}{key} has {len(value)} entries, but there are "
+                f"{self.file}: {KEY}{key} has {len(value)} entries, but there are "
                 f"{len(self.tokens)} tokens: convert the model again"
             )
         return value
 
 
 def _settings(words: _TokenTable, kind: str, vocab_size: int) -> Settings:
-    ids = {name: words.named(key) for name, key in _NAMED.items()}
+    ids = {name: words.named(key) for name, key in NAMED.items()}
     pre = PRE_TOKENIZERS.get(words.get("pre") or "default")
     add_bos = words.flag("add_bos_token")
     if add_bos is None:
@@ -317,8 +325,8 @@ def _settings(words: _TokenTable, kind: str, vocab_size: int) -> Settings:
 def _templates(file: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, ChatTemplate]]:
     """The chat template as "default", and others by name."""
     for key, value in metadata.items():
-        name = "default" if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
-        if name == key or not key.startswith(_TEMPLATE):
+        name = "default" if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}.")
+        if name == key or not key.startswith(TEMPLATE):
             continue
         if not isinstance(value, str):
             raise ValueError(f"{file}: {key} must be a text, not {quoted(value)}")
@@ -329,17 +337,14 @@ def _templates(file: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, C
 
 
 def _byte_level(words: _TokenTable, settings: Settings) -> Vocabulary:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers as pre
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     rule = _rule(words)
     merges = list(words.merges())
     with named_errors(words.file, "cannot be read as a tokenizer"):
         bpe = models.BPE(_ids(words), merges, ignore_merges=rule.ignore_merges)
         tokenizer = Tokenizer(bpe)
-        cuts = [pre.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
-        bytes_ = pre.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytes_])
+        tokenizer.pre_tokenizer = rule.splitter()
         tokenizer.normalizer = normalizers.NFC() if rule.nfc else None
         tokenizer.decoder = decoders.ByteLevel()
         return _with_added(tokenizer, words, settings)
@@ -390,7 +395,7 @@ def _ids(words: _TokenTable) -> dict[str, int]:
     if len(ids) < len(spelt):
         index = next(i for i, token in enumerate(spelt) if ids[token] != i)
         raise ValueError(
-            f"{words.file}: {_KEY}tokens has {quoted(spelt[index])} twice, as {index} and "
+            f"{words.file}: {KEY}tokens has {quoted(spelt[index])} twice, as {index} and "
             f"{ids[spelt[index]]}: convert the model again"
         )
     return ids
@@ -400,9 +405,9 @@ def _added(words: _TokenTable) -> Iterator[Any]:
     """Tokens that are matched literally in a text."""
     from tokenizers import AddedToken
 
-    for token in filter(None, words.of_type(_CONTROL, _UNKNOWN)):
+    for token in filter(None, words.of_type(CONTROL, UNKNOWN)):
         yield AddedToken(token, special=True, normalized=False)
-    for token in filter(None, words.of_type(_USER_DEFINED)):
+    for token in filter(None, words.of_type(USER_DEFINED)):
         yield AddedToken(token, special=False, normalized=False)
 
 
@@ -428,7 +433,7 @@ def _model_proto(words: _TokenTable) -> bytes:
         _field(1, _field(1, token.encode()) + _float(2, score) + _number(3, type))
         for token, score, type in zip(words.tokens, scores, _piece_types(words), strict=True)
     )
-    trainer = _number(3, 2) + _number(35, int(_BYTE in words.types))
+    trainer = _number(3, 2) + _number(35, int(BYTE in words.types))
     for number, key in ((40, "unknown"), (41, "bos"), (42, "eos"), (43, "padding")):
         token = words.named(key)
         if token is not None:
@@ -442,11 +447,11 @@ def _piece_types(words: _TokenTable) -> list[int]:
     Others, with which some files pad a vocabulary, become unused tokens."""
     types = list(words.types)
     unknown = words.named("unknown")
-    if unknown is None and _UNKNOWN in types:
-        unknown = types.index(_UNKNOWN)
-    types = [_UNUSED if type == _UNKNOWN else type for type in types]
+    if unknown is None and UNKNOWN in types:
+        unknown = types.index(UNKNOWN)
+    types = [UNUSED if type == UNKNOWN else type for type in types]
     if unknown is not None:
-        types[unknown] = _UNKNOWN
+        types[unknown] = UNKNOWN
     return types
 
 

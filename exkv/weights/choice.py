@@ -10,10 +10,10 @@ unit's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from .on_load import options_of
+from .on_load import ALL_OPTIONS, options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +21,18 @@ class Losses:
     """Losses of all options.
 
     Attributes:
-        units: name of a unit -> one of ``on_load.OPTIONS`` -> loss, 0 for weights as stored.
+        units: name of a unit -> one of ``on_load.ALL_OPTIONS`` -> loss, 0 for weights as stored.
         matrices: name of a unit -> class of its matrices -> option -> loss, for units that may be
             mixed; the losses add up to those of ``units``.
     """
 
     units: Mapping[str, Mapping[str, float]]
     matrices: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options whose losses are known, in the order of ``on_load.ALL_OPTIONS``."""
+        return known(set().union(*self.units.values()))
 
     def of(self, unit: str, kept: str) -> float:
         """Loss of a unit in one of the options, or in a mix."""
@@ -37,12 +42,17 @@ class Losses:
         return sum(self.matrices[unit][name][option] for name, option in options.items())
 
 
+def known(options: Collection[str]) -> tuple[str, ...]:
+    """These options in the order of ``on_load.ALL_OPTIONS``."""
+    return tuple(option for option in ALL_OPTIONS if option in options)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """A choice for every unit.
 
     Attributes:
-        kept: name of a unit -> one of ``on_load.OPTIONS``, or a mix.
+        kept: name of a unit -> one of ``on_load.ALL_OPTIONS``, or a mix.
         loss: name of a unit -> its loss.
         gap: upper bound on the share of the total loss that another choice could save.
     """

@@ -153,20 +153,33 @@ class CompressedFormat(GroupFormat):
 
 def stored_as_packed(values: Rounded, bits: int) -> dict[str, torch.Tensor]:
     """Encode integers as ``pack-quantized`` stores them."""
-    return {
+    made = {
         "weight_packed": pack(values.codes, bits),
         "weight_scale": values.scale,
         "weight_shape": torch.tensor(values.codes.shape),
     }
+    if values.zero is not None:
+        made["weight_zero_point"] = pack(values.zero.T.contiguous(), bits).T.contiguous()
+    return made
+
+
+def packed_nbytes(format: GroupFormat, size: Size) -> int:
+    """Bytes of codes, scales and zero points in the file."""
+    (outputs, inputs), groups = size, format.groups.count(size[1])
+    count = outputs * words_of(inputs, format.bits)
+    count += groups * words_of(outputs, format.bits) if format.zeros else 0
+    return 4 * count + outputs * groups * format.scale.itemsize
 
 
 def rounded_of_packed(
     stored: Mapping[str, torch.Tensor], layer: str, format: GroupFormat
 ) -> Rounded:
     """Inverse of :func:`stored_as_packed`, for one layer among these tensors."""
-    inputs = int(stored[f"{layer}.weight_shape"][1])
-    codes = unpack(stored[f"{layer}.weight_packed"], format.bits, inputs)
-    return Rounded(codes=codes, scale=stored[f"{layer}.weight_scale"])
+    outputs, inputs = stored[f"{layer}.weight_shape"].tolist()
+    codes, zero = unpack(stored[f"{layer}.weight_packed"], format.bits, inputs), None
+    if format.zeros:
+        zero = unpack(stored[f"{layer}.weight_zero_point"].T, format.bits, outputs).T
+    return Rounded(codes=codes, scale=stored[f"{layer}.weight_scale"], zero=zero)
 
 
 def settings_of_packed(
@@ -175,19 +188,21 @@ def settings_of_packed(
     """The quantization_config of a checkpoint with linear layers in these formats; None if all are
     floats.
 
-    It has no zero points: transformers 5.18 with compressed-tensors 0.20 can't read packed ones.
+    transformers 5.24 with compressed-tensors 0.20 reads zero points only where it dequantizes all
+    weights as it loads them, and then takes one group of settings for all.
 
     Args:
         formats: name of a layer -> its format.
         ignore: layers that are floats.
     """
-    groups: dict[tuple[int, int], list[str]] = {}
+    groups: dict[tuple[int, int, bool], list[str]] = {}
     for layer, format in formats.items():
-        groups.setdefault((format.bits, format.group), []).append(layer)
+        groups.setdefault((format.bits, format.group, format.zeros), []).append(layer)
     if not groups:
         return None
     names, alone = {*formats, *ignore}, len(groups) == 1
-    weights = {"type": "int", "symmetric": True, "strategy": "group", "dynamic": False}
+    weights = {"type": "int", "strategy": "group", "dynamic": False}
+    whole = alone and any(format.zeros for format in formats.values())
     return {
         "quant_method": "compressed-tensors",
         "format": PACKED,
@@ -195,10 +210,16 @@ def settings_of_packed(
         "config_groups": {
             f"group_{place}": {
                 "targets": ["Linear"] if alone else patterns_of(layers, names - {*layers}),
-                "weights": {**weights, "num_bits": bits, "group_size": group},
+                "weights": {
+                    **weights,
+                    "symmetric": not zeros,
+                    "num_bits": bits,
+                    "group_size": group,
+                },
             }
-            for place, ((bits, group), layers) in enumerate(sorted(groups.items()))
+            for place, ((bits, group, zeros), layers) in enumerate(sorted(groups.items()))
         },
+        **({"dequantize": True} if whole else {}),
         "ignore": ignore,
         **transform_settings({name: format.hadamard for name, format in formats.items()}, ignore),
     }

@@ -13,10 +13,11 @@ its least squares fit to its codes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .rounding import SHARES, Rounded
+from .rounding import Rounded, Zero, candidates
 
 #: Share of the mean squared input that is added to every input's own, for directions that are rare
 #: in the text; and how often it is increased tenfold at most, if float32 needs more.
@@ -26,7 +27,12 @@ _COLUMNS, _ROWS = 16, 4096
 
 
 def rounded_for(
-    moments: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
+    moments: torch.Tensor,
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    zeros: bool = False,
 ) -> Rounded:
     """Round a matrix (out, in) of floats to ``bits`` bits, for inputs with these moments.
 
@@ -34,11 +40,12 @@ def rounded_for(
         moments: E[x x^T], fp32 (in, in).
         group: inputs that share a scale; a divisor of their number.
         dtype: dtype of the scales.
+        zeros: whether groups have zero points.
 
     Raises:
         ValueError: the moments are not finite, or not positive semidefinite.
     """
-    return rounded_with_factor(cholesky_factor(moments), weight, bits, group, dtype)
+    return rounded_with_factor(cholesky_factor(moments), weight, bits, group, dtype, zeros)
 
 
 def cholesky_factor(moments: torch.Tensor) -> torch.Tensor:
@@ -77,63 +84,85 @@ def compensated(
 
 
 def rounded_with_factor(
-    root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
+    root: torch.Tensor,
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    zeros: bool = False,
 ) -> Rounded:
     """:func:`rounded_for` by the factor R of the moments, which matrices of the same inputs
     share."""
-    return Rounded.joined(_rows(root, rows, bits, group, dtype) for rows in weight.split(_ROWS))
+    rows = weight.split(_ROWS)
+    return Rounded.joined(_rows(root, each, bits, group, dtype, zeros) for each in rows)
 
 
 def _rows(
-    root: torch.Tensor, weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype
+    root: torch.Tensor,
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+    with_zeros: bool,
 ) -> Rounded:
     """Round some rows. Inputs come first here, so that a column of the matrix is contiguous."""
     wide = weight.float().T.contiguous()
-    errors, half = torch.empty_like(wide), 1 << bits - 1
+    errors = torch.empty_like(wide)
     codes, scales = torch.empty_like(wide, dtype=torch.uint8), []
+    zeros: list[Any] = []
     for begin in range(0, len(wide), group):
         own = slice(begin, begin + group)
         carried = root[:begin, own].T @ errors[:begin]
         within = root[own, own]
         target = torch.linalg.solve_triangular(within.T, carried, upper=False).add_(wide[own])
-        made = _group(target, within, half, dtype)
+        made = _group(target, within, bits, dtype, with_zeros)
         torch.sub(wide[own], made.codes * made.scale, out=errors[own])
-        codes[own] = made.codes.add_(half)
+        codes[own] = made.codes.add_(made.zero)
         scales.append(made.scale.to(dtype))
-    return Rounded(codes=codes.T.contiguous(), scale=torch.stack(scales, 1))
+        zeros.append(made.zero)
+    return Rounded(
+        codes=codes.T.contiguous(),
+        scale=torch.stack(scales, 1),
+        zero=torch.stack(zeros, 1).to(torch.uint8) if with_zeros else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """A rounded group: codes, signed fp32 (group, out); scale and squared error, fp32 (out,)."""
+    """A rounded group: codes less zero points, fp32 (group, out); scale, zero and squared error,
+    fp32 (out,)."""
 
     codes: torch.Tensor
     scale: torch.Tensor
+    zero: Zero
     error: torch.Tensor
 
 
-def _group(target: torch.Tensor, root: torch.Tensor, half: int, dtype: torch.dtype) -> _Made:
+def _group(
+    target: torch.Tensor, root: torch.Tensor, bits: int, dtype: torch.dtype, with_zeros: bool
+) -> _Made:
     """Round the columns of a group.
 
     Args:
         target: (group, out), their weights, compensated for the groups before.
         root: the group's part of R.
     """
-    largest = target.gather(0, target.abs().argmax(0, keepdim=True))
-    shares = torch.tensor(SHARES, device=target.device).unsqueeze(1)
-    tried = torch.cat([largest * (shares / -half), largest.abs() * (shares / (half - 0.5))])
-    best = _least(_with_feedback(target, root, tried.to(dtype).float(), half))
+    scales, zeros = zip(*candidates(target, 0, bits, with_zeros), strict=True)
+    scale, zero = torch.cat(scales).to(dtype).float(), torch.cat(zeros) if with_zeros else zeros[0]
+    best = _least(_with_feedback(target, root, scale, zero, bits))
     made, goal = root.T @ best.codes, root.T @ target
     fitted = (made * goal).sum(0) / made.square().sum(0).clamp_(min=1e-30)
-    other = _with_feedback(target, root, fitted.to(dtype).float().unsqueeze(0), half)
-    return _least(_both(best, other))
+    fitted = fitted.to(dtype).float().unsqueeze(0)
+    return _least(_both(best, _with_feedback(target, root, fitted, best.zero, bits)))
 
 
 def _with_feedback(
-    target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, half: int
+    target: torch.Tensor, root: torch.Tensor, scale: torch.Tensor, zero: Zero, bits: int
 ) -> _Made:
-    """All candidates (C, out) -> codes (group, C, out), scale and error (C, out)."""
+    """All candidates (C, out) -> codes (group, C, out), scale, zero and error (C, out)."""
     scale = torch.where((scale != 0) & scale.isfinite(), scale, torch.ones_like(scale))
+    low: Any = -zero
+    high = low + (1 << bits) - 1
     unit, squares = root / root.diagonal(), root.diagonal().square()
     shape = (len(target), *scale.shape)
     codes, errors = (
@@ -150,27 +179,33 @@ def _with_feedback(
             if column > first:
                 before = errors[first:column].flatten(1).T
                 goal.view(-1).addmv_(before, unit[first:column, column])
-            code = torch.div(goal, scale, out=codes[column]).round_().clamp_(-half, half - 1)
+            code = torch.div(goal, scale, out=codes[column]).round_().clamp_(low, high)
             lost.add_(goal.addcmul_(code, scale, value=-1).square_().mul_(squares[column]))
             torch.addcmul(target[column], code, scale, value=-1, out=errors[column])
-    return _Made(codes=codes, scale=scale, error=lost)
+    return _Made(codes=codes, scale=scale, zero=zero, error=lost)
 
 
 def _least(found: _Made) -> _Made:
     """The candidate with the least error for each output."""
     best = found.error.argmin(0, keepdim=True)
     index = best.unsqueeze(0).expand(len(found.codes), -1, -1)
+    zero = found.zero
     return _Made(
         codes=found.codes.gather(1, index).squeeze(1),
         scale=found.scale.gather(0, best).squeeze(0),
+        zero=zero if isinstance(zero, int) else zero.gather(0, best).squeeze(0),
         error=found.error.gather(0, best).squeeze(0),
     )
 
 
 def _both(best: _Made, other: _Made) -> _Made:
     """Join a result and other candidates."""
+    zero = best.zero
+    if isinstance(zero, torch.Tensor):
+        zero = zero.expand(len(other.scale) + 1, -1)
     return _Made(
         codes=torch.cat([best.codes.unsqueeze(1), other.codes], 1),
         scale=torch.cat([best.scale.unsqueeze(0), other.scale]),
+        zero=zero,
         error=torch.cat([best.error.unsqueeze(0), other.error]),
     )

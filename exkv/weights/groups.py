@@ -84,6 +84,11 @@ class GroupFormat(WeightFormat):
             )
 
     @property
+    def zeros(self) -> bool:
+        """Whether groups have zero points."""
+        return self.shift == "zero"
+
+    @property
     def groups(self) -> Groups:
         """The layout as the ops take it."""
         return Groups(self.bits, self.group, _SHIFTS[self.shift], int(self.ordered))

@@ -3,7 +3,8 @@
 The config is that of the float checkpoint with a quantization of its own, which no file needs to
 state: ``{"quant_method": "on_load", "weights": "int4"}``; see :func:`with_weights`.
 
-The layers' matrices become integers of 8 to 3 bits in groups of 64, by ``rounding``. The projection
+The layers' matrices become integers of 8 to 2 bits in groups of 64, by ``rounding``; under names
+that end in ``-asym``, each group has a zero point. The projection
 to logits, which every token reads whole and whose errors reach the output directly, has 8 bits, and
 so does an embedding table that is tied to it. An untied table, and one of per-layer embeddings,
 stays: each token reads only one of its rows. Norms, biases and the routers of experts, which are
@@ -15,7 +16,8 @@ mix, ``"mlp.down_proj int5, self_attn.q_proj int4, ..."``, which names all class
 those of one projection, for experts of all in the layer (:func:`class_of`) or of groups of them
 (``expert_groups``).
 
-With ``"transform": "hadamard"`` beside ``weights``, matrices and their inputs go through the
+With ``"transform": "hadamard"`` beside ``weights``, also while ``"weights": "best"`` leaves them as
+they are stored until a plan has chosen, matrices and their inputs go through the
 Hadamard transform (``hadamard.py``), in the largest blocks that fit.
 """
 
@@ -45,12 +47,17 @@ from .rounding import rounded
 from .settings import EMBEDDING, HEAD, OF_LAYERS, ROUTERS, stays_float
 
 METHOD = "on_load"
-#: Values of ``weights`` -> bits of the layers' matrices.
-BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3}
+#: Values of ``weights`` without zero points -> bits of the layers' matrices.
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4, "int3": 3, "int2": 2}
+#: Suffix of those with a zero point for each group.
+_ASYMMETRIC = "-asym"
+#: All of them, the least lossy first.
+INTEGERS = {o: bits for name, bits in BITS.items() for o in (f"{name}{_ASYMMETRIC}", name)}
 #: The option that leaves a unit's weights unquantized.
 AS_STORED = "as stored"
-#: All options for a unit's weights, the least lossy first.
-OPTIONS = (AS_STORED, *BITS)
+#: All options for a unit's weights, the least lossy first; and those without zero points, between
+#: which plans choose unless they are told otherwise.
+ALL_OPTIONS, OPTIONS = (AS_STORED, *INTEGERS), (AS_STORED, *BITS)
 #: The value of ``weights`` with which a plan chooses the units' bits.
 BEST = "best"
 _OF_HEAD = "int8"
@@ -74,8 +81,8 @@ class OnLoad(GroupFormat):
         weight = stored["weight"]
         check_finite("weights", weight)
         weight = transformed(weight.float(), self.hadamard) if self.hadamard else weight
-        made = rounded(weight, self.bits, self.group, self.scale)
-        return self.pack(made.codes, made.scale)
+        made = rounded(weight, self.bits, self.group, self.scale, self.zeros)
+        return self.pack(made.codes, made.scale, made.zero)
 
 
 def with_weights(
@@ -84,8 +91,8 @@ def with_weights(
     """The config with its float weights quantized on load.
 
     Args:
-        weights: one of ``BITS``; or a mapping from every unit to one of ``OPTIONS`` or a mix; None
-            to leave them as stored; ``BEST`` to leave them so until a plan has chosen.
+        weights: one of ``INTEGERS``; or a mapping from every unit to one of ``ALL_OPTIONS`` or a
+            mix; None to leave them as stored; ``BEST`` to leave them so until a plan has chosen.
         transform: "hadamard" to transform quantized matrices; None or "none" not to.
 
     Raises:
@@ -93,34 +100,45 @@ def with_weights(
     """
     if transform not in (None, NONE, HADAMARD):
         raise ValueError(f"transform is {transform!r}; it must be {HADAMARD}, {NONE}, or None")
-    if transform == HADAMARD and weights in (None, BEST):
+    if transform == HADAMARD and weights is None:
         raise ValueError(
-            f"transform is {HADAMARD!r}, which needs integers, and weights is {weights!r}: take "
-            f"one of {', '.join(BITS)}, or write the model by exkv quantize --transform {HADAMARD}"
+            f"transform is {HADAMARD!r}, which needs integers, and weights is None: take one of "
+            f"{', '.join(BITS)}, {BEST}, or write the model by exkv quantize --transform {HADAMARD}"
         )
     if weights is None:
         return config
-    if isinstance(weights, str) and weights not in (*BITS, BEST):
+    if isinstance(weights, str) and weights not in (*INTEGERS, BEST):
         raise ValueError(
-            f"weights is {weights!r}; it must be one of {', '.join(BITS)}, {BEST}, or None"
+            f"weights is {weights!r}; it must be one of {', '.join(BITS)}, these with "
+            f"{_ASYMMETRIC} behind them, {BEST}, or None"
         )
-    if config.quantization is not None:
+    if leaves_open(config):
+        assert config.quantization is not None
+        transform = config.quantization["transform"]
+    elif config.quantization is not None:
         method = config.quantization.get("quant_method")
         raise ValueError(
             f"{config.path or 'the config'} is quantized already ({method}), and weights is "
             f"{weights!r}; leave weights out, or take the model's unquantized version"
         )
-    if weights == BEST:
-        return config
-    settings = {"quant_method": METHOD, "weights": weights}
-    if transform not in (None, NONE):
-        settings["transform"] = transform
+    if transform in (None, NONE):
+        settings = None if weights == BEST else {"quant_method": METHOD, "weights": weights}
+    else:
+        settings = {"quant_method": METHOD, "weights": weights, "transform": transform}
     return replace(config, quantization=settings)
+
+
+def leaves_open(config: ModelConfig) -> bool:
+    """Whether the config only has a transform, for bits that a plan chooses."""
+    settings = config.quantization or {}
+    return settings.get("quant_method") == METHOD and settings.get("weights") == BEST
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     """The format of every layer."""
     assert config.quantization is not None
+    if leaves_open(config):
+        return lambda layer, size: FLOATS[dtype]
     facts = facts_of(config)
     kept_as = _kept_as(config, facts)
     transforms = config.quantization.get("transform") == HADAMARD
@@ -130,7 +148,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         if not has_groups or (kept := kept_as(layer)) == AS_STORED:
             return FLOATS[dtype]
         is_table = layer in (facts.table, facts.head)
-        return _format(BITS[kept], size, transforms and not is_table)
+        return _format(kept, size, transforms and not is_table)
 
     return format_of
 
@@ -162,10 +180,10 @@ def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
             return kept[found]
 
         return of_layer
-    if weights not in BITS:
+    if weights not in INTEGERS:
         raise ValueError(
             f"{config.path or 'the config'}: weights of quantization_config is {weights!r}; it "
-            f"must be one of {', '.join(BITS)}"
+            f"must be one of {', '.join(INTEGERS)}"
         )
     ends = {facts.table: AS_STORED, facts.head: _OF_HEAD}
     return lambda layer: ends.get(layer, weights)
@@ -198,7 +216,7 @@ def class_of(layer: str) -> str:
 
 
 def mixed(kept: Mapping[str, str]) -> str:
-    """Name of a mix from classes of matrices to ``OPTIONS``; just the option if all are equal."""
+    """Name of a mix from classes of matrices to options; just the option if all are equal."""
     options = set(kept.values())
     if len(options) == 1:
         return options.pop()
@@ -207,13 +225,14 @@ def mixed(kept: Mapping[str, str]) -> str:
 
 def options_of(kept: str) -> str | dict[str, str]:
     """Inverse of :func:`mixed`; ValueError for any other name."""
-    if kept in OPTIONS:
+    if kept in ALL_OPTIONS:
         return kept
     parts = [part.partition(" ") for part in kept.split(", ")]
     found = {name: option for name, _, option in parts}
-    if len(found) < len(parts) or not set(OPTIONS).issuperset(found.values()):
+    if len(found) < len(parts) or not set(ALL_OPTIONS).issuperset(found.values()):
         raise ValueError(
-            f"{quoted(kept)}; known are {', '.join(OPTIONS)}, or a mix with one for each projection"
+            f"{quoted(kept)}; known are {', '.join(OPTIONS)}, integers with {_ASYMMETRIC} behind "
+            "them, or a mix with one of these for each projection"
         )
     return found
 
@@ -234,9 +253,27 @@ def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
 
 
 @lru_cache
-def _format(bits: int, size: Size, transforms: bool) -> WeightFormat:
+def _format(option: str, size: Size, transforms: bool) -> WeightFormat:
     """The format with the largest group that fits the inputs."""
     inputs = size[1]
     group = CHUNK if inputs % _GROUP else _GROUP
     block = block_of(inputs) if transforms else 0
-    return register(OnLoad(bits=bits, group=group, scale=torch.float16, hadamard=block))
+    return register(
+        OnLoad(
+            bits=INTEGERS[option],
+            group=group,
+            scale=torch.float16,
+            shift=shift_of(option),
+            hadamard=block,
+        )
+    )
+
+
+def shift_of(option: str) -> str:
+    """``GroupFormat.shift`` of integers."""
+    return "zero" if option.endswith(_ASYMMETRIC) else "symmetric"
+
+
+def option_of(format: GroupFormat) -> str:
+    """The name of integers like these."""
+    return f"int{format.bits}{_ASYMMETRIC if format.zeros else ''}"

@@ -56,7 +56,7 @@ from exkv.checkpoint.gguf.contents import find_gguf
 from exkv.checkpoint.gguf.tensors import GGUFCheckpoint, names_by_tensor
 from exkv.cli.quantize_gguf import block_tensors
 from exkv.devices import CPU
-from exkv.loading.block_mixes import blocks_of, chosen_types
+from exkv.loading.block_mixes import TypeMixes, blocks_of
 from exkv.loading.calibrated_losses import CalibratedLosses
 from exkv.loading.calibration import put_weight, rounded_units
 from exkv.loading.calibration import values_of as rounded_values
@@ -427,7 +427,7 @@ def _gguf(subject: Subject, bits: float) -> Made:
     assert isinstance(checkpoint, GGUFCheckpoint)
     tensors = block_tensors(GGUFContents(path), checkpoint, subject.layers)
     rows = subject.calibration
-    types, loss = chosen_types(subject.layers, checkpoint, rows, tensors, bits)
+    types, loss = TypeMixes.measured(subject.layers, checkpoint, rows, tensors).at(bits)
     of_matrix = {m: types[name] for name, tensor in tensors.items() for m in tensor.matrices}
     values: dict[str, Tensor] = {}
     for found in blocks_of(subject.config, checkpoint, rows, of_matrix):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from adapters import linears_of, merged, write_adapter
 from on_cpu import on_cpu
-from packers.gguf import rewrite
+from packers.gguf import gguf, rewrite
 from packers.llama_cpp import Converter
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
@@ -43,6 +43,7 @@ from transformers import PreTrainedModel
 from exkv import Cache, Model, ModelConfig, Tokenizer
 from exkv.checkpoint import CheckpointError, GGUFContents, open_checkpoint
 from exkv.checkpoint.families import FAMILIES
+from exkv.loading import gguf_floats
 from exkv.loading.calibration import rounded_units
 from exkv.loading.report import LINES
 from exkv.weights.groups import GroupFormat
@@ -558,3 +559,37 @@ def test_contiguous_pieces_stay_mapped(tmp_path, convert):
     ):
         with open_checkpoint(tmp_path / file) as checkpoint:
             assert checkpoint.mapping(name) is not None
+
+
+#: What it states beside: what llama.cpp takes to be so without it.
+DEFAULTS = {"rope.scaling.type": "none", "attention.sliding_window": 0}
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("name", gguf_floats.WRITTEN)
+def test_files_of_folders_have_its_tensors_and_metadata(name, convert, tmp_path, monkeypatch):
+    """By the ``gguf`` package; tokenizers are compared in ``test_gguf_tokenizer.py``."""
+    theirs = saved(name, tmp_path / "model")
+    ends = theirs.config.eos_token_id
+    words = {"tokenizer.ggml.tokens": list(map(str, range(320)))}
+    words |= {"tokenizer.ggml.eos_token_id": ends} if isinstance(ends, int) else {}
+    monkeypatch.setattr(gguf_floats, "tokenizer_metadata", lambda *_: words)
+    monkeypatch.setattr(gguf_floats, "check_same", lambda *_: None)
+    config = ModelConfig.from_pretrained(tmp_path / "model")
+    with open_checkpoint(tmp_path / "model") as checkpoint:
+        gguf_floats.write_gguf_floats(config, checkpoint, tmp_path / "ours.gguf")
+    convert(tmp_path / "model", tmp_path / "theirs.gguf")
+    ours, expected = (gguf.GGUFReader(tmp_path / f"{each}.gguf") for each in ("ours", "theirs"))
+    tensors, wanted = ({t.name: t.data for t in each.tensors} for each in (ours, expected))
+    assert tensors.keys() == wanted.keys()
+    for key, values in wanted.items():
+        assert values.shape == tensors[key].shape, key
+        assert abs(values - tensors[key]).max() <= 1e-6, key
+    prefix = f"{expected.fields['general.architecture'].contents()}."
+    for key, field in expected.fields.items():
+        if key.startswith(prefix):
+            found, value = ours.fields.get(key), field.contents()
+            if found is None:
+                assert value == DEFAULTS[key.removeprefix(prefix)], key
+            else:
+                assert found.contents() == value, key

@@ -8,11 +8,16 @@ from pathlib import Path
 import golden
 import pytest
 import sentencepiece
+import tokenizers
+import transformers
 from tiny import save_tokenizer
 from tokenizers import pre_tokenizers
 
 from exkv import Tokenizer
+from exkv.checkpoint import GGUFContents
+from exkv.checkpoint.gguf.writing import write_empty
 from exkv.text.gguf import PRE_TOKENIZERS
+from exkv.text.gguf_words import check_same, tokenizer_metadata
 
 gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
 
@@ -240,3 +245,68 @@ def test_other_vocabularies_of_llama_cpp_are_refused():
     for name, kind in REFUSED.items():
         with pytest.raises(ValueError, match=f"model is '{kind}'; exkv knows llama, gpt2, gemma4"):
             Tokenizer(golden.FOLDER / f"{name}.gguf")
+
+
+# Written from a folder --------------------------------------------------------------------------
+
+
+def written(folder: Path, file: Path, vocab_size: int) -> Path:
+    metadata = tokenizer_metadata(folder, vocab_size)
+    write_empty(file, {"general.architecture": "llama", **metadata}, {})
+    return file
+
+
+@pytest.mark.parametrize(("kind", "pre"), [("GPT2Tokenizer", "gpt-2"), ("Qwen2Tokenizer", "qwen2")])
+def test_byte_level_tokenizers_of_folders_are_written(kind, pre, tmp_path):
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    lines = [*TEXTS, "cafe\u0301 12345 we'LL go, they've gone!!\n\n  \u4f60\u597d"] * 9
+    bpe.train_from_iterator(lines, vocab_size=300, show_progress=False, special_tokens=["<end>"])
+    bpe.save_model(str(tmp_path))
+    files = {"vocab": str(tmp_path / "vocab.json"), "merges": str(tmp_path / "merges.txt")}
+    named = {"eos_token": "<end>", "unk_token": "<end>", "chat_template": CHAT}
+    theirs = getattr(transformers, kind)(**files, **named)
+    theirs.save_pretrained(tmp_path / "folder")
+    size = len(theirs) + 3
+    file = written(tmp_path / "folder", tmp_path / "m.gguf", size)
+    check_same(tmp_path / "folder", file)
+    fields = GGUFContents(file).metadata
+    assert fields["tokenizer.ggml.pre"] == pre and len(fields["tokenizer.ggml.tokens"]) == size
+    found = Tokenizer(file)
+    for text in (*lines, f"{lines[-1]}<end>{TEXTS[0]}"):
+        assert found.encode(text) == theirs.encode(text), text
+    assert found.eos_ids[0] == theirs.eos_token_id  # beside ends that are known by their spelling
+    assert found.chat_templates["default"].source == CHAT
+    reader = gguf.GGUFReader(file)
+    assert reader.fields["tokenizer.ggml.tokens"].contents()[-1] == f"[PAD{size - 1}]"
+
+
+def test_pieces_of_folders_are_written_unless_their_text_is_normalized(tmp_path):
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    for name, options in (("plain", plain), ("changed", {})):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_tokenizer(folder, user_defined_symbols=["<tool>"], **options)
+        file = written(folder, tmp_path / f"{name}.gguf", 330)
+        if options:
+            check_same(folder, file)
+            theirs = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+            for text in (*TEXTS, "where <tool>is it"):
+                assert Tokenizer(file).encode(text, add_bos=False) == theirs.encode(text)
+            continue
+        with pytest.raises(ValueError, match="other tokens.*convert_hf_to_gguf.py"):
+            check_same(folder, file)
+
+
+def test_tokenizers_of_other_kinds_are_refused(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    words.decoder = tokenizers.decoders.Sequence(parts)
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="byte-level BPE or the BPE of sentencepiece"):
+        tokenizer_metadata(tmp_path, 2)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Digits()
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="as none of the pre-tokenizers"):
+        tokenizer_metadata(tmp_path, 2)

@@ -33,31 +33,38 @@ def output_error(made: Rounded, bits: int, x: torch.Tensor) -> float:
     return float(lost.square().sum() / (x @ WEIGHT.T).square().sum())
 
 
-def by_the_inverse(moments: torch.Tensor, scale: torch.Tensor, bits: int, group: int):
-    """Codes by Frantar et al.'s algorithm 1 in doubles, for given scales: columns after the rounded
-    one are changed by the Cholesky factor of the inverse."""
+def by_the_inverse(moments: torch.Tensor, made: Rounded, bits: int, group: int):
+    """Codes by Frantar et al.'s algorithm 1 in doubles, for given scales and zero points: columns
+    after the rounded one are changed by the Cholesky factor of the inverse."""
     damped = moments.double()
     damped = damped + DAMPING * damped.diagonal().mean() * torch.eye(INPUTS)
     factor = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
-    left, codes, half = WEIGHT.double().clone(), torch.empty(OUTPUTS, INPUTS), 1 << bits - 1
+    left, codes = WEIGHT.double().clone(), torch.empty(OUTPUTS, INPUTS)
+    zeros = torch.full_like(made.scale, 1 << bits - 1) if made.zero is None else made.zero
     for column in range(INPUTS):
-        step = scale[:, column // group].double()
-        code = (left[:, column] / step).round().clamp(-half, half - 1)
-        codes[:, column] = code + half
+        step, zero = (each[:, column // group].double() for each in (made.scale, zeros))
+        code = (left[:, column] / step).round().clamp(-zero, (1 << bits) - 1 - zero)
+        codes[:, column] = code + zero
         error = (left[:, column] - code * step) / factor[column, column]
         left[:, column:] -= error.unsqueeze(1) * factor[column, column:]
     return codes
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "scale"),
-    [(4, 64, torch.float16), (8, 32, torch.bfloat16), (5, 32, torch.float32)],
+    ("bits", "group", "scale", "zeros"),
+    [
+        (4, 64, torch.float16, False),
+        (8, 32, torch.bfloat16, False),
+        (5, 32, torch.float32, False),
+        (3, 64, torch.float16, True),
+    ],
 )
-def test_the_codes_are_those_of_the_algorithm_with_an_inverse_in_doubles(bits, group, scale):
+def test_the_codes_are_those_of_the_algorithm_with_an_inverse_in_doubles(bits, group, scale, zeros):
     moments = moments_of(TEXT)
-    made = rounded_for(moments, WEIGHT, bits, group, scale)
+    made = rounded_for(moments, WEIGHT, bits, group, scale, zeros)
+    assert (made.zero is not None) == zeros
     assert made.scale.dtype == scale and made.scale.shape == (OUTPUTS, INPUTS // group)
-    expected = by_the_inverse(moments, made.scale, bits, group)
+    expected = by_the_inverse(moments, made, bits, group)
     assert (made.codes == expected).float().mean() > 0.998  # the others were near half a step
 
 

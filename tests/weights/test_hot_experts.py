@@ -106,6 +106,7 @@ def on_devices(folder: str) -> dict:
     model._losses = None
     alike = place(model, cache, "sim:0", cpu=host)
     seen["alike"] = [unit.name for unit in alike.units if "[" in (unit.kept or "")]
+    sim.set_capacity(0, whole.total - whole.weights * 92 // 100)
     try:
         place(model, cache, "sim:0", cpu=host // 10)
     except PlacementError as error:

@@ -63,7 +63,9 @@ def bits_of(out: Path) -> float:
         for name, tensor in tensors.items():
             layer = name.rpartition(".")[0]
             if name.endswith("_packed"):
-                nbytes += tensor.nbytes + tensors[f"{layer}.weight_scale"].nbytes
+                beside = ("scale", "zero_point")
+                parts = [tensors.get(f"{layer}.weight_{each}") for each in beside]
+                nbytes += tensor.nbytes + sum(each.nbytes for each in parts if each is not None)
                 count += int(tensors[f"{layer}.weight_shape"].prod())
             elif name.endswith("proj.weight"):
                 nbytes, count = nbytes + tensor.nbytes, count + tensor.numel()
@@ -77,7 +79,7 @@ def test_mix_has_the_requested_bits_and_its_loss(mix):
     options = [each for unit in report["matrices"].values() for each in unit.values()]
     assert len(options) == 21 and len(set(options)) > 1 and set(options) <= set(OPTIONS)
     bits, losses = zip(*((each["bits"], each["loss"]) for each in report["curve"]), strict=True)
-    assert bits[0] == pytest.approx(3.5, abs=1e-3) and bits[-1] == pytest.approx(8.5, abs=1e-3)
+    assert bits[0] == pytest.approx(2.5, abs=1e-3) and bits[-1] == pytest.approx(8.5, abs=1e-3)
     assert list(losses) == sorted(losses, reverse=True) and losses[-1] > 0
     before = max(loss for b, loss in zip(bits, losses, strict=True) if b >= report["bits"])
     assert before <= report["loss"] <= losses[0]
@@ -94,6 +96,38 @@ def test_transformers_answers_as_exkv_does(mix):
         theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         expected = theirs(ids).logits
     assert (model.forward(ids) - expected).abs().max() <= 2e-3 * expected.abs().max()
+
+
+def test_zero_points_are_chosen_where_they_lose_less_and_the_package_reads_them(
+    folder, text, mix, tmp_path
+):
+    """transformers' own model, each linear layer dequantized by the package by the group that the
+    package finds for it: transformers would take one group for all."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors.base").BaseCompressor
+    out = tmp_path / "out"
+    report = written(folder, text, out, "--bits", "4.8", "--zero-points", "-r", "2")
+    assert 4.6 < bits_of(out) <= 4.8 and report["bits"] == pytest.approx(bits_of(out))
+    options = {each for unit in report["matrices"].values() for each in unit.values()}
+    assert any(each.endswith("-asym") for each in options) and len(options) > 1
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = quantization.QuantizationConfig(**settings)
+    quantization.apply_quantization_config(theirs, config, run_compressed=False)
+    compressor = compressors.get_value_from_registry(settings["format"])
+    with Checkpoint(out) as checkpoint:
+        stored = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    for name, module in theirs.named_modules():
+        if f"{name}.weight_packed" in stored:
+            parts = {n.rpartition(".")[2]: t for n, t in stored.items() if n.startswith(f"{name}.")}
+            parts["weight_scale"] = parts["weight_scale"].float()
+            module.weight.data = compressor.decompress(parts, module.quantization_scheme)["weight"]
+            module.quantization_enabled = False
+    model, ids = Model(out, dtype=torch.float32), torch.arange(3, 23).view(1, 20)
+    model.load(devices=["cpu"])
+    with torch.no_grad():
+        expected = theirs.float()(ids).logits
+    assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("bits", PLANES)
@@ -294,13 +328,16 @@ def test_invalid_requests_are_refused(folder, text, tmp_path, capsys):
     given = [str(folder), str(tmp_path / "out")]
     by_text = [*given, "--calibration", str(text)]
     for arguments, said in (
-        ([*by_text, "--bits", "3.2"], "from 3.5 bits (int3) to under 16"),
-        ([*by_text, "--bits", "16"], "from 3.5 bits (int3) to under 16"),
+        ([*by_text, "--bits", "2.2"], "from 2.5 bits (int2) to under 16"),
+        ([*by_text, "--bits", "16"], "from 2.5 bits (int2) to under 16"),
         ([*by_text, "--bits", "nan"], "--bits nan"),
         ([*given, "--bits", "4.25"], "--bits chooses by what fewer bits cost on a text"),
         ([*given, "--fit", "1G"], "--fit chooses by what fewer bits cost on a text"),
         ([*by_text, "--bits", "4.25", "--cache", "fp16"], "--cache is for --fit"),
         ([*given, "--weights", "int4", "--max-seq-len", "64"], "--max-seq-len is for --fit"),
+        ([*given, "--weights", "int4", "-r", "2"], "--calibration-rows is for --calibration"),
+        ([*by_text, "--bits", "4", "-r", "99"], "99 rows of 512 take 50,688: give a longer text"),
+        ([*by_text, "--weights", "int4", "--zero-points"], "--zero-points is for --bits and --fit"),
     ):
         assert main(["quantize", *arguments]) == 2
         assert said in capsys.readouterr().err

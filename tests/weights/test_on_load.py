@@ -74,6 +74,9 @@ def answers(model: Model) -> torch.Tensor:
         ("tied", "int4", "hadamard"),
         ("fused", "int5", "hadamard"),
         ("experts", "int4", "hadamard"),
+        ("llama", "int2", "none"),
+        ("tied", "int5-asym", "none"),
+        ("experts", "int3-asym", "hadamard"),
     ],
 )
 def test_loaded_integers_match_the_dequantized_model(folders, tmp_path, name, weights, transform):
@@ -179,14 +182,13 @@ def test_searched_scales_beat_rounding_to_nearest():
 
 
 def test_invalid_weights_are_refused(folders, tmp_path):
-    with pytest.raises(
-        ValueError, match="'int2'; it must be one of int8, int6, int5, int4, int3, best, or None"
-    ):
-        Model(folders["tied"], weights="int2")
+    known = "int8, int6, int5, int4, int3, int2, these with -asym behind them, best, or None"
+    with pytest.raises(ValueError, match=f"'int7'; it must be one of {known}"):
+        Model(folders["tied"], weights="int7")
     with pytest.raises(ValueError, match="'rotation'; it must be hadamard, none, or None"):
         Model(folders["tied"], weights="int4", transform="rotation")
-    with pytest.raises(ValueError, match="needs integers, and weights is 'best'"):
-        Model(folders["tied"], weights="best", transform="hadamard")
+    with pytest.raises(ValueError, match="needs integers, and weights is None"):
+        Model(folders["tied"], transform="hadamard")
     quantized = with_weights(ModelConfig.from_pretrained(folders["tied"]), "int8")
     with pytest.raises(ValueError, match=r"is quantized already \(on_load\).*leave weights out"):
         Model(quantized, weights="int4")

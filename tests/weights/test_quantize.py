@@ -31,11 +31,11 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["int4", "int8"])
+@pytest.fixture(scope="module", params=["int4", "int8", "int3-asym"])
 def quantized(request, folder, tmp_path_factory) -> tuple[Path, int]:
     out = tmp_path_factory.mktemp("out") / request.param
     assert main(["quantize", str(folder), str(out), "--weights", request.param]) == 0
-    return out, int(request.param[3:])
+    return out, int(request.param[3])
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,18 +56,19 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_package_reads_the_values_that_exkv_reads(quantized):
+def test_the_package_reads_the_values_that_exkv_rounds_to_and_reads(folder, quantized):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     theirs = pytest.importorskip("compressed_tensors.compressors").BaseCompressor
     out, _ = quantized
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     config = quantization.QuantizationConfig(**settings)
-    tensors, found = tensors_of(out), dequantized(out)
+    tensors, found, floats = tensors_of(out), dequantized(out), tensors_of(folder)
     (scheme,) = config.config_groups.values()
+    bits, group = scheme.weights.num_bits, scheme.weights.group_size
     for layer, values in found.items():
         parts = {
             part: tensors[f"{layer}.{part}"]
-            for part in ("weight_packed", "weight_scale", "weight_shape")
+            for part in ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
             if f"{layer}.{part}" in tensors
         }
         if not parts:
@@ -75,13 +76,17 @@ def test_the_package_reads_the_values_that_exkv_reads(quantized):
             continue
         compressor = theirs.get_value_from_registry(settings["format"])
         assert torch.equal(compressor.decompress(parts, scheme)["weight"], values), layer
+        kind = parts["weight_scale"].dtype, not scheme.weights.symmetric
+        expected = ours(floats[f"{layer}.weight"], bits, group, *kind).values(bits)
+        assert torch.equal(values, expected), layer
 
 
-def test_transformers_answers_as_exkv_does(tmp_path):
+@pytest.mark.parametrize("weights", ["int4", "int2", "int4-asym", "int5-asym"])
+def test_transformers_answers_as_exkv_does(tmp_path, weights):
     pytest.importorskip("compressed_tensors")
     save(reference(llama(num_hidden_layers=1)), tmp_path / "floats")
     out = tmp_path / "out"
-    assert main(["quantize", str(tmp_path / "floats"), str(out), "--weights", "int4"]) == 0
+    assert main(["quantize", str(tmp_path / "floats"), str(out), "--weights", weights]) == 0
     model, ids = Model(out), torch.arange(3, 23).view(1, 20)
     model.load(devices=["cpu"])
     with torch.no_grad():
@@ -194,9 +199,22 @@ def test_no_group_is_worse_than_rounded_to_the_nearest_and_all_together_are_bett
 def test_constant_groups_are_exact():
     weight = torch.zeros(3, 64)
     weight[1, 32:], weight[2, 5] = -3, 7
-    made = ours(weight, 4, 32, torch.float32)
-    found = (made.codes.float() - 8) * made.scale.repeat_interleave(32, 1)
-    assert torch.allclose(found, weight)
+    for zeros in (False, True):
+        assert torch.allclose(ours(weight, 4, 32, torch.float32, zeros).values(4), weight)
+
+
+def test_zero_points_lose_no_more_in_any_group_and_less_where_ranges_are_uneven():
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(1))
+    weight[:, :128] += 2
+    for bits, share in ((2, 0.7), (4, 0.5), (8, 0.5)):
+        plain, made = (ours(weight, bits, 64, torch.float16, zeros) for zeros in (False, True))
+        lost, less = (
+            (each.values(bits) - weight).square().unflatten(1, (-1, 64)).sum(-1)
+            for each in (plain, made)
+        )
+        assert (less <= 1.05 * lost).all()  # refitted from another start
+        assert less[:, :2].sum() < share * lost[:, :2].sum()
+        assert int(made.codes.max()) < 1 << bits and int(made.zero.max()) < 1 << bits
 
 
 def test_invalid_sources_are_refused_and_leave_no_file(folder, quantized, tmp_path, capsys):

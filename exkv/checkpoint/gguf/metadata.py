@@ -19,7 +19,7 @@ from .tensors import ROPE_TENSORS, layers_of, packed_types
 logger = logging.getLogger(__name__)
 
 #: Metadata under the architecture's name -> key of config.json.
-_KEYS = {
+KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -43,11 +43,11 @@ _KEYS = {
     "interleave_moe_layer_step": "decoder_sparse_step",
 }
 #: Settings of mixtures of experts.
-_OF_EXPERTS = frozenset(key for own, key in _KEYS.items() if "expert" in own) | {
+_OF_EXPERTS = frozenset(key for own, key in KEYS.items() if "expert" in own) | {
     *("first_k_dense_replace", "decoder_sparse_step")
 }
 #: Required metadata, without defaults.
-_NEEDED = tuple(_KEYS)[:5]
+_NEEDED = tuple(KEYS)[:5]
 #: Tokens that end an answer in known models, whatever the metadata says.
 _ENDS = frozenset(
     [
@@ -77,7 +77,7 @@ def config_values(contents: GGUFContents) -> dict[str, Any]:
     if missing:
         lacking = ", ".join(f"{contents.architecture}.{key}" for key in missing)
         raise ValueError(f"the metadata lacks {lacking}")
-    keys = {**_KEYS, **gguf.metadata}
+    keys = {**KEYS, **gguf.metadata}
     values = {key: _plain(contents.own(own)) for own, key in keys.items() if _has(contents, own)}
     unknown = _OF_EXPERTS - _settings(family)
     values = {key: value for key, value in values.items() if key not in unknown}
@@ -248,7 +248,7 @@ def _scaling(contents: GGUFContents) -> dict[str, Any]:
     kind = contents.own("rope.scaling.type")
     if kind is None and contents.own("rope.scale_linear") is not None:
         return {"rope_type": "linear", "factor": _plain(contents.own("rope.scale_linear"))}
-    stated = {key: _plain(contents.own(f"rope.scaling.{key}")) for key in _SCALING}
+    stated = {key: _plain(contents.own(f"rope.scaling.{key}")) for key in SCALING}
     if long is not None or short is not None:
         return {
             "rope_type": "longrope",
@@ -267,14 +267,14 @@ def _scaling(contents: GGUFContents) -> dict[str, Any]:
             f"{contents.architecture}.rope.scaling.type {kind!r}{beside} is not supported; exkv "
             f"knows none, linear, yarn"
         )
-    scaling = {key: stated[own] for own, key in _SCALING.items() if stated[own] is not None}
+    scaling = {key: stated[own] for own, key in SCALING.items() if stated[own] is not None}
     if kind == "linear":
         return {"rope_type": "linear", "factor": scaling.get("factor")}
     return {**scaling, "rope_type": "yarn"}
 
 
 #: Metadata under rope.scaling -> key of config.json's rope_scaling.
-_SCALING = {
+SCALING = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "attn_factor": "attn_factor",

@@ -8,7 +8,7 @@ architecture, as part of its ``Family``; ``tensors.py`` follows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 
 from ..value_checks import is_int
 
-_ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -181,9 +181,18 @@ class GGUFFamily:
             found = self._in_layer(part)
             return {f"model.layers.{int(layer)}.{own}": rows for own, rows in found.items()}
         if match := _ENDING.fullmatch(name):
-            known = {**_ENDS, **self.ends}.get(match[1])
+            known = {**ENDS, **self.ends}.get(match[1])
             return {} if known is None else {f"{known}.{match[2]}": None}
         return {}
+
+    def file_names(self, layers: int) -> Iterator[str]:
+        """All names of tensors that a file of so many layers may have, those that this architecture
+        names itself before the usual ones; fused and old ones aside."""
+        parts = dict.fromkeys([*self.rows, *self.names, *LAYER])
+        stems = [*dict.fromkeys([*self.ends, *ENDS])]
+        stems += [f"blk.{layer}.{part}" for layer in range(layers) for part in parts]
+        for stem in stems:
+            yield from (stem,) if _ENDING.fullmatch(stem) else (f"{stem}.weight", f"{stem}.bias")
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A tensor's shape in a checkpoint, from its name and shape in the file."""
@@ -215,7 +224,7 @@ class GGUFFamily:
         stem, kind = match.groups()
         if stem in self.rows:
             return {f"{own}.{kind}": rows for own, rows in self.rows[stem].items()}
-        names = {**_LAYER, **self.names}
+        names = {**LAYER, **self.names}
         known = names.get(stem)
         if known is None and stem in _FUSED:
             return {

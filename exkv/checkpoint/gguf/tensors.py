@@ -108,9 +108,14 @@ class GGUFCheckpoint(Checkpoint):
         """The file's rows that a tensor consists of, and the index among them of each of its own
         (None: in order); None if its numbers differ from the file's."""
         made = self._made.get(name)
-        if made is None:
-            return self.info(name), None
-        return None if made.restore or made.value is not None else (made.whole, made.order)
+        if made is not None and (made.restore or made.value is not None):
+            return None
+        return self.place(name)
+
+    def place(self, name: str) -> tuple[TensorInfo, torch.Tensor | None]:
+        """:meth:`rows_in_file`, also if the numbers differ."""
+        made = self._made.get(name)
+        return (self.info(name), None) if made is None else (made.whole, made.order)
 
     def mapping(self, name: str) -> object | None:
         return None if name in self._made else super().mapping(name)

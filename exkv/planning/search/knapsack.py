@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+#: How far above the relaxation the first bound lies, as a share of it.
+_FIRST_GAP = 4e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -133,7 +136,8 @@ def least_lossy(items: Sequence[Item], room: int) -> list[int] | None:
     relaxed = Relaxed(items)
     least = float(relaxed.least(0, room))
     most = float(sum(item.losses.max() for item in items))
-    gap = max((item.losses.max() for item in items), default=0.0) / 1024
+    largest = float(max((item.losses.max() for item in items), default=0.0))
+    gap = least * _FIRST_GAP if 0 < least < np.inf else largest / 1024
     while least <= most:
         bound = min(least + gap, most)
         if (found := _within(items, relaxed, room, bound)) is not None:
