@@ -14,7 +14,7 @@ first (Llama).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from exkv import sim
 from exkv.devices import rounded
 from exkv.ops.attention import AttentionParams
 from exkv.weights import Size, WeightFormat
@@ -270,7 +271,8 @@ class ExpertsBlock:
     """A mixture of experts, plus a shared one that all tokens take, or None; its output is
     multiplied by the sigmoid of a gate's, if there is one. ``router`` has what ``route_experts``
     takes after the logits, which ``gate`` makes, and their ``correction``, float32 (experts,). The
-    gate may be in float32, and then computes logits in it."""
+    gate may be in float32, and then computes logits in it. Those ``on_host`` are in host memory
+    while all else is on a card."""
 
     router: tuple[int | bool | float, ...]
     gate: Projection
@@ -278,11 +280,14 @@ class ExpertsBlock:
     experts: tuple[GatedBlock, ...]
     shared: GatedBlock | None = None
     shared_gate: Projection | None = None
+    on_host: tuple[int, ...] = ()
 
     @property
     def projections(self) -> list[Projection]:
-        """The router's gate; gate, up and down of each expert, the shared one last; its gate."""
-        blocks = (*self.experts, *filter(None, (self.shared,)))
+        """The router's gate; gate, up and down of each expert but those on the host, the shared one
+        last; its gate."""
+        here = (each for i, each in enumerate(self.experts) if i not in self.on_host)
+        blocks = (*here, *filter(None, (self.shared,)))
         parts = [part for each in blocks for part in (each.gate, each.up, each.down)]
         return [self.gate, *parts, *filter(None, (self.shared_gate,))]
 
@@ -406,6 +411,24 @@ def parameters_in(value: object) -> Iterator[Tensor | Weight]:
     elif is_dataclass(value):
         for each in fields(value):
             yield from parameters_in(getattr(value, each.name))
+
+
+def native_matrices(*weights: Weight) -> tuple[list[Tensor], list[int]]:
+    """Tensors and layouts, as the ops of bound runs take them."""
+    tensors = [weight.tensors[name] for weight in weights for name in weight.format.names]
+    layouts = [weight.format.native(weight.size) or () for weight in weights]
+    return tensors, [number for layout in layouts for number in layout]
+
+
+def is_usable(value: Weight | Tensor, *dtypes: torch.dtype, devices: Sequence[str]) -> bool:
+    """Whether it is in the memory of such a device and has one of these dtypes, or its format
+    computes in any."""
+    if isinstance(value, Weight):
+        tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
+    else:
+        tensors, computes_in = [value], value.dtype
+    placed = (each.device.type in devices and each.is_contiguous() for each in tensors)
+    return computes_in in (None, *dtypes) and all(placed) and not any(map(sim.is_dry, tensors))
 
 
 def _methods_of(kind: type) -> dict[str, object]:

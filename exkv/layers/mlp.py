@@ -254,6 +254,16 @@ class Experts(MLP):
         found = cast(list[Expert], [self.experts[expert] for expert in chosen])
         return [(expert.w1, expert.w3, expert.w2) for expert in found]
 
+    def describe_experts(self) -> tuple[GatedBlock, ...]:
+        """Gate, up and down of each expert.
+
+        Raises:
+            NotDescribed: one has none, or computes something else.
+        """
+        if not self.has_op:
+            raise NotDescribed(f"experts of {type(self).__name__}")
+        return tuple(_gated(map(describe, each), self.act) for each in self.matrices())
+
     def formats(self) -> list[WeightFormat]:
         """Distinct formats of all experts' matrices."""
         found = self.__dict__.get("_formats")
@@ -393,17 +403,16 @@ def _separate(mlp: GatedMLP) -> GatedBlock:
 def _experts(mlp: Experts) -> ExpertsBlock:
     if mlp.router.tolerance is not None:
         raise NotDescribed("experts by SparseMixer")
-    if mlp.on_host:
-        raise NotDescribed("experts in host memory")
-    if mlp.from_disk:
+    if mlp.from_disk and not mlp.on_host:
         raise NotDescribed("experts that are read from disk")
-    if mlp.counts is not None:
+    if mlp.counts is not None and not mlp.on_host:
         raise NotDescribed("experts that are counted")
     return ExpertsBlock(
         router=mlp.router.numbers,
         gate=describe(mlp.gate),
         correction=None if mlp.correction is None else parameter(mlp, "correction"),
-        experts=tuple(_gated(map(describe, each), mlp.act) for each in mlp.matrices()),
+        experts=mlp.describe_experts(),
+        on_host=tuple(sorted(mlp.on_host)),
     )
 
 

@@ -136,14 +136,6 @@ def test_logits_that_are_no_numbers_end_nothing(folders):
     assert runs == [len(model.units)] * 3
 
 
-def test_a_unit_whose_experts_lie_on_the_host_is_left_out(folders):
-    model = loaded(folders["MixtralForCausalLM"])
-    model.units[3].host_experts = frozenset({1})
-    with bound_runs() as runs:
-        model.forward(IDS[:1, :3], CACHES["fp16"](model, 64))
-    assert runs == [3, len(model.units) - 4]
-
-
 # What is asked for ----------------------------------------------------------------------------
 
 
@@ -220,6 +212,9 @@ def test_experts_that_do_not_fit_are_refused(folders):
     refused("3 of 2 groups of equal size", router=(*whole["router"][:4], 2, 3, 2, 1.0))
     refused("groups of 2 experts are judged by 3", router=(*whole["router"][:4], 2, 1, 3, 1.0))
     refused("act is relu", act="relu")
+    for elsewhere in ([2, 1], [1, 1], [4], [-1]):
+        refused("must be some of 4, in ascending order", router=(*whole["router"], elsewhere))
+    refused("three of each of 2 experts", router=(*whole["router"], [1, 3]))
     refused("router is Half and the run Float", weights=[whole["weights"][0].half(),
                                                          *whole["weights"][1:]])  # fmt: skip
 
