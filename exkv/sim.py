@@ -35,6 +35,7 @@ __all__ = [
     "enable_from_env",
     "enabled",
     "fail_allocation",
+    "host_view",
     "is_dry",
     "lifetime_errors",
     "mirror_ops",
@@ -266,6 +267,14 @@ def is_dry(tensor: torch.Tensor) -> bool:
     if not enabled() or tensor.device.type != "sim":
         return False
     return simulator.load().is_dry(tensor.untyped_storage()._cdata)
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor on a simulated device as a tensor of the CPU, for native code; other
+    tensors as they are."""
+    if tensor.device.type != "sim":
+        return tensor
+    return torch.ops.exkv_sim.host_view(tensor)
 
 
 def _register_backend(rules: Rules | None) -> None:

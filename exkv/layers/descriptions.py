@@ -14,7 +14,7 @@ first (Llama).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from exkv import sim
 from exkv.devices import rounded
 from exkv.ops.attention import AttentionParams
 from exkv.weights import Size, WeightFormat
@@ -337,6 +338,7 @@ class ExpertsBlock:
     Attributes:
         weighs_inputs: whether a token's weight multiplies an expert's input, not its output.
         before, behind: projections of what experts get, and of their sum; None for neither.
+        on_host: experts in host memory while all else is on a card.
     """
 
     router: tuple[int | bool | float, ...]
@@ -348,12 +350,14 @@ class ExpertsBlock:
     weighs_inputs: bool = False
     before: Projection | None = None
     behind: Projection | None = None
+    on_host: tuple[int, ...] = ()
 
     @property
     def projections(self) -> list[Projection]:
-        """The router's gate; the projections of each expert, the shared one last; its gate; those
-        before and behind experts."""
-        blocks = self.experts if self.shared is None else (*self.experts, self.shared)
+        """The router's gate; the projections of each expert but those on the host, the shared one
+        last; its gate; those before and behind experts."""
+        here = (each for i, each in enumerate(self.experts) if i not in self.on_host)
+        blocks = (*here, *filter(None, (self.shared,)))
         parts = [part for each in blocks for part in each.projections]
         others = (self.shared_gate, self.before, self.behind)
         return [self.gate, *parts, *filter(None, others)]
@@ -479,6 +483,24 @@ def parameters_in(value: object) -> Iterator[Tensor | Weight]:
     elif is_dataclass(value):
         for each in fields(value):
             yield from parameters_in(getattr(value, each.name))
+
+
+def native_matrices(*weights: Weight) -> tuple[list[Tensor], list[int]]:
+    """Tensors and layouts, as the ops of bound runs take them."""
+    tensors = [weight.tensors[name] for weight in weights for name in weight.format.names]
+    layouts = [weight.format.native(weight.size) or () for weight in weights]
+    return tensors, [number for layout in layouts for number in layout]
+
+
+def is_usable(value: Weight | Tensor, *dtypes: torch.dtype, devices: Sequence[str]) -> bool:
+    """Whether it is in the memory of such a device and has one of these dtypes, or its format
+    computes in any."""
+    if isinstance(value, Weight):
+        tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
+    else:
+        tensors, computes_in = [value], value.dtype
+    placed = (each.device.type in devices and each.is_contiguous() for each in tensors)
+    return computes_in in (None, *dtypes) and all(placed) and not any(map(sim.is_dry, tensors))
 
 
 def _methods_of(kind: type) -> dict[str, object]:

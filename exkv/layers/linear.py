@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv.epochs import WatchedDict, advance
 from exkv.weights import Size, WeightFormat, products
@@ -17,6 +18,13 @@ from exkv.weights.floats import FLOATS
 def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialised parameter on the current default device; the loader fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def is_watched() -> bool:
+    """Whether a hook, mode or compiler must see every module or op."""
+    if has_global_hooks() or torch.compiler.is_compiling():
+        return True
+    return _get_current_dispatch_mode() is not None
 
 
 class PlainModule(nn.Module):

@@ -254,6 +254,16 @@ class Experts(MLP):
         found = cast(list[Expert], [self.experts[expert] for expert in chosen])
         return [(expert.w1, expert.w3, expert.w2) for expert in found]
 
+    def describe_experts(self) -> tuple[GatedBlock, ...]:
+        """Gate, up and down of each expert.
+
+        Raises:
+            NotDescribed: one has none, or computes something else.
+        """
+        if not self.has_op:
+            raise NotDescribed(f"experts of {type(self).__name__}")
+        return tuple(_gated(map(describe, each), self.act) for each in self.matrices())
+
     def formats(self) -> list[WeightFormat]:
         """Distinct formats of all experts' matrices."""
         found = self.__dict__.get("_formats")
@@ -315,6 +325,10 @@ class ClampedExperts(Experts):
         gate = expert.w1(inputs)
         torch.ops.exkv.clamped_swiglu_(gate, expert.w3(inputs), self.alpha, self.limit)
         return expert.w2(gate)
+
+    def describe_experts(self) -> tuple[GatedBlock, ...]:
+        blocks = (_gated(map(describe, each), self.act) for each in self.matrices())
+        return tuple(replace(each, alpha=self.alpha, limit=self.limit) for each in blocks)
 
 
 def routed_experts(config: ModelConfig, dtype: torch.dtype, **options: bool) -> Experts:
@@ -392,37 +406,30 @@ def _separate(mlp: GatedMLP) -> GatedBlock:
 
 @describes(Experts)
 def _experts(mlp: Experts) -> ExpertsBlock:
-    return experts_block(mlp, [_gated(map(describe, each), mlp.act) for each in mlp.matrices()])
+    return experts_block(mlp, mlp.describe_experts())
 
 
 @describes(ClampedExperts)
 def _clamped(mlp: ClampedExperts) -> ExpertsBlock:
-    block = _experts(mlp)
-    return replace(
-        block,
-        experts=tuple(
-            replace(each, alpha=mlp.alpha, limit=mlp.limit)
-            for each in block.experts
-            if isinstance(each, GatedBlock)
-        ),
-    )
+    return _experts(mlp)
 
 
 def experts_block(mlp: Experts, experts: Sequence[GatedBlock | PlainBlock]) -> ExpertsBlock:
     """Describe a mixture of these experts, without a shared one."""
     if mlp.router.tolerance is not None:
         raise NotDescribed("experts by SparseMixer")
-    if mlp.on_host:
-        raise NotDescribed("experts in host memory")
-    if mlp.from_disk:
+    if mlp.on_host and not all(isinstance(each, GatedBlock) for each in experts):
+        raise NotDescribed("experts without a gate in host memory")
+    if mlp.from_disk and not mlp.on_host:
         raise NotDescribed("experts that are read from disk")
-    if mlp.counts is not None:
+    if mlp.counts is not None and not mlp.on_host:
         raise NotDescribed("experts that are counted")
     return ExpertsBlock(
         router=mlp.router.numbers,
         gate=describe(mlp.gate),
         correction=None if mlp.correction is None else parameter(mlp, "correction"),
         experts=tuple(experts),
+        on_host=tuple(sorted(mlp.on_host)),
     )
 
 

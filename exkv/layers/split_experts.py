@@ -8,10 +8,11 @@ that compute alike give the same bits.
 A call of few tokens (:func:`_sum_of_few_tokens`) goes by (token, choice) pairs, sorted by expert:
 blocks of these are calls of kernels for few rows, and an expert has all of its rows in one block.
 The card's blocks are enqueued first, and then its other work (:class:`Meanwhile`); the host
-computes its own at the same time. If all chosen experts lie on the host, one call there makes the
-sum. A larger call goes expert by expert (:func:`_sum_of_many_tokens`). There, an expert with
-:func:`rows_to_stream` rows or more is sent to the card instead, into one of two buffers, while the
-previous expert computes (:class:`ExpertStaging`).
+computes its own at the same time, in one native call (``host_experts.py``) where it can. If all
+chosen experts lie on the host, one call there makes the sum. A larger call goes expert by expert
+(:func:`_sum_of_many_tokens`). There, an expert with :func:`rows_to_stream` rows or more is sent to
+the card instead, into one of two buffers, while the previous expert computes
+(:class:`ExpertStaging`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
 from threading import Lock
@@ -33,6 +34,7 @@ from exkv import devices, sim
 from exkv.ops.experts import Routing, add_output, by_expert
 from exkv.ops.weight_groups import MOST_ROWS, is_decode_sized
 
+from .host_experts import bound_experts
 from .linear import Matrix, with_tensors
 
 if TYPE_CHECKING:
@@ -93,7 +95,12 @@ def _has_contents(x: Tensor) -> bool:
 
 def _is_worst_case(x: Tensor) -> bool:
     """Whether a call stands for all calls of its shape."""
-    return not _has_contents(x) or _worst.get()
+    return not _has_contents(x) or is_worst_case()
+
+
+def is_worst_case() -> bool:
+    """Whether the thread is within :func:`worst_case`."""
+    return _worst.get()
 
 
 def _worst_choice(mixture: Experts, taken: int) -> list[int]:
@@ -137,8 +144,18 @@ def _sum_of_few_tokens(
         chosen = _worst_choice(mixture, taken) * tokens
     elif mixture.counts is not None:
         mixture.counts.add_(numbers.flatten().bincount(minlength=mixture.count))
+    sent = Routing(chosen=numbers, weights=weights) if known else None
+    native = None if sent is None or worst else bound_experts(mixture, inputs, taken)
     if mixture.on_host.issuperset(chosen):
-        return _sum_on_host(mixture, x, (inputs, weights) if known else None, chosen, meanwhile)
+        if meanwhile is not None:
+            meanwhile.start()
+        if sent is None:
+            return torch.empty_like(x, memory_format=torch.contiguous_format)
+        if native is not None:
+            found = native.sum(inputs, numbers, weights.float())
+        else:
+            found = _sum_on_host(mixture, inputs, sent, chosen)
+        return devices.sent(found, x.device)
     pairs: tuple[list[int], list[int]] = [], []
     for pair, expert in enumerate(chosen):
         pairs[expert in mixture.on_host].append(pair)
@@ -153,9 +170,13 @@ def _sum_of_few_tokens(
     ]
     if meanwhile is not None:
         meanwhile.start()
-    if host and known:
-        found = [_weighted_outputs(mixture, inputs, weights, block, block.rows) for block in host]
-        parts.append(devices.sent(torch.cat(found), x.device))
+    if host and native is not None:
+        those = [pair for block in host for pair in block.pairs]
+        of_all = native.parts(inputs, numbers, weights.float())
+        parts.append(devices.sent(of_all.flatten(0, 1)[those], x.device))
+    elif host and known:
+        made = [_weighted_outputs(mixture, inputs, weights, block, block.rows) for block in host]
+        parts.append(devices.sent(torch.cat(made), x.device))
     elif host:
         parts.append(x.new_empty(sum(len(block.pairs) for block in host), x.shape[1]))
     together = torch.cat(parts) if worst or len(parts) > 1 else parts[0]
@@ -166,31 +187,14 @@ def _sum_of_few_tokens(
     return out
 
 
-def _sum_on_host(
-    mixture: Experts,
-    x: Tensor,
-    sent: tuple[Tensor, Tensor] | None,
-    chosen: Sequence[int],
-    meanwhile: Meanwhile | None,
-) -> Tensor:
-    """The sum where every token's experts are on the host: one call there, and one hop back.
-
-    Args:
-        sent: x and the weights (N, K) on the host; None for shapes alone.
-        chosen: the expert of each pair.
-    """
-    if meanwhile is not None:
-        meanwhile.start()
-    if sent is None:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    inputs, weights = sent
+def _sum_on_host(mixture: Experts, x: Tensor, routing: Routing, chosen: Sequence[int]) -> Tensor:
+    """The sum where every token's experts are on the host, as x is; ``chosen``: of each pair."""
     experts = sorted(set(chosen))
     place = {expert: at for at, expert in enumerate(experts)}
-    places = torch.tensor([place[expert] for expert in chosen]).view_as(weights)
+    places = torch.tensor([place[expert] for expert in chosen]).view_as(routing.chosen)
     tally = Counter(chosen)
     counts = [tally[expert] for expert in experts]
-    alone = Routing(chosen=places, weights=weights, counts=counts)
-    return devices.sent(mixture.sum_of(experts, inputs, alone), x.device)
+    return mixture.sum_of(experts, x, replace(routing, chosen=places, counts=counts))
 
 
 def _check_chosen(chosen: Sequence[int], taken: int, experts: int) -> None:

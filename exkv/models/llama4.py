@@ -21,7 +21,7 @@ from exkv.checkpoint.gguf.names import GGUFFamily, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int
 from exkv.layers import MLP, Attention, GatedMLP, ScaledQueryAttention, SharedExperts
 from exkv.layers.attention import describe_separate
-from exkv.layers.descriptions import AttentionBlock, ExpertsBlock, Norm, describes
+from exkv.layers.descriptions import AttentionBlock, ExpertsBlock, Norm, NotDescribed, describes
 from exkv.layers.mlp import describe_shared
 from exkv.layers.rope import QUERIES
 from exkv.layers.shared_keys import rms
@@ -141,6 +141,8 @@ class WeightedInputExperts(SharedExperts):
 
 @describes(WeightedInputExperts)
 def _weighted(mlp: WeightedInputExperts) -> ExpertsBlock:
+    if mlp.on_host:
+        raise NotDescribed("experts of weighted inputs in host memory")
     return replace(describe_shared(mlp), weighs_inputs=True)
 
 

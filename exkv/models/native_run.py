@@ -1,22 +1,25 @@
 """The bound run on the CPU: native code runs all units in one call.
 
-Within a layer it may call back for three things: attention of a cache layer whose tensors are not
-in place (``CacheLayer.in_place``), and attention as a whole or an MLP without a description. Layers
-with a state advance it in place.
+Within a layer it may call back for four things: attention of a cache layer whose tensors are not
+in place (``CacheLayer.in_place``), attention as a whole or an MLP without a description, and
+experts in host memory of a layer on a card. Layers with a state advance it in place.
+
+The only cards with such a run are simulated ones (``exkv.sim``), of which native code takes the
+memory as it is; and only where experts are in host memory. All else of a simulated card takes the
+readable route, as it does on other cards.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from exkv import devices
+from exkv import devices, sim
 from exkv.batch import Batch, Factors, Lengths, RotaryTables, real_tokens
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
@@ -38,9 +41,13 @@ from exkv.layers.descriptions import (
     Recurrence,
     StateBlock,
     Weight,
+    is_usable,
+    native_matrices,
     parameters_in,
     try_describe,
 )
+from exkv.layers.host_experts import bind as bind_experts
+from exkv.layers.mlp import mixtures
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
 from exkv.ops.bound_run import (
@@ -54,7 +61,9 @@ from exkv.ops.bound_run import (
     QUERY,
     UP,
     VALUE,
+    RunHandle,
 )
+from exkv.ops.registry import HOST
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import PlacedUnit
@@ -63,10 +72,14 @@ from .units import PlacedUnit
 def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
     """Bind the longest prefix of the units that native code runs; None if it has no decoder
     layer."""
+    device = units[0].device
+    assert device is not None
     parts = list(_stretch(units, kept, dtype))
-    if not any(isinstance(part, BoundLayer) and part.is_native for part in parts):
+    layers = [part for part in parts if isinstance(part, BoundLayer)]
+    simulated = device.type != "cpu"
+    if not any(each.on_host if simulated else each.is_native for each in layers):
         return None
-    return NativeRun(parts, dtype)
+    return NativeRun(parts, dtype, device)
 
 
 def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: int = 0) -> int:
@@ -140,6 +153,7 @@ class BoundLayer:
     layer: Layer
     store: InPlace | CacheLayer
     state: StateLayer | None = None
+    on_host: Question | None = None
 
     @property
     def is_native(self) -> bool:
@@ -152,6 +166,20 @@ class BoundLayer:
         """Whether it has keys and values."""
         return not isinstance(self.layer.attention, StateBlock | None)
 
+    @property
+    def asks(self) -> tuple[bool, bool]:
+        """Whether attention as a whole, and the MLP, are computed by callbacks."""
+        attention, mlp = (isinstance(p, nn.Module) for p in (self.layer.attention, self.layer.mlp))
+        return attention, mlp
+
+    @property
+    def asks_others(self) -> bool:
+        """Whether it has any callback but that of experts in host memory."""
+        return any(self.asks) or (self.attends and not isinstance(self.store, InPlace))
+
+
+#: A callback of a run: tensors -> the tensor that it continues with.
+Question: TypeAlias = Callable[[list[torch.Tensor], Callable[[], Batch]], torch.Tensor]
 
 Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
 
@@ -159,7 +187,7 @@ Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
 def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
     device = units[0].device
     for unit in units:
-        if unit.device != device or unit.module is None or unit.host_experts:
+        if unit.device != device or unit.module is None:
             return
         part: Any = try_describe(unit.module)
         if not _can_be_bound(part, dtype):
@@ -168,6 +196,9 @@ def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> 
             assert unit.spec.layer is not None
             part = _bound(part, unit.module, kept.layers[unit.spec.layer], dtype)
         if part is None:
+            return
+        on_card = device is not None and device.type != "cpu"
+        if on_card and isinstance(part, BoundLayer) and part.asks_others:
             return
         yield part
 
@@ -179,6 +210,11 @@ def _bound(
     stand there."""
     if layer.mlp is not None and not _is_native_mlp(layer.mlp, dtype):
         layer = replace(layer, mlp=module.get_submodule("mlp"))
+    on_host = None
+    if isinstance(layer.mlp, ExpertsBlock) and layer.mlp.on_host:
+        on_host = _experts_callback(module, layer.mlp, dtype)
+        if on_host is None:
+            return None
     attention, store, state, asks = layer.attention, None, None, False
     if isinstance(attention, AttentionBlock | LatentBlock):
         store = _store(attention, kept, dtype)
@@ -194,7 +230,7 @@ def _bound(
         return None
     if asks:
         layer, store = replace(layer, attention=module.get_submodule("self_attn")), None
-    return BoundLayer(layer=layer, store=store or kept, state=state)
+    return BoundLayer(layer=layer, store=store or kept, state=state, on_host=on_host)
 
 
 def _store(
@@ -249,41 +285,23 @@ def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
     kinds = {type(each) for each in (*mlp.experts, *filter(None, (mlp.shared,)))}
     if len(kinds) > 1:
         return False
+    if any(part.low_rank for each in mlp.experts for part in each.projections):
+        return False
     rest = (mlp.experts, mlp.shared, mlp.shared_gate, mlp.before, mlp.behind)
     return all(_is_usable(each, dtype) for each in parameters_in(rest))
 
 
 def _is_usable(value: Weight | torch.Tensor, *dtypes: torch.dtype) -> bool:
-    """Whether it is on the host and has one of these dtypes, or its format computes in any."""
-    if isinstance(value, Weight):
-        tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
-    else:
-        tensors, computes_in = [value], value.dtype
-    placed = (tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
-    return computes_in in (None, *dtypes) and all(placed)
+    return is_usable(value, *dtypes, devices=HOST)
 
 
 # The run --------------------------------------------------------------------------------------
 
 
-class _Handle:
-    """A native run, released with its last reference, so that a current call ends first."""
-
-    def __init__(self, like: torch.Tensor, hidden: int) -> None:
-        self.tensor = torch.ops.exkv.new_run(like, hidden)
-        weakref.finalize(self, _release, self.tensor).atexit = False
-
-
-def _release(run: torch.Tensor) -> None:
-    """Release outside of any dispatch mode, under which the garbage collector may call this."""
-    with _disable_current_modes():
-        torch.ops.exkv.release_run.default(run)
-
-
 class NativeRun:
     """A run on the CPU, by the ops of ``exkv.ops.bound_run``."""
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> None:
         layers = [part for part in parts if isinstance(part, BoundLayer)]
         self.count = len(parts)
         stores = [part.store for part in layers if part.attends]
@@ -295,25 +313,28 @@ class NativeRun:
         named = (name for each in blocks for name in (each.params.rotary, each.query_factors))
         self._tables = [name for name in dict.fromkeys(named) if name is not None]
         self._chunked = [each.params for each in blocks if each.params.chunk]
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
-        like, hidden = torch.empty(0, dtype=dtype), _hidden_size(layers)
-        self._handle: _Handle | None = _Handle(like, hidden)
+        self._handle: RunHandle | None = RunHandle(dtype, _hidden_size(layers))
+        self._most_tokens = self._handle.most_tokens
         for part in parts:
             self._add(self._handle.tensor, part)
-        self._most_tokens = int(self._handle.tensor[1])
+        on_host = sum(part.on_host is not None for part in layers)
+        self._asks_others = len(self._questions) > on_host
 
     def _add(self, run: torch.Tensor, part: Part) -> None:
         if isinstance(part, EmbeddingTable):
-            torch.ops.exkv.add_embedding(run, *_matrices(part.weight), part.scale)
+            _add("add_embedding", run, *native_matrices(part.weight), part.scale)
         elif isinstance(part, LogitsHead):
-            norm, weight = part.norm, _matrices(part.projection.weight)
+            norm, weight = part.norm, native_matrices(part.projection.weight)
             first = (norm.weight, norm.bias, norm.eps, _kind(norm))
-            torch.ops.exkv.add_head(run, *first, *weight, part.projection.bias)
+            _add("add_head", run, *first, *weight, part.projection.bias)
             _add_low_rank(run, HEAD, part.projection)
         else:
             self._add_layer(run, part)
+            if part.on_host is not None:
+                self._questions.append(part.on_host)
 
     def _add_layer(self, run: torch.Tensor, part: BoundLayer) -> None:
         layer, store = part.layer, part.store
@@ -347,11 +368,12 @@ class NativeRun:
             indices += (GATE, UP, DOWN)[-len(mlp.projections) :]
             act = mlp.act
         elif isinstance(mlp, nn.Module):
-            self._questions.append(lambda given, batch: mlp(*given).contiguous())
-        torch.ops.exkv.add_layer(
+            self._questions.append(lambda given, _: mlp(*given).contiguous())
+        _add(
+            "add_layer",
             run,
             *_norms(*norms),
-            *_matrices(*(projection.weight for projection in projections)),
+            *native_matrices(*(projection.weight for projection in projections)),
             [projection.bias for projection in projections],
             *(head_dim, act, interleaved, layer.residual, layer.parallel, rotary),
             *(params.scale, window, params.softcap),
@@ -387,10 +409,10 @@ class NativeRun:
         which = -1 if queries is None else self._tables.index(queries)
         factors = [] if set(factors) <= {1.0} else factors
         details = (*missing, norms_rotated, which, chunk, sinks)
-        rest = (*_matrices(*(gate.weight for gate in gates)), soft_plus, scale, factors)
+        rest = (*native_matrices(*(gate.weight for gate in gates)), soft_plus, scale, factors)
         special = (*missing, norms_rotated, which >= 0, chunk, gates, scale != 1, factors)
         if any(special) or sinks is not None:
-            torch.ops.exkv.add_details(run, *details, *rest)
+            _add("add_details", run, *details, *rest)
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
         if self._one_by_one and lengths.chunk > 1:
@@ -411,7 +433,7 @@ class NativeRun:
     def _has_rows_for_tokens(self) -> bool:
         """Whether tokens of one sequence can be rows of one call: all are stored before any attends
         to those before it."""
-        return self._in_place and not self._questions and not self._one_by_one
+        return self._in_place and not self._asks_others and not self._one_by_one
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
@@ -469,14 +491,15 @@ class NativeRun:
         )
         run = torch.ops.exkv.bound_run.default
         found = run(*arguments, block_table=lengths.pages, store_rows=store_rows)
-        if questions:
-            batch = Batch.on(x.device, lengths, rotary, self._dtype)
-            for at, question in enumerate(questions, 1):
-                space, *given = found
-                answer = question(given, batch)
-                found = run(*arguments, space, answer, at, lengths.pages)
+        batch = cache(lambda: Batch.on(devices.CPU, lengths, rotary, self._dtype))
+        for at, question in enumerate(questions, 1):
+            space, *given = found
+            answer = question(given, batch)
+            found = run(*arguments, space, answer, at, lengths.pages, store_rows)
         (out,) = found
-        return out if self._head is None or logits == Logits.NONE else _scaled(out, self._head)
+        if self._head is not None and logits != Logits.NONE:
+            out = _scaled(out, self._head)
+        return devices.move(out, self._device)
 
     def release(self) -> None:
         self._handle, self._questions, self._head, self._states = None, [], None, []
@@ -498,8 +521,15 @@ def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
     return logits
 
 
-#: A callback of a run: tensors -> the tensor that it continues with.
-Question: TypeAlias = Callable[[list[torch.Tensor], Batch], torch.Tensor]
+def _add(op: str, run: torch.Tensor, *arguments: Any) -> None:
+    """Call an op that adds to a run, with tensors of simulated devices as they are in memory."""
+    getattr(torch.ops.exkv, op)(run, *map(_in_memory, arguments))
+
+
+def _in_memory(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_in_memory(each) for each in value]
+    return sim.host_view(value) if isinstance(value, torch.Tensor) else value
 
 
 def _attention_callback(
@@ -507,14 +537,33 @@ def _attention_callback(
 ) -> Question:
     """A callback for attention as a whole, or with these parameters over heads of a size."""
     if isinstance(attention, nn.Module):
-        return lambda given, batch: attention(*given, batch, store).contiguous()
+        return lambda given, batch: attention(*given, batch(), store).contiguous()
     params, head_dim = attention
 
-    def attend(given: list[torch.Tensor], batch: Batch) -> torch.Tensor:
+    def attend(given: list[torch.Tensor], batch: Callable[[], Batch]) -> torch.Tensor:
         q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in given)
-        return store.attend(q, k, v, batch, params).flatten(2).contiguous()
+        return store.attend(q, k, v, batch(), params).flatten(2).contiguous()
 
     return attend
+
+
+def _experts_callback(
+    module: nn.Module, block: ExpertsBlock, dtype: torch.dtype
+) -> Question | None:
+    """A callback for what experts in host memory add; None if native code can't run them."""
+    (mixture,) = mixtures(module)
+    taken = block.router[0]
+    assert isinstance(taken, int)
+    if (bound := bind_experts(block.experts, block.on_host, dtype, taken)) is None:
+        return None
+
+    def answer(given: list[torch.Tensor], _: object) -> torch.Tensor:
+        x, chosen, weights = given
+        if mixture.from_disk:
+            mixture.read_ahead(sorted(mixture.on_host.intersection(chosen.flatten().tolist())))
+        return bound.parts(x, chosen, weights, mixture.counts)
+
+    return answer
 
 
 def _hidden_size(layers: Sequence[BoundLayer]) -> int:
@@ -541,10 +590,11 @@ def _add_mixer(run: torch.Tensor, block: StateBlock, state: StateLayer, *, besid
     of = block.recurrence
     made = (None, None) if of is None else (of.step, of.beta)
     named = (block.times, block.gate, *made)
-    torch.ops.exkv.add_mixer(
+    _add(
+        "add_mixer",
         run,
         "conv" if of is None else of.rule,
-        *_matrices(*(projection.weight for projection in block.projections)),
+        *native_matrices(*(projection.weight for projection in block.projections)),
         [projection.bias for projection in block.projections],
         *(
             list(block.sources),
@@ -580,11 +630,12 @@ def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: i
     projections, ups = block.projections, (*block.key_up, *block.value_up)
     norms = (block.latent_norm, block.query_norm)
     window = min(filter(None, (block.params.window, store.window)), default=0)
-    torch.ops.exkv.add_latent(
+    _add(
+        "add_latent",
         run,
         [None if norm is None else norm.weight for norm in norms],
         [0.0 if norm is None else norm.eps for norm in norms],
-        *_matrices(*(projection.weight for projection in projections), *ups),
+        *native_matrices(*(projection.weight for projection in projections), *ups),
         [*(projection.bias for projection in projections), *([None] * len(ups))],
         *(len(block.key_up), block.rotated, block.interleaved, rotary, block.params.scale, window),
         *(store.keys, store.key_format, store.ring, store.hadamard, store.paged),
@@ -596,14 +647,16 @@ def _add_latent(run: torch.Tensor, block: LatentBlock, store: InPlace, rotary: i
 def _add_experts(run: torch.Tensor, block: ExpertsBlock) -> None:
     """Add the experts of the last added layer."""
     projections, first = block.projections, block.experts[0]
-    torch.ops.exkv.add_experts(
+    _add(
+        "add_experts",
         run,
-        *_matrices(*(projection.weight for projection in projections)),
+        *native_matrices(*(projection.weight for projection in projections)),
         [projection.bias for projection in projections],
         *(block.correction, first.act, len(block.experts), block.shared is not None),
         *block.router,
         *(isinstance(first, GatedBlock), block.weighs_inputs, block.before is not None),
         *((first.alpha, first.limit) if isinstance(first, GatedBlock) else (0.0, 0.0)),
+        list(block.on_host),
     )
 
 
@@ -612,14 +665,7 @@ def _add_low_rank(run: torch.Tensor, index: int, projection: Projection) -> None
     for each in projection.low_rank:
         last = -1 if each.last is None else each.last
         halves = (each.low_rank.a, each.low_rank.b)
-        torch.ops.exkv.add_low_rank(run, index, *halves, each.first, last)
-
-
-def _matrices(*weights: Weight) -> tuple[list[torch.Tensor], list[int]]:
-    """Tensors and layouts, as the ops take them."""
-    tensors = [weight.tensors[name] for weight in weights for name in weight.format.names]
-    layouts = [weight.format.native(weight.size) or () for weight in weights]
-    return tensors, [number for layout in layouts for number in layout]
+        _add("add_low_rank", run, index, *halves, each.first, last)
 
 
 def _norms(

@@ -10,13 +10,14 @@ from functools import cache
 from typing import TypeAlias
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv import epochs
 from exkv.batch import Chosen, Lengths
 from exkv.cache import KVCache
-from exkv.layers.linear import has_global_hooks
+from exkv.layers.linear import is_watched
+from exkv.layers.split_experts import is_worst_case
 from exkv.ops import has_kernel
+from exkv.ops.registry import HOST
 
 from . import graph_run, native_run
 from .bound_run import MOST_TOKENS, BoundRun, Logits
@@ -47,7 +48,7 @@ class Runs:
     ) -> BoundRun | None:
         """The run from this unit on for a call of these lengths; None if the unit takes the
         readable route."""
-        if kept is None or sum(lengths.new) > MOST_TOKENS or _is_watched():
+        if kept is None or sum(lengths.new) > MOST_TOKENS or is_watched() or is_worst_case():
             return None
         epoch = epochs.current()
         if self._epoch != epoch:
@@ -78,18 +79,11 @@ def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Boun
     device = units[0].device
     if device is None:
         return None
-    if device.type == "cpu" and _has_kernel(device.type):
+    if device.type in HOST and _has_kernel("cpu"):
         return native_run.bind(units, kept, dtype)
     if device.type == "cuda":
         return graph_run.bind(units, kept, dtype)
     return None
-
-
-def _is_watched() -> bool:
-    """Whether a hook, mode or compiler must see every module or op."""
-    if has_global_hooks() or torch.compiler.is_compiling():
-        return True
-    return _get_current_dispatch_mode() is not None
 
 
 @cache

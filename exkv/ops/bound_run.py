@@ -8,6 +8,11 @@ reference.
 
 from __future__ import annotations
 
+import weakref
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
 from .registry import define_native
 
 #: Flags of a norm's kind: the factor is 1 + weight; it is a layer norm.
@@ -58,17 +63,18 @@ define_native(
     "float input_scale, float[] factors) -> ()"
 )
 #: Experts of the last added layer, which has no MLP. Weights, layouts and biases: of the router; of
-#: the gate, up and down of each of ``experts``, and of the shared expert if ``shared``, without
-#: gates if not ``gated``; of the shared one's own gate, if it has one; and of projections before
-#: and behind experts if ``narrow``. ``top_k`` and what follows: see ``route_experts``;
-#: ``weighs_inputs``: see ``exkv.layers.descriptions.ExpertsBlock``; ``alpha`` and ``limit``: of
-#: ``clamped_swiglu_`` in place of ``act``, if the limit is not 0.
+#: the gate, up and down of each of ``experts`` but those ``elsewhere``, and of the shared expert if
+#: ``shared``, without gates if not ``gated``; of the shared one's own gate, if it has one; and of
+#: projections before and behind experts if ``narrow``. Without the router's, the experts are for
+#: ``chosen_of_run``. ``top_k`` and what follows: see ``route_experts``; ``weighs_inputs``: see
+#: ``exkv.layers.descriptions.ExpertsBlock``; ``alpha`` and ``limit``: of ``clamped_swiglu_`` in
+#: place of ``act``, if the limit is not 0.
 define_native(
     "add_experts(Tensor run, Tensor[] weights, int[] layouts, Tensor?[] biases, "
     "Tensor? correction, str act, int experts, bool shared, int top_k, bool sigmoid, "
     "bool normalize, float min_sum, int groups, int top_k_groups, int best_of_group, float scale, "
     "bool gated=True, bool weighs_inputs=False, bool narrow=False, float alpha=0.0, "
-    "float limit=0.0) -> ()"
+    "float limit=0.0, int[] elsewhere=[]) -> ()"
 )
 #: A layer with a state, in the place of attention of the layer that was added last, without one, or
 #: ``beside`` it: "delta" for ``gated_delta``, "ssd" for ``ssd``, "scan" for ``selective_scan``, or
@@ -106,6 +112,8 @@ define_native(
 #: the hidden state. A layer without stores asks for attention (for all of it, if it has no
 #: projections either), and one without gate, up and down or experts asks for its MLP: the call then
 #: returns its space, and queries, keys and values, (B, T, heads * D), or the normed hidden state.
+#: One with experts elsewhere asks for their part: for the normed hidden state, int64 choices and
+#: float32 weights (B, T, K), what ``chosen_of_run`` returns for them.
 #: It is resumed with the same arguments, the space, the answer, and ``at``, the number of questions
 #: answered. ``block_table`` is int32 (B, pages), if a layer's stores are pools of pages; see
 #: ``exkv.ops.pages``. Rows of one call may be consecutive tokens of one sequence: all are stored
@@ -116,4 +124,33 @@ define_native(
     "Tensor[] factors, int logits, Tensor? space=None, Tensor? answer=None, int at=0, "
     "Tensor? block_table=None, Tensor? store_rows=None) -> Tensor[]"
 )
+#: Of a run whose only layer has experts without a router: x (..., hidden), int64 choices and
+#: float32 weights (..., K) -> each choice's weighted and rounded output, (..., K, hidden),
+#: undefined for experts elsewhere; or, if ``sum``, the sums that the op ``experts`` describes,
+#: (..., hidden), where no chosen expert is elsewhere. All choices are added to ``counts``, int64
+#: (experts,).
+define_native(
+    "chosen_of_run(Tensor run, Tensor x, Tensor chosen, Tensor weights, bool sum, "
+    "Tensor(a!)? counts=None) -> Tensor"
+)
 define_native("release_run(Tensor run) -> ()")
+
+
+class RunHandle:
+    """A native run, released with its last reference, so that a current call ends first.
+
+    Attributes:
+        tensor: what ``new_run`` returned.
+        most_tokens: of one call.
+    """
+
+    def __init__(self, dtype: torch.dtype, hidden: int) -> None:
+        self.tensor = torch.ops.exkv.new_run(torch.empty(0, dtype=dtype), hidden)
+        self.most_tokens = int(self.tensor[1])
+        weakref.finalize(self, _release, self.tensor).atexit = False
+
+
+def _release(run: torch.Tensor) -> None:
+    """Release outside of any dispatch mode, under which the garbage collector may call this."""
+    with _disable_current_modes():
+        torch.ops.exkv.release_run.default(run)

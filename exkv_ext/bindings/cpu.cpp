@@ -838,7 +838,7 @@ void AddExpertsCpu(const Tensor& run, std::vector<Tensor> weights, std::vector<i
                    StringHandle act, int64_t experts, bool shared, int64_t top_k, bool sigmoid,
                    bool normalize, double min_sum, int64_t groups, int64_t top_k_groups,
                    int64_t best_of_group, double scale, bool gated, bool weighs_inputs, bool narrow,
-                   double alpha, double limit) {
+                   double alpha, double limit, std::vector<int64_t> elsewhere) {
   const Act function = ActOf(TakeText(act));
   Runs().Find(run)->Add(ExpertsArguments{
       SplitWeights(weights, layouts),
@@ -847,6 +847,7 @@ void AddExpertsCpu(const Tensor& run, std::vector<Tensor> weights, std::vector<i
       function,
       experts,
       shared,
+      std::move(elsewhere),
       {top_k, sigmoid, normalize, min_sum, groups, top_k_groups, best_of_group, scale},
       gated,
       weighs_inputs,
@@ -911,6 +912,14 @@ void AddHeadCpu(const Tensor& run, const Tensor& norm, std::optional<Tensor> nor
                                       OneWeight(weight, layout), std::move(bias)});
 }
 
+DecoderKernels KernelsOfRuns() {
+  return {LinearOfIsa(), GroupsOfIsa(), PackedOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
+}
+
+void OnThreads(int64_t n, const std::function<void(int64_t, int64_t)>& part) {
+  torch::stable::parallel_for(0, n, 1, part);
+}
+
 std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor& past_lens,
                                 std::optional<Tensor> new_lens, int64_t kv_len,
                                 std::vector<Tensor> factors, int64_t logits,
@@ -922,10 +931,15 @@ std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor
       space, answer,    at,       block_table, store_rows};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
-        const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(),    PackedOfIsa(),
-                                     RowsOfIsa(),   AttentionTable(), KvQuant()};
-        RunBound(kernels, params, of, space, torch::stable::get_num_threads(),
-                 [](int64_t n, const auto& part) { torch::stable::parallel_for(0, n, 1, part); });
+        RunBound(KernelsOfRuns(), params, of, space, torch::stable::get_num_threads(), OnThreads);
+      });
+}
+
+Tensor ChosenOfRunCpu(const Tensor& run, const Tensor& x, const Tensor& chosen,
+                      const Tensor& weights, bool sum, std::optional<Tensor> counts) {
+  return Runs().Find(run)->Chosen(
+      x, chosen, weights, sum, counts, [](const RunParams& params, const ChosenCall& of) {
+        RunChosen(KernelsOfRuns(), params, of, torch::stable::get_num_threads(), OnThreads);
       });
 }
 
@@ -998,6 +1012,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("add_low_rank", TORCH_BOX(&exkv::AddLowRankCpu));
   m.impl("add_head", TORCH_BOX(&exkv::AddHeadCpu));
   m.impl("bound_run", TORCH_BOX(&exkv::BoundRunCpu));
+  m.impl("chosen_of_run", TORCH_BOX(&exkv::ChosenOfRunCpu));
   m.impl("release_run", TORCH_BOX(&exkv::ReleaseRunCpu));
 #endif
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));

@@ -127,9 +127,9 @@ struct EmbeddingArguments {
   double scale;
 };
 
-// The experts of a layer: weights and biases of the router, of each expert's gate, up and down, or
-// without gates if not `gated`; of the shared one's gate; and of what is before and behind those
-// that are routed to, if `narrow`.
+// The experts of a layer: weights and biases of the router, unless calls bring choices; of the gate,
+// up and down of each expert that is not elsewhere, or without gates if not `gated`; of the shared
+// one's gate; and of what is before and behind those that are routed to, if `narrow`.
 struct ExpertsArguments {
   std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
@@ -137,6 +137,7 @@ struct ExpertsArguments {
   Act act;
   int64_t experts;
   bool shared;
+  std::vector<int64_t> elsewhere;  // in ascending order
   RouterArguments router;
   bool gated;
   bool weighs_inputs;
@@ -145,6 +146,7 @@ struct ExpertsArguments {
   double limit;
 
   int64_t of_each() const { return gated ? 3 : 2; }
+  int64_t own() const { return experts - static_cast<int64_t>(elsewhere.size()); }
 };
 
 struct StateArguments;  // state_mixer_binding.h
@@ -368,13 +370,26 @@ namespace exkv {
 // The params of a layer's experts.
 inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_t layer) {
   const std::string name = "layer " + std::to_string(layer) + "'s ";
+  bool known = true;
+  std::vector<bool> elsewhere(static_cast<size_t>(std::max(a.experts, int64_t{0})));
+  for (size_t i = 0; i < a.elsewhere.size(); ++i) {
+    const int64_t expert = a.elsewhere[i];
+    known = known && expert >= 0 && expert < a.experts && (i == 0 || a.elsewhere[i - 1] < expert);
+    if (known) elsewhere[expert] = true;
+  }
+  STD_TORCH_CHECK(known, "bound run: ", name, "experts that are elsewhere must be some of ",
+                  a.experts, ", in ascending order");
+  STD_TORCH_CHECK(a.elsewhere.empty() || !(a.weighs_inputs || a.narrow), "bound run: ", name,
+                  "experts that are elsewhere must get what the layer gets");
   const int64_t hidden = tensors->hidden(), each = a.of_each();
+  const int64_t of_experts = (a.own() + a.shared) * each;
   const auto count = static_cast<int64_t>(a.weights.size());
-  const int64_t behind = 1 + (a.experts + a.shared) * each;
+  const bool routed = a.shared || a.narrow || count != of_experts;
+  const int64_t behind = routed + of_experts;
   const bool has_gate = a.shared && count == behind + 1 + 2 * a.narrow;
   STD_TORCH_CHECK(a.experts > 0 && (has_gate || count == behind + 2 * a.narrow),
                   "bound run: ", name, count, " matrices are not the router's and ",
-                  each == 3 ? "three" : "two", " of each of ", a.experts, " experts");
+                  each == 3 ? "three" : "two", " of each of ", a.own(), " experts");
   STD_TORCH_CHECK(a.biases.size() == a.weights.size(), "bound run: ", name, a.biases.size(),
                   " biases of ", count, " matrices");
   Mixture mixture{};
@@ -389,8 +404,11 @@ inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_
     add_bias(index, of, &m);
     return m;
   };
-  mixture.gate = tensors->ExactMatrixOf(name + "router", a.weights[0], a.experts, hidden);
-  add_bias(0, name + "router", &mixture.gate);
+  if (routed) {
+    mixture.gate = tensors->ExactMatrixOf(name + "router", a.weights[0], a.experts, hidden);
+    add_bias(0, name + "router", &mixture.gate);
+  }
+  mixture.asks = !a.elsewhere.empty();
   mixture.router.dtype =
       mixture.gate.exact ? FloatType::kFloat32 : *KernelFloatType(tensors->like().scalar_type());
   if (a.correction) {
@@ -405,27 +423,35 @@ inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_
   STD_TORCH_CHECK(a.limit == 0.0 || (a.limit > 0.0 && a.gated), "bound run: ", name, "limit is ",
                   a.limit, "; it must be 0, or more with gates");
   mixture.weighs_inputs = a.weighs_inputs;
-  mixture.inner = a.weights[1].outputs();
+  mixture.inner = a.own() > 0 ? a.weights[routed].outputs() : 0;
   mixture.shared_inner = a.shared ? a.weights[behind - each].outputs() : 0;
   const int64_t narrow = count - 2;
-  const int64_t features = a.narrow ? a.weights[narrow].outputs() : hidden;
+  mixture.features = a.narrow ? a.weights[narrow].outputs() : hidden;
+  int64_t at = routed;
   for (int64_t i = 0; i < a.experts + a.shared; ++i) {
+    if (i < a.experts && elsewhere[i]) {
+      mixture.experts.push_back({});
+      continue;
+    }
     const std::string of =
         i < a.experts ? name + "expert " + std::to_string(i) + "'s " : name + "shared expert's ";
     const int64_t inner = i < a.experts ? mixture.inner : mixture.shared_inner;
-    const int64_t inputs = i < a.experts ? features : hidden, first = 1 + each * i;
+    const int64_t inputs = i < a.experts ? mixture.features : hidden;
     STD_TORCH_CHECK(inner > 0 && inputs > 0, "bound run: ", of, a.gated ? "gate" : "up",
-                    " must be (inner, hidden); it is ", ShapeText(a.weights[first].tensors[0]));
+                    " must be (inner, hidden); it is ", ShapeText(a.weights[at].tensors[0]));
     Expert expert{};
-    if (a.gated) expert.gate = matrix(first, of + "gate", inner, inputs);
-    expert.up = matrix(first + each - 2, of + "up", inner, inputs);
-    expert.down = matrix(first + each - 1, of + "down", inputs, inner);
+    if (a.gated) expert.gate = matrix(at, of + "gate", inner, inputs);
+    expert.up = matrix(at + each - 2, of + "up", inner, inputs);
+    expert.down = matrix(at + each - 1, of + "down", inputs, inner);
     mixture.experts.push_back(std::move(expert));
+    at += each;
   }
-  if (has_gate) mixture.shared_gate = matrix(behind, name + "shared expert's gate", 1, hidden);
+  if (has_gate) mixture.shared_gate = matrix(at, name + "shared expert's gate", 1, hidden);
   if (!a.narrow) return mixture;
-  mixture.before = matrix(narrow, name + "projection before experts", features, hidden);
-  mixture.behind = matrix(narrow + 1, name + "projection behind experts", hidden, features);
+  mixture.before =
+      matrix(narrow, name + "projection before experts", mixture.features, hidden);
+  mixture.behind =
+      matrix(narrow + 1, name + "projection behind experts", hidden, mixture.features);
   return mixture;
 }
 
@@ -777,6 +803,9 @@ class BoundRun {
     layer.mixture = std::make_shared<Mixture>(std::move(mixture));
     layer.asks_mlp = false;
     questions_.pop_back();
+    if (layer.asks_experts()) {
+      questions_.push_back({Begin::kAfterExperts, params_.layers.size() - 1});
+    }
     layers_.back().experts = std::move(experts);
   }
   // To the layer that was added last.
@@ -843,6 +872,10 @@ class BoundRun {
   std::vector<Tensor> Call(const RunCall& a, const Run& run) {
     // Once a call: what answers a question moves nothing.
     if (!bound_ || (a.at == 0 && !tensors_.InPlace())) Bind();
+    for (const LayerParams& layer : params_.layers) {
+      STD_TORCH_CHECK(layer.mixture == nullptr || layer.mixture->gate.weight != nullptr,
+                      "bound run: experts without a router are for chosen_of_run alone");
+    }
     CallParams call{};
     SetRows(a, &call);
     STD_TORCH_CHECK(call.rows >= tensors_.rows(), "bound run: ", call.rows,
@@ -874,12 +907,70 @@ class BoundRun {
     return outs;
   }
 
+  // What the experts of the only layer answer to x (..., hidden), by choices (..., K) of theirs:
+  // run(params, call). Returns the weighted sums (..., hidden), or each choice's part,
+  // (..., K, hidden). Choices are added to `counts` (experts).
+  template <typename Run>
+  Tensor Chosen(const Tensor& x, const Tensor& chosen, const Tensor& weights, bool sum,
+                const std::optional<Tensor>& counts, const Run& run) {
+    if (!bound_ || !tensors_.InPlace()) Bind();
+    const bool only = params_.layers.size() == 1 && params_.layers[0].mixture != nullptr &&
+                      params_.layers[0].mixture->gate.weight == nullptr;
+    STD_TORCH_CHECK(only, "bound run: one layer of experts alone is asked for their answers");
+    const RouterParams& router = params_.layers[0].mixture->router;
+    CheckAlike("bound run", "the run", tensors_.like(), "x", x);
+    std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+    if (shape.empty()) shape.push_back(0);
+    const auto of = [&](int64_t last) {
+      shape.back() = last;
+      return Sizes{shape.data(), shape.size()};
+    };
+    CheckContiguous("bound run", "x", x, tensors_.dtype(), of(params_.hidden));
+    CheckContiguous("bound run", "chosen", chosen, ScalarType::Long, of(router.top_k));
+    CheckContiguous("bound run", "weights", weights, ScalarType::Float, of(router.top_k));
+    const int64_t rows = chosen.numel() / router.top_k;
+    ChosenCall call{};
+    call.rows = rows;
+    call.x = x.const_data_ptr();
+    call.chosen = chosen.const_data_ptr<int64_t>();
+    call.weights = weights.const_data_ptr<float>();
+    call.sum = sum;
+    CheckChoices(call, *params_.layers[0].mixture);
+    if (counts) {
+      CheckContiguous("bound run", "counts", *counts, ScalarType::Long, {router.experts});
+      auto* tally = counts->mutable_data_ptr<int64_t>();
+      for (int64_t i = 0; i < chosen.numel(); ++i) ++tally[call.chosen[i]];
+    }
+    if (!sum) shape.push_back(0);
+    if (!sum) shape[shape.size() - 2] = router.top_k;
+    Tensor out = NewEmpty(tensors_.like(), of(params_.hidden));
+    call.out = out.mutable_data_ptr();
+    if (rows > 0) run(params_, call);
+    return out;
+  }
+
   FloatType dtype() const { return params_.dtype; }
 
  private:
   void CheckLayer() const {
     STD_TORCH_CHECK(!layers_.empty() && params_.layers.size() == layers_.size(),
                     "bound run: there is no layer to add to");
+  }
+
+  // Experts that there are, none twice for a token; a sum's are all here.
+  static void CheckChoices(const ChosenCall& call, const Mixture& of) {
+    const RouterParams& router = of.router;
+    for (int64_t row = 0; row < call.rows; ++row) {
+      const int64_t* own = call.chosen + row * router.top_k;
+      for (int64_t i = 0; i < router.top_k; ++i) {
+        const bool there = own[i] >= 0 && own[i] < router.experts;
+        STD_TORCH_CHECK(there && std::find(own, own + i, own[i]) == own + i,
+                        "experts: chosen must name experts 0 to ", router.experts - 1,
+                        ", none twice for a token");
+        STD_TORCH_CHECK(!call.sum || of.experts[own[i]].down.weight != nullptr,
+                        "experts: a sum of expert ", own[i], ", whose matrices are elsewhere");
+      }
+    }
   }
 
   void CheckAddsAttention(const char* what) const {
@@ -934,6 +1025,14 @@ class BoundRun {
       call->k = make(of[kK].outputs);
       call->v = make(of[kV].outputs);
     }
+    if (next.begin == Begin::kAfterExperts) {
+      const int64_t top_k = params_.layers[next.layer].mixture->router.top_k;
+      const int64_t choices[] = {call->rows, call->length, top_k};
+      outs.push_back(NewEmpty(tensors_.like(), {choices, 3}, ScalarType::Long));
+      call->chosen = outs.back().mutable_data_ptr<int64_t>();
+      outs.push_back(NewEmpty(tensors_.like(), {choices, 3}, ScalarType::Float));
+      call->weights = outs.back().mutable_data_ptr<float>();
+    }
     return outs;
   }
 
@@ -945,10 +1044,17 @@ class BoundRun {
     const int64_t last = hidden ? params_.hidden : out.inputs;
     const Tensor& answer = *a.answer;
     CheckAlike("bound run", "the run", tensors_.like(), "the answer", answer);
-    STD_TORCH_CHECK(answer.is_contiguous() && answer.dim() == 3 && answer.size(0) == call->rows &&
-                        answer.size(1) == call->length && answer.size(2) == last,
-                    "bound run: the answer for layer ", asked.layer, " must be contiguous (",
-                    call->rows, ", ", call->length, ", ", last, "); it is ", ShapeText(answer));
+    std::vector<int64_t> shape{call->rows, call->length, last};
+    if (asked.begin == Begin::kAfterExperts) {
+      shape = {call->rows, call->length, params_.layers[asked.layer].mixture->router.top_k,
+               params_.hidden};
+    }
+    bool fits = answer.is_contiguous() && answer.dim() == static_cast<int64_t>(shape.size());
+    for (size_t i = 0; fits && i < shape.size(); ++i) {
+      fits = answer.size(static_cast<int64_t>(i)) == shape[i];
+    }
+    STD_TORCH_CHECK(fits, "bound run: the answer for layer ", asked.layer, " must be contiguous ",
+                    SizesText({shape.data(), shape.size()}), "; it is ", ShapeText(answer));
     call->begin = asked.begin;
     call->layer = asked.layer;
     call->answer = answer.const_data_ptr();
@@ -984,6 +1090,7 @@ class BoundRun {
     const LayerParams& layer = params_.layers.back();
     if (layer.asks_attention) questions_.push_back({Begin::kAfterAttention, index});
     if (layer.asks_mlp) questions_.push_back({Begin::kAfterMlp, index});
+    if (layer.asks_experts()) questions_.push_back({Begin::kAfterExperts, index});
   }
 
   void BindHead() {

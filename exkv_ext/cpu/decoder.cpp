@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <deque>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -105,7 +105,7 @@ struct Widths {
       if (layer.beside) beside = p.hidden;
       const bool scales = layer.mixer != nullptr && layer.mixer->input_scale != 1.0f;
       if (scales || layer.input_scale != 1.0f) scaled = p.hidden;
-      asks = asks || layer.asks_attention || layer.asks_mlp;
+      asks = asks || layer.asks_attention || layer.asks_mlp || layer.asks_experts();
       const Matrix* of = layer.projections;
       low = std::max({low, of[kQ].most_rank() + of[kK].most_rank() + of[kV].most_rank(),
                       of[kOut].most_rank(), of[kGate].most_rank() + of[kUp].most_rank(),
@@ -116,7 +116,7 @@ struct Widths {
         inner = std::max(inner, top_k * mixture.inner + mixture.shared_inner);
         scores = std::max(scores, mixture.router.experts);
         chosen = std::max(chosen, top_k);
-        const int64_t own = mixture.features();
+        const int64_t own = mixture.features;
         answers = std::max(answers, top_k * own + mixture.shared * p.hidden);
         if (mixture.before.weight != nullptr) features = std::max(features, own);
       }
@@ -282,6 +282,12 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   attention.out = b.part;
 }
 
+// The layers that a call runs from where it begins to where it ends, or asks.
+size_t FirstLayer(const CallParams& call) { return call.begin == Begin::kStart ? 0 : call.layer; }
+size_t EndOfLayers(const RunParams& p, const CallParams& call) {
+  return call.asks() ? call.asking + 1 : p.layers.size();
+}
+
 // One call, as all threads see it.
 class Decoder {
  public:
@@ -289,12 +295,14 @@ class Decoder {
           char* space)
       : kernels_(kernels), p_(params), call_(call), item_(ItemBytes(params.dtype)) {
     Lay(p_, call_, space, &b_);
-    for (const LayerParams& layer : p_.layers) {
-      layers_.emplace_back();
-      attention_.emplace_back();
+    runs_.resize(p_.layers.size());
+    const size_t first = FirstLayer(call) + (call.begin != Begin::kStart);  // else it has attended
+    for (size_t i = first; i < EndOfLayers(p_, call); ++i) {
+      const LayerParams& layer = p_.layers[i];
       if (layer.asks_attention || !layer.attends()) continue;
-      Fill(layer, call_, b_, &layers_.back());
-      attention_.back().emplace(kernels_.attention, layers_.back().attention);
+      runs_[i] = std::make_unique<LayerRun>();
+      Fill(layer, call_, b_, &runs_[i]->call);
+      runs_[i]->attention.emplace(kernels_.attention, runs_[i]->call.attention);
     }
     GiveStates();
   }
@@ -318,9 +326,40 @@ class Decoder {
     }
   }
 
+  // Of experts alone, whose choices the call brings.
+  void GoChosen(const ChosenCall& chosen, Team::Member* thread) {
+    const Mixture& of = *p_.layers[0].mixture;
+    const Pairs& pairs = PairUp(of);
+    Answer(of, pairs, static_cast<const char*>(chosen.x), Matrix{}, thread);
+    const int64_t size = p_.hidden * item_, taken = of.router.top_k;
+    if (chosen.sum) return SumUp(of, pairs, Matrix{}, thread);
+    thread->Stage(call_.tokens() * taken, 1, [&](int64_t begin, int64_t) {
+      const Pairs::Share& share = pairs.shares[begin];
+      if (share.elsewhere) return;
+      char* out = static_cast<char*>(chosen.out) + share.choice * size;
+      std::memset(out, 0, size);
+      const char* answer = b_.answers + share.pair * size;
+      const int64_t n = p_.hidden;
+      kernels_.rows.add_times({p_.dtype, 1, n, n, n, out, answer}, share.weight, 0, 1);
+    });
+  }
+
+  // The call's choices, and where its sum goes, in place of the run's own buffers.
+  void Bring(const ChosenCall& chosen) {
+    const int64_t count = call_.tokens() * p_.layers[0].mixture->router.top_k;
+    std::memcpy(b_.chosen, chosen.chosen, count * sizeof(int64_t));
+    std::memcpy(b_.weights, chosen.weights, count * sizeof(float));
+    if (chosen.sum) b_.added = static_cast<char*>(chosen.out);
+  }
+
   // What one thread copies when all are done.
   void CopyOut() const {
     const size_t size = call_.tokens() * p_.hidden * item_;
+    if (call_.chosen != nullptr) {
+      const int64_t count = call_.tokens() * p_.layers[call_.asking].mixture->router.top_k;
+      std::memcpy(call_.chosen, b_.chosen, count * sizeof(int64_t));
+      std::memcpy(call_.weights, b_.weights, count * sizeof(float));
+    }
     if (call_.y != nullptr) {
       const LayerParams& asking = p_.layers[call_.asking];
       const Norm before = call_.asks_attention ? kBeforeAttention : kBeforeMlp;
@@ -348,12 +387,12 @@ class Decoder {
   void GiveStates() {
     thread_local Scratch states;
     int64_t most = 0;
-    for (const auto& call : attention_) {
-      if (call) most = std::max(most, call->state_floats());
+    for (const auto& run : runs_) {
+      if (run) most = std::max(most, run->attention->state_floats());
     }
     float* memory = states.Get(most);
-    for (auto& call : attention_) {
-      if (call) call->GiveStates(memory);
+    for (auto& run : runs_) {
+      if (run) run->attention->GiveStates(memory);
     }
   }
 
@@ -363,6 +402,11 @@ class Decoder {
     const bool skips = begin == Begin::kStart && layer.no_attention;
     if (skips) return Mlp(index, residual, thread);
     if (begin == Begin::kStart && Attend(index, residual, thread)) return true;
+    if (begin == Begin::kAfterExperts) {
+      SumUp(*layer.mixture, PairUp(*layer.mixture), Matrix{}, thread);
+      *residual = {b_.sum, b_.added, &layer.norms[kAfterMlp], layer.residual};
+      return false;
+    }
     if (begin == Begin::kAfterMlp) {
       *residual = {b_.sum, static_cast<const char*>(call_.answer), &layer.norms[kAfterMlp],
                    layer.residual};
@@ -420,7 +464,7 @@ class Decoder {
                     [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
     }
     if (layer.asks_attention) return true;
-    AttentionCall& call = *attention_[index];
+    AttentionCall& call = *runs_[index]->attention;
     thread->Stage(call.items(), 1, [&](int64_t item, int64_t) { call.Run(item, item + 1); });
     Finish(index, thread);
     return false;
@@ -438,7 +482,11 @@ class Decoder {
     if (layer.parallel) y = b_.normed;
     if (layer.asks_mlp) return true;
     if (layer.mixture != nullptr) {
-      Mix(*layer.mixture, y, *next, thread);
+      Route(*layer.mixture, y, thread);
+      const Pairs& pairs = PairUp(*layer.mixture);
+      Answer(*layer.mixture, pairs, y, *next, thread);
+      if (layer.asks_experts()) return true;
+      SumUp(*layer.mixture, pairs, *next, thread);
       *residual = {residual->x, b_.added, &layer.norms[kAfterMlp], layer.residual};
       return false;
     }
@@ -830,6 +878,8 @@ class Decoder {
     struct Share {
       int64_t pair;
       float weight;
+      bool elsewhere;
+      int64_t choice;  // k of token n is n * K + k
     };
     std::vector<Group> groups;
     std::vector<int64_t> tokens;  // of each pair
@@ -852,7 +902,7 @@ class Decoder {
     for (int64_t expert = 0; expert < of.router.experts; ++expert) {
       const int64_t first = ends[expert], count = ends[expert + 1];
       ends[expert + 1] += first;
-      if (count == 0) continue;
+      if (count == 0 || IsElsewhere(of, expert)) continue;
       pairs.groups.push_back({&of.experts[expert], first, count, first * of.inner,
                               count == tokens && !of.weighs_inputs});
     }
@@ -862,7 +912,8 @@ class Decoder {
     for (int64_t i = 0; i < tokens * taken; ++i) {  // from an expert's first pair on
       const int64_t pair = ends[chosen[i]]++;
       pairs.tokens[pair] = i / taken;
-      pairs.shares[i] = {pair, of.weighs_inputs ? 1.0f : b_.weights[i]};
+      const float weight = of.weighs_inputs ? 1.0f : b_.weights[i];
+      pairs.shares[i] = {pair, weight, IsElsewhere(of, chosen[i]), i};
       if (of.weighs_inputs) pairs.weights[pair] = b_.weights[i];
     }
     for (int64_t token = 0; token < tokens; ++token) {
@@ -891,16 +942,18 @@ class Decoder {
     }
   }
 
-  // A mixture of experts of y: in one stage all gates and ups, in one all downs.
-  void Mix(const Mixture& of, const char* y, const Matrix& next, Team::Member* thread) {
+  static bool IsElsewhere(const Mixture& of, int64_t expert) {
+    return of.experts[expert].down.weight == nullptr;
+  }
+
+  // Chooses experts for y.
+  void Route(const Mixture& of, const char* y, Team::Member* thread) {
     const int64_t tokens = call_.tokens();
     std::vector<Wanted> made{{of.gate, b_.scores}};
     if (of.shared_gate.weight != nullptr) made.push_back({of.shared_gate, b_.shared_gate});
     const bool narrow = of.before.weight != nullptr;
     if (narrow) made.push_back({of.before, b_.features});
     Linear(made, y, tokens, thread, [] {});
-    const char* routed = narrow ? b_.features : y;
-    const int64_t width = of.features();
     thread->Stage(tokens, 1, [&](int64_t begin, int64_t end) {
       RouterParams router = of.router;
       router.logits = b_.scores;
@@ -908,7 +961,14 @@ class Decoder {
       router.weights = b_.weights;
       RouteTokens(router, begin, end);
     });
-    const Pairs& pairs = PairUp(of);
+  }
+
+  // What experts answer that are here: in one stage all gates and ups, in one all downs.
+  void Answer(const Mixture& of, const Pairs& pairs, const char* y, const Matrix& next,
+              Team::Member* thread) {
+    const int64_t tokens = call_.tokens(), width = of.features;
+    const bool narrow = of.before.weight != nullptr;
+    const char* routed = narrow ? b_.features : y;
     const auto inner = [](const Group& group) { return group.expert->up.outputs; };
     const auto outputs = [](const Group& group) { return group.expert->down.outputs; };
     int64_t all = 0, downs = 0;
@@ -948,7 +1008,12 @@ class Decoder {
                     });
         },
         [&] { Ask(narrow ? of.behind : next, thread); });
-    const int64_t parts = (width + kSummed - 1) / kSummed;
+  }
+
+  // The sum of a mixture's answers, into `added`.
+  void SumUp(const Mixture& of, const Pairs& pairs, const Matrix& next, Team::Member* thread) {
+    const int64_t tokens = call_.tokens(), parts = (of.features + kSummed - 1) / kSummed;
+    const bool narrow = of.before.weight != nullptr;
     thread->Stage(tokens * parts, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t token = i / parts, first = i % parts * kSummed;
@@ -999,13 +1064,20 @@ class Decoder {
   // The weighted sum of what a token's experts answer, for kSummed values from `first` on: rounded
   // after each addition, and what is added as well.
   void Sum(const Mixture& of, const Pairs& pairs, int64_t token, int64_t first, char* sums) const {
-    const int64_t width = of.features(), count = std::min(kSummed, width - first);
+    const int64_t width = of.features, count = std::min(kSummed, width - first);
     char* sum = sums + (token * width + first) * item_;
     std::memset(sum, 0, count * item_);
     const int64_t taken = of.router.top_k;
     for (int64_t i = token * taken; i < (token + 1) * taken; ++i) {
-      const char* answer = b_.answers + (pairs.shares[i].pair * width + first) * item_;
-      AddAnswer(sum, answer, pairs.shares[i].weight, count);
+      const Pairs::Share& share = pairs.shares[i];
+      if (share.elsewhere) {  // weighted by who has the expert
+        const char* part = static_cast<const char*>(call_.answer);
+        part += (share.choice * width + first) * item_;
+        kernels_.rows.add({p_.dtype, 1, count, count, count, sum, part}, 0, 1);
+        continue;
+      }
+      const char* answer = b_.answers + (share.pair * width + first) * item_;
+      AddAnswer(sum, answer, share.weight, count);
     }
   }
 
@@ -1022,7 +1094,7 @@ class Decoder {
       NarrowAt(SigmoidOf(WideAt(b_.shared_gate, p_.dtype, token)), p_.dtype, rounded, 0);
       factor = WideAt(rounded, p_.dtype, 0);
     }
-    const int64_t routed = call_.tokens() * of.router.top_k * of.features();
+    const int64_t routed = call_.tokens() * of.router.top_k * of.features;
     const int64_t at = token * p_.hidden + first;
     AddAnswer(b_.added + at * item_, b_.answers + (routed + at) * item_, factor,
               std::min(kSummed, p_.hidden - first));
@@ -1031,7 +1103,6 @@ class Decoder {
   // Queries as attention meets them, and keys and values into their stores; or all to the caller.
   void Heads(size_t index, int64_t begin, int64_t end) const {
     const LayerParams& layer = p_.layers[index];
-    const LayerCall& call = layers_[index];
     if (layer.gated) TakeQueries(layer, begin, end);
     if (!layer.normed_rotated) NormQueriesAndKeys(layer, b_.q, b_.k, begin, end);
     if (layer.interleaved > 0) {
@@ -1050,6 +1121,7 @@ class Decoder {
                   (end - begin) * size);
       return;
     }
+    const LayerCall& call = runs_[index]->call;
     Transform(call, b_.rotated_q, begin, end);
     AppendTokens(call.append, kernels_.rows, kernels_.quant, begin, end);
   }
@@ -1195,7 +1267,7 @@ class Decoder {
   // What attention has found as the output projection takes it.
   void Finish(size_t index, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
-    const LayerCall& call = layers_[index];
+    const LayerCall& call = runs_[index]->call;
     if (!layer.in_part && call.append.block == 0) return;
     const int64_t width = layer.queries();
     thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
@@ -1244,8 +1316,12 @@ class Decoder {
   const CallParams& call_;
   const int64_t item_;
   Buffers b_;
-  std::deque<LayerCall> layers_;  // attention's calls hold on to them
-  std::deque<std::optional<AttentionCall>> attention_;
+  // Of layers whose attention this part of the call runs.
+  struct LayerRun {
+    LayerCall call;
+    std::optional<AttentionCall> attention;  // holds on to the former
+  };
+  std::vector<std::unique_ptr<LayerRun>> runs_;
 };
 
 }  // namespace
@@ -1270,8 +1346,8 @@ void RunBound(const DecoderKernels& kernels, const RunParams& params, const Call
               char* space, int64_t threads, const ParallelFor& parallel_for) {
   Decoder decoder(kernels, params, call, space);
   int64_t stages = kStagesBeside;
-  for (const LayerParams& layer : params.layers) {
-    stages += kStagesOfLayer + (layer.beside ? kStagesOfMixer : 0);
+  for (size_t i = FirstLayer(call); i < EndOfLayers(params, call); ++i) {
+    stages += kStagesOfLayer + (params.layers[i].beside ? kStagesOfMixer : 0);
   }
   Team team(stages, threads);
   parallel_for(threads, [&](int64_t, int64_t) {
@@ -1279,6 +1355,22 @@ void RunBound(const DecoderKernels& kernels, const RunParams& params, const Call
     decoder.Go(&member);
   });
   decoder.CopyOut();
+}
+
+void RunChosen(const DecoderKernels& kernels, const RunParams& params, const ChosenCall& call,
+               int64_t threads, const ParallelFor& parallel_for) {
+  thread_local Scratch memory;
+  CallParams one{};
+  one.rows = call.rows;
+  one.length = 1;
+  const int64_t floats = RunBytes(params, one) / int64_t{sizeof(float)} + 1;
+  Decoder decoder(kernels, params, one, reinterpret_cast<char*>(memory.Get(floats)));
+  decoder.Bring(call);
+  Team team(kStagesOfLayer, threads);
+  parallel_for(threads, [&](int64_t, int64_t) {
+    Team::Member member(&team);
+    decoder.GoChosen(call, &member);
+  });
 }
 
 }  // namespace exkv

@@ -77,8 +77,9 @@ struct Expert {
 // A mixture of experts.
 struct Mixture {
   RouterParams router;          // but for what a call brings
-  Matrix gate;                  // (experts, hidden)
+  Matrix gate;                  // (experts, hidden), or without a weight where calls bring choices
   std::vector<Expert> experts;  // behind those that are routed to, one that all tokens take
+  bool asks;                    // some have no weights here, and their answers are asked for
   bool shared;                  // whether there is that
   Matrix shared_gate;           // (1, hidden), or without a weight
   Matrix before;                // (features of those that are routed to, hidden); likewise
@@ -87,11 +88,9 @@ struct Mixture {
   float alpha;           // of a clamped gate, see GateParams
   float limit;           // or 0 for none
   bool weighs_inputs;    // a token's weight multiplies what an expert gets, not what it answers
-  int64_t inner;         // of each that is routed to
+  int64_t features;      // that those get and answer that are routed to
+  int64_t inner;         // of each of them
   int64_t shared_inner;  // or 0
-
-  // Features of those that are routed to.
-  int64_t features() const { return experts[0].down.outputs; }
 };
 
 struct StateMixer;  // state_mixer.h
@@ -125,8 +124,9 @@ struct LayerParams {
   bool asks_mlp;        // then it has no gate, up and down, and no experts
   bool no_attention;    // nor anything in its place
   bool no_mlp;
-  std::shared_ptr<Mixture> mixture;   // or null
-  std::shared_ptr<Latent> latent;     // or null
+  bool asks_experts() const { return mixture != nullptr && mixture->asks; }  // for some answers
+  std::shared_ptr<Mixture> mixture;                                          // or null
+  std::shared_ptr<Latent> latent;                                            // or null
   std::shared_ptr<StateMixer> mixer;  // in the place of attention, or beside it; or null
   bool beside;                        // whether the mixer is beside attention
   int64_t dim;                        // D
@@ -188,7 +188,7 @@ struct Rotary {
 enum class LogitRows { kNone, kLast, kAll };
 
 // Where a call begins: at the start, or with the answer to a layer's question.
-enum class Begin { kStart, kAfterAttention, kAfterMlp };
+enum class Begin { kStart, kAfterAttention, kAfterMlp, kAfterExperts };
 
 struct CallParams {
   int64_t rows;    // B
@@ -206,17 +206,20 @@ struct CallParams {
   void* out;  // logits (B, 1 or T, vocabulary), or, where none are wanted, (B, T, hidden)
   Begin begin;
   size_t layer;        // whose question was answered
-  const void* answer;  // (B, T, H * D) or (B, T, hidden)
+  const void* answer;  // (B, T, H * D), (B, T, hidden) or (B, T, K, hidden)
   // The layer that asks next, and what about, if the run ends with a question: queries and keys
   // rotated and values, (B, T, heads * D), or the input of the MLP or all of attention,
-  // (B, T, hidden).
+  // (B, T, hidden). About experts, beside the latter, also choices and weights, (B, T, K).
   size_t asking;
   bool asks_attention;
   void* q;
   void* k;
   void* v;
   void* y;
+  int64_t* chosen;
+  float* weights;
 
+  bool asks() const { return q != nullptr || y != nullptr; }
   int64_t tokens() const { return rows * length; }
   // Tokens of a row once those of the call are there.
   int64_t End(int64_t row) const {
@@ -236,6 +239,21 @@ struct DecoderKernels {
 
 // Bytes of `space` that a call needs, aligned to 64.
 int64_t RunBytes(const RunParams& params, const CallParams& call);
+
+// Of experts whose choices calls bring, in the only layer of a run: rows of x (N, hidden), and
+// `sum` or each choice's weighted output to `out`, (N, hidden) or (N, K, hidden); of experts that
+// are elsewhere, nothing.
+struct ChosenCall {
+  int64_t rows;
+  const void* x;
+  const int64_t* chosen;  // (N, K)
+  const float* weights;   // (N, K)
+  bool sum;
+  void* out;
+};
+
+void RunChosen(const DecoderKernels& kernels, const RunParams& params, const ChosenCall& call,
+               int64_t threads, const ParallelFor& parallel_for);
 
 void RunBound(const DecoderKernels& kernels, const RunParams& params, const CallParams& call,
               char* space, int64_t threads, const ParallelFor& parallel_for);

@@ -187,6 +187,12 @@ int64_t fused_sdp_choice(const at::Tensor& query, const at::Tensor& key, const a
                                                  scale, enable_gqa);
 }
 
+// The same memory as a tensor of the CPU, which keeps it.
+at::Tensor host_view(const at::Tensor& self) {
+  TORCH_CHECK(!has_no_memory(self), "A tensor of a dry device has no memory to view.");
+  return Aliases(c10::DispatchKey::CPU).of(self);
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
   record_use(self.storage().data(), stream.id());
 }
@@ -214,6 +220,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace exkv::sim
+
+TORCH_LIBRARY(exkv_sim, m) { m.def("host_view(Tensor x) -> Tensor", &exkv::sim::host_view); }
 
 namespace at::native {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &exkv::sim::fused_sdp_choice)

@@ -371,14 +371,18 @@ def rows_that_move(folder: Path) -> dict[str, object]:
 
 
 def with_host_experts(top: str) -> dict[str, object]:
-    """Experts in the memory of the host that has their layer; then a host dies."""
+    """Experts in the memory of the host that has their layer, whose card is larger than its limit;
+    then it dies."""
     expected_time.CARD, expected_time.HOST = 1e6, 6e4  # so that few bytes count
     folder, result = Path(top) / "routed", {}
-    cluster = cluster_of("640K", "640K", "640K", timeout=5.0)
+    cluster = cluster_of("640K", "4M", "640K", timeout=5.0)
+    cluster._caps = {"host1": [640 << 10]}  # as of --hosts
     empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
     cache, own = Cache(model, 64, 2), Cache(expected, 64, 2)
     model.load_autosplit(cache, devices=["sim:0", "cpu"])
     result["experts on hosts"] = "host1" in hosts_with_experts(model)
+    limited = [each for each in model._whole.ledgers if str(each.place) == "host1/sim:0"]
+    result["within its limit"] = [0 < each.total <= 640 << 10 for each in limited] == [True]
     rows = [row for host in model.measured for row in host]
     result["as planned"] = all(row["measured"] == row["predicted"] for row in rows)
     result["same"] = same(steps(model, cache), steps(expected, own))

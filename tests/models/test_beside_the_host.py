@@ -14,6 +14,7 @@ from tiny import TINY, reference, save
 from exkv import Cache, Model, OffloadedCache, sim
 from exkv.layers import mlp
 from exkv.layers.split_experts import MOST_ROWS, _blocks
+from exkv.models import runs
 
 #: Of a row of an expert, in the calls below.
 ROWS, TAKEN, EXPERTS = 16, 8, 64
@@ -58,17 +59,23 @@ def with_and_without_kernels(folder: str) -> list:
 
 def all_or_none_on_the_card(folder: str) -> list:
     """Calls for experts in a step of all rows, and its logits, with all experts on the card and
-    with none there."""
+    with none there; by the readable route, as on other cards, and then as it comes."""
     found = []
-    for placement in ("all", "none"):
+    for placement, bind in (("all", runs.bind), ("none", lambda *_: None), ("none", runs.bind)):
         model = Model(folder, max_input_len=16, dtype="bfloat16", weights="int4")
         cache = Cache(model, 16, ROWS)
         load(model, cache, placement)
         model.forward(IDS[:, :8], cache)
         run = mock.Mock(wraps=mlp.run_experts)
-        with mock.patch.object(mlp, "run_experts", run):
+        host = mock.Mock(wraps=torch.ops.exkv.chosen_of_run.default)
+        with (
+            mock.patch.object(mlp, "run_experts", run),
+            mock.patch.object(torch.ops.exkv.chosen_of_run, "default", host),
+            mock.patch.object(runs, "bind", bind),
+        ):
             logits = model.forward(IDS[:, 8:], cache)
         devices = [call.args[0].device.type for call in run.call_args_list]
+        devices += [call.args[1].device.type for call in host.call_args_list]
         found.append((logits.float().cpu().tolist(), devices))
         model.unload()
     return found
@@ -77,10 +84,9 @@ def all_or_none_on_the_card(folder: str) -> list:
 def test_where_all_experts_are_on_the_host_one_call_makes_their_sum(tmp_path):
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TAKEN, "num_hidden_layers": 2}
     folder = save(reference(TINY["Qwen3MoeForCausalLM"](**sizes)), tmp_path)
-    (logits, on_card), (same, on_host) = run_sim(all_or_none_on_the_card, args=[str(folder)])
+    (logits, on_card), *others = run_sim(all_or_none_on_the_card, args=[str(folder)])
     assert set(on_card) == {"sim"}
-    assert on_host == ["cpu"] * len(on_card)
-    assert logits == same
+    assert others == [[logits, ["cpu"] * len(on_card)]] * 2
 
 
 def test_a_step_of_many_rows_is_few_calls_and_waits_for_no_tally(tmp_path):
@@ -102,14 +108,13 @@ def in_flight(folder: str) -> list[list[int]]:
     cache = OffloadedCache(model, 32, 2)
     load(model, cache, "none")
     model.forward(IDS[:2, :8], cache)
-    seen, sum_of = [], mlp.Experts.sum_of
+    seen, host = [], torch.ops.exkv.chosen_of_run.default
 
-    def watched(self, experts, x, routing):
-        if x.device.type == "cpu":
-            seen.append([i for i, layer in enumerate(cache.layers) if layer.prefetched])
-        return sum_of(self, experts, x, routing)
+    def watched(*args):
+        seen.append([i for i, layer in enumerate(cache.layers) if layer.prefetched])
+        return host(*args)
 
-    with mock.patch.object(mlp.Experts, "sum_of", watched):
+    with mock.patch.object(torch.ops.exkv.chosen_of_run, "default", watched):
         model.forward(IDS[:2, 8:], cache)
     model.unload()
     return [*seen, sim.lifetime_errors()]

@@ -136,14 +136,6 @@ def test_logits_that_are_no_numbers_end_nothing(folders):
     assert runs == [len(model.units)] * 3
 
 
-def test_a_unit_whose_experts_lie_on_the_host_is_left_out(folders):
-    model = loaded(folders["MixtralForCausalLM"])
-    model.units[3].host_experts = frozenset({1})
-    with bound_runs() as runs:
-        model.forward(IDS[:1, :3], CACHES["fp16"](model, 64))
-    assert runs == [3, len(model.units) - 4]
-
-
 # What is asked for ----------------------------------------------------------------------------
 
 
@@ -195,12 +187,15 @@ def test_experts_that_do_not_fit_are_refused(folders):
         "gated": True,
         "weighs_inputs": False,
         "narrow": False,
+        "elsewhere": [],
     }
 
     def call(**changes: object) -> None:
         given = {**whole, **changes}
-        *rest, router, gated, weighs, narrow = given.values()
-        torch.ops.exkv.add_experts(new_run(hidden), *rest, *router, gated, weighs, narrow)
+        *rest, router, gated, weighs, narrow, elsewhere = given.values()
+        flags = (gated, weighs, narrow)
+        add = torch.ops.exkv.add_experts
+        add(new_run(hidden), *rest, *router, *flags, elsewhere=elsewhere)
 
     def refused(message: str, **changes: object) -> None:
         with pytest.raises(RuntimeError, match=message):
@@ -208,7 +203,7 @@ def test_experts_that_do_not_fit_are_refused(folders):
 
     call()
     with pytest.raises(RuntimeError, match="there is no layer without an MLP for experts"):
-        *rest, router, _, _, _ = whole.values()
+        *rest, router, _, _, _, _ = whole.values()
         torch.ops.exkv.add_experts(bound._handle.tensor, *rest, *router)
     refused("13 matrices are not the router's and three of each of 5 experts", experts=5)
     refused("13 matrices are not", shared=True)
@@ -223,6 +218,10 @@ def test_experts_that_do_not_fit_are_refused(folders):
     refused("3 of 2 groups of equal size", router=(*whole["router"][:4], 2, 3, 2, 1.0))
     refused("groups of 2 experts are judged by 3", router=(*whole["router"][:4], 2, 1, 3, 1.0))
     refused("act is tanh; it must be one of silu", act="tanh")
+    for elsewhere in ([2, 1], [1, 1], [4], [-1]):
+        refused("must be some of 4, in ascending order", elsewhere=elsewhere)
+    refused("three of each of 2 experts", elsewhere=[1, 3])
+    refused("must get what the layer gets", elsewhere=[1], weighs_inputs=True)
     refused("13 matrices are not the router's and two of each of 4 experts", gated=False)
     refused(r"expert 0's gate is \(64, 128\); the run asks for \(64, 64\)", narrow=True,
             weights=[*whole["weights"], torch.randn(64, hidden), torch.randn(hidden, 64)],

@@ -21,10 +21,10 @@ from exkv.batch import Lengths
 from exkv.cache import KVCache
 from exkv.cache.presets import QuantizedCache
 from exkv.checkpoint.families import FAMILIES
-from exkv.models import native_run
 from exkv.models.bound_run import MOST_TOKENS, Logits
 from exkv.models.native_run import NativeRun
 from exkv.models.runs import Runs, bind
+from exkv.ops.bound_run import RunHandle
 from exkv.planning.dry_run import DryRun
 from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 
@@ -229,7 +229,7 @@ def test_a_run_that_was_released_does_nothing_and_holds_nothing(folders):
 
 def test_a_run_is_released_in_the_middle_of_a_dry_run():
     """The garbage collector may find the last model's remains while another is planned."""
-    handle = native_run._Handle(torch.empty(0), 64)
+    handle = RunHandle(torch.float32, 64)
     run = handle.tensor
     with DryRun("cpu"):
         del handle

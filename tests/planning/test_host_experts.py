@@ -200,6 +200,42 @@ def test_experts_in_host_memory_are_loaded_as_planned_to_the_byte(tmp_path, name
     assert apart == sorted(apart) and apart[0] < apart[-1]
 
 
+def capped(folder: str) -> list[tuple]:
+    """The same loads on a card of so many bytes, and on a larger one of which a split gives as
+    many: experts and bytes of each device as planned, most bytes on the card, and the answer."""
+    expected_time.CARD, expected_time.HOST = 1e6, 6e4
+    model = Model(folder, max_input_len=16)
+    model.usage = lambda: None  # calls between the loads have no effect
+    cache, devices_of = Cache(model, 64, 2), ["sim:0", "cpu"]
+    plan = place(model, cache, "sim:0")
+    experts = sum(sum(unit.expert_bytes) for unit in model.units)
+    seen = []
+    for share in (0.3, 0.7):
+        cap = plan.ledgers[0].total - int(share * experts)
+        for capacity, split in ((cap, None), (1 << 30, [cap / 2**30, 1])):
+            sim.set_capacity(0, capacity)
+            cache.reset()
+            with devices.peak_memory(torch.device("sim:0")) as peaks:
+                if split is None:
+                    model.load_autosplit(cache, devices=devices_of)
+                else:
+                    model.load(devices=devices_of, gpu_split=split)
+                answer = model.forward(IDS, cache).cpu()
+            apart = [unit.host_experts for unit in model.plan.units]
+            totals = [ledger.total for ledger in model.plan.ledgers]
+            seen.append((apart, totals, answer.sum().item(), peaks[0] <= cap))
+            model.unload()
+    return seen
+
+
+def test_a_split_caps_a_card_with_experts_in_host_memory_too(tmp_path):
+    config = TINY["Qwen3MoeForCausalLM"](num_hidden_layers=4, num_experts=16)
+    folder = str(save(reference(config), tmp_path))
+    first, as_first, second, as_second = run_sim(capped, args=[folder])
+    assert first == as_first and second == as_second
+    assert any(first[0]) and first[0] != second[0] and first[2] == second[2] and first[3]
+
+
 @dataclass
 class Other:
     """Another program, which takes memory of the card once, before a unit is loaded."""

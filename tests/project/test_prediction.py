@@ -25,7 +25,7 @@ WORDS = re.compile(
 #: AltUp predicts hidden states.
 NOT_OF_PLANS = {"gemma3n.py"}
 #: They may ask whether any mode of torch's is on, for what they keep or bind; see there.
-ASK_FOR_MODES = {"exkv/layers/rope.py", "exkv/models/runs.py"}
+ASK_FOR_MODES = {"exkv/layers/rope.py", "exkv/layers/linear.py"}
 
 
 def below_planning() -> list[Path]:
