@@ -21,7 +21,6 @@ from exkv.checkpoint.gguf.names import EXPERTS, GGUFFamily, most, shared
 from exkv.checkpoint.value_checks import check_layers, check_size, is_int, is_number, set_floats
 from exkv.layers import MLP, Attention, Experts, GatedMLP, SharedExperts
 from exkv.layers.low_rank import side_by_side
-from exkv.layers.mlp import Expert
 from exkv.ops.activations import ACTIVATIONS
 from exkv.weights import Source, sliced_source
 
@@ -99,12 +98,10 @@ class StepExperts(SharedExperts):
         if shared < torch.inf:
             self.shared_expert = LimitedMLP(config, dtype, settings.shared_inner, shared)
 
-    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+    def combined(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.has_op:
-            return super().output(expert, inputs)
-        assert isinstance(expert, Expert)
-        gate, up, down = expert.w1, expert.w3, expert.w2
-        return down(limited(gate(inputs), up(inputs), self.act, self.limit))
+            return super().combined(gate, up)
+        return limited(gate, up, self.act, self.limit)
 
 
 def _mlp(config: ModelConfig, dtype: torch.dtype, layer: int) -> MLP:
