@@ -13,6 +13,7 @@ from on_cpu import on_cpu
 from torch import Tensor
 
 from exkv.layers import mlp
+from exkv.planning.kernel_uses import kernel_use
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.groups import GroupFormat
@@ -88,6 +89,19 @@ def test_chosen_matrices_of_few_bits_multiply_as_one_does_alone(where, format, d
     assert (found.double() - expected).abs().le(bound.squeeze(-1) + 1e-3).all()
     found = ops.chosen_products(x, chosen + 2, flat, format.name, layout, size[0], [])
     assert found[:, 0].isnan().all() and found[:, 1].isfinite().all()
+
+
+def test_plans_know_which_choices_kernels_take():
+    """As the binding does, which leaves the others to the reference; and what it allocates."""
+    chosen, nested = torch.zeros(3, 2).long(), [-3, 64, 1, 0]
+    for dtype, layout, takes in [
+        *((torch.bfloat16, format.choice_layout((64, 256)), True) for format in CHOSEN),
+        (torch.float32, CHOSEN[0].choice_layout((64, 256)), False),
+        (torch.bfloat16, nested, False),
+    ]:
+        call = {"x": torch.zeros(3, 256, dtype=dtype), "chosen": chosen, "layout": layout}
+        use = kernel_use("chosen_products", "cuda", call)
+        assert use.takes == takes and use.scratch == 6 * 80
 
 
 def test_a_chosen_matrix_is_found_anew_in_every_replay():
