@@ -185,6 +185,20 @@ def _section_loops() -> Iterator[Loop]:
             products=8,
             place=place,
         )
+    # For float32 two chunks, lane by lane, in loops for 4 bits and 8, of which the longer counts,
+    # and one for all others.
+    for rows in (1, 4):
+        for bits, place in ((4, 1), (2, 3)):  # the third is around them
+            yield Loop(
+                format=f"float32 x, EXL2 at {bits} bits",
+                source="linear_sections",
+                kernel=f"LinearSectionsKernelIfLi{rows}E",
+                rows=rows,
+                code_bytes=2 * 16 * 32 * bits / 8,
+                product="FFMA",
+                products=36 * rows,
+                place=place,
+            )
 
 
 def _trellis_loops() -> Iterator[Loop]:
