@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,12 +14,15 @@ from exkv import epochs
 from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig, read_ahead
 from exkv.ops.activations import ACTIVATIONS, activated
 from exkv.ops.experts import (
+    MOST_EXPERTS,
     Routing,
-    are_chosen_on_device,
+    chooses_on,
+    sum_of_choices,
     sum_of_experts,
     takes_whole_calls,
 )
 from exkv.ops.weight_groups import is_decode_sized
+from exkv.weights.floats import FLOATS
 from exkv.weights.format import WeightFormat, mixed_experts
 
 from .descriptions import (
@@ -152,7 +156,7 @@ class Experts(MLP):
         self.router = Router.of(settings, sigmoid=sigmoid, tolerance=tolerance)
         inner = settings.moe_intermediate_size or config.intermediate_size
         made = ExactLinear if exact else Linear
-        self.gate = made(hidden, count, bias=bias, dtype=dtype)
+        self.gate, self.dtype = made(hidden, count, bias=bias, dtype=dtype), dtype
         self.correction = weight(count, dtype=torch.float32) if corrected else None
         self.experts = nn.ModuleList(Expert(hidden, inner, dtype, bias=bias) for _ in range(count))
         #: How many tokens chose each of the router's outputs: int64, on the host if some experts
@@ -166,15 +170,35 @@ class Experts(MLP):
 
     @property
     def chooses_on_device(self) -> bool:
-        """Whether experts of up to ``MOST_CHOOSING`` tokens are selected without the host."""
-        if self.on_host:
+        """Whether experts of up to ``MOST_CHOOSING`` tokens are chosen without the host."""
+        if self.on_host or self.from_disk or not (self.bare and self.gate.bare):
             return False
-        linears = [part for expert in self.experts for part in expert.children()]
-        if not (self.bare and self.gate.bare and all(linear.bare for linear in linears)):
+        device = next(self.experts.parameters()).device
+        return self.are_chosen(device, self.dtype, 1)
+
+    def are_chosen(self, device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+        """Whether kernels choose among all experts' matrices for so many tokens of this dtype."""
+        if not chooses_on(device, tokens):
             return False
-        weights = [linear._parameters.get("weight") for linear in linears]
-        plain = [each for each in weights if type(each) is nn.Parameter]
-        return len(plain) == len(linears) and are_chosen_on_device(plain[0][:1], plain)
+        key, found = (epochs.current(), device, dtype), self.__dict__.get("_are_chosen")
+        if found is None or found[0] != key:
+            found = self.__dict__["_are_chosen"] = key, self._may_be_chosen(device, dtype)
+        return found[1]
+
+    def _may_be_chosen(self, device: torch.device, dtype: torch.dtype) -> bool:
+        own = type(self).output is not Experts.output  # another form, which the choice doesn't have
+        if own or len(self.experts) > MOST_EXPERTS:
+            return False
+        for linears in zip(*self.matrices(), strict=True):  # all gates, all ups, all downs
+            first = linears[0]
+            if not first.format.chooses(first.size, dtype):
+                return False
+            codes = first.format is not FLOATS.get(dtype)
+            if not chooses_on(device, 1, codes=codes):
+                return False
+            if not all(_is_like(each, first) for each in linears):
+                return False
+        return True
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)  # (B * T, hidden)
@@ -224,6 +248,10 @@ class Experts(MLP):
     def sum_of(self, experts: Sequence[int], x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum over some experts, on the device of x; the routing holds their positions
         among ``experts``."""
+        if self.are_chosen(x.device, x.dtype, len(x)):
+            parts = zip(*self.matrices(experts), strict=True)
+            gate, up, down = (partial(products_of_chosen, linears) for linears in parts)
+            return sum_of_choices(x, routing, (gate, up, down), self.combined)
         if self.has_op and (routing.counts is None or takes_whole_calls(x)):
             formats = self.formats() if len(experts) < self.count else None
             return run_experts(x, routing, self.matrices(experts), self.act, formats)
@@ -236,7 +264,12 @@ class Experts(MLP):
     def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
         """One expert's output for its inputs (n, hidden)."""
         assert isinstance(expert, Expert)
-        return gated((expert.w1, expert.w3, expert.w2), inputs, self.act)
+        return expert.w2(self.combined(expert.w1(inputs), expert.w3(inputs)))
+
+    def combined(self, gate: Tensor, up: Tensor) -> Tensor:
+        """A down's input from the outputs of a gate and an up, which may be overwritten."""
+        ACTIVATIONS[self.act].gate(gate, up)
+        return gate
 
     def read_ahead(self, experts: Iterable[int]) -> None:
         """Start reading what is on disk of these experts, in the order in which they compute."""
@@ -320,11 +353,9 @@ class ClampedExperts(Experts):
         settings = config.settings(ClampedExpertsConfig)
         self.alpha, self.limit = settings.swiglu_alpha, settings.swiglu_limit
 
-    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
-        assert isinstance(expert, Expert)
-        gate = expert.w1(inputs)
-        torch.ops.exkv.clamped_swiglu_(gate, expert.w3(inputs), self.alpha, self.limit)
-        return expert.w2(gate)
+    def combined(self, gate: Tensor, up: Tensor) -> Tensor:
+        torch.ops.exkv.clamped_swiglu_(gate, up, self.alpha, self.limit)
+        return gate
 
     def describe_experts(self) -> tuple[GatedBlock, ...]:
         blocks = (_gated(map(describe, each), self.act) for each in self.matrices())
@@ -374,6 +405,27 @@ def run_experts(
         return mixed_experts(x, routing, pairs, inner, act, formats)
     tensors = [[parameters_of(part) for part in expert] for expert in matrices]
     return format.experts(x, routing, tensors, inner, act)
+
+
+def _is_like(linear: Linear, first: Linear) -> bool:
+    """Whether a linear layer is a matrix like the first one's, without hooks or changes."""
+    parameters, names = linear._parameters, (*first.format.names, "bias")
+    found = [each for name in names if (each := parameters.get(name)) is not None]
+    has_bias = first._parameters["bias"] is not None
+    return (
+        (type(linear) is Linear and linear.bare)
+        and (linear.format == first.format and linear.size == first.size)
+        and len(found) == len(first.format.names) + has_bias
+        and all(type(each) is nn.Parameter and each.is_contiguous() for each in found)
+    )
+
+
+def products_of_chosen(linears: Sequence[Linear], x: Tensor, chosen: Tensor) -> Tensor:
+    """x (N, in), or (N, K, in) with one for each choice, times those of these layers, which are
+    alike, that ``chosen``, int64 (N, K), names -> (N, K, out)."""
+    each, first = [parameters_of(linear) for linear in linears], linears[0]
+    biases = [parameters["bias"] for parameters in each if parameters["bias"] is not None]
+    return first.format.chosen(x, chosen, first.size, each, biases)
 
 
 def gated(matrices: Sequence[Linear], inputs: Tensor, act: str) -> Tensor:

@@ -12,12 +12,13 @@ On the CPU a run is native code (``native_run.py``), on a GPU a captured graph (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Protocol
 
 import torch
 
-from exkv.batch import Lengths, RotaryTables
+from exkv.batch import Factors, Lengths, RotaryTables, real_tokens
 
 #: Tokens of a call, in all rows, up to which the overhead of module calls matters.
 MOST_TOKENS = 16
@@ -31,6 +32,45 @@ class Logits(IntEnum):
     LAST = 1
     ALL = 2
     EACH = 3
+
+
+class TokensAsRows:
+    """The real tokens of a call as rows of one token each, in row order. A cache layer stores all
+    of them before any attends to those before it.
+
+    Attributes:
+        lengths: of these rows.
+        row: int64 (N,), the row of the call that each belongs to.
+    """
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self.row, self._token, position = real_tokens(lengths)
+        self.lengths = Lengths(
+            past=tuple(position.tolist()),
+            new=(1,) * len(self.row),
+            pages=None if lengths.pages is None else lengths.pages[self.row],
+            adapters=lengths.adapters,
+        )
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, T, ...) -> (N, 1, ...)."""
+        return x[self.row.to(x.device), self._token.to(x.device)].unsqueeze(1)
+
+    def factors(self, factors: Mapping[str, Factors]) -> dict[str, Factors]:
+        """Rotary factors (B or 1, T, R) of the call -> (N, 1, R)."""
+
+        def split(factor: torch.Tensor) -> torch.Tensor:
+            rows = self.row if len(factor) > 1 else torch.zeros_like(self.row)
+            return factor[rows, self._token].unsqueeze(1)
+
+        return {name: (split(cos), split(sin)) for name, (cos, sin) in factors.items()}
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """x (N, 1, hidden) -> (B, T, hidden), zeros for padding."""
+        whole = x.new_zeros((len(self._lengths.new), self._lengths.chunk, x.shape[-1]))
+        whole[self.row.to(x.device), self._token.to(x.device)] = x[:, 0]
+        return whole
 
 
 class BoundRun(Protocol):

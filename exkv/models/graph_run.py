@@ -6,8 +6,8 @@ and pages on the device. Only attention's split of the keys is decided on the ho
 possible row, so there is one graph for each of a few lengths (:func:`bucket`).
 
 Paged rows come and go, so there are graphs for a few numbers of them (:func:`row_bucket`). Rows
-that
-pad a bucket have no token: nothing of them is stored, and they see no keys.
+that pad a bucket have no token: nothing of them is stored, and they see no keys. Proposed tokens
+are verified as rows that share their sequence's pages.
 
 All graphs of a run share one memory pool, whose tensors live for one step, and write results to one
 tensor per number of rows; plans count segments for both (``exkv.overhead``). If logits would be
@@ -19,15 +19,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from exkv import devices, overhead
-from exkv.batch import Batch, Lengths, RotaryTables
+from exkv.batch import Batch, Factors, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.views import ContiguousView, Tensors
@@ -42,11 +42,11 @@ from exkv.layers.descriptions import (
     PlainBlock,
     try_describe,
 )
-from exkv.layers.mlp import Experts, SharedExperts
+from exkv.layers.mlp import Experts
 from exkv.ops.attention import AttentionParams
 from exkv.ops.experts import MOST_CHOOSING
 
-from .bound_run import BoundRun, Logits
+from .bound_run import BoundRun, Logits, TokensAsRows
 from .units import PlacedUnit
 
 #: Number of graphs to keep for one run, the last used ones.
@@ -158,8 +158,7 @@ def _most_rows(described: object, mlp: nn.Module) -> int:
     """The most rows of a step with which an MLP doesn't synchronize with the host."""
     if isinstance(described, GatedBlock | PlainBlock):
         return ANY_ROWS
-    known = type(mlp) in (Experts, SharedExperts)
-    return MOST_CHOOSING if known and cast(Experts, mlp).chooses_on_device else 0
+    return MOST_CHOOSING if isinstance(mlp, Experts) and mlp.chooses_on_device else 0
 
 
 class CapturedAttend:
@@ -235,8 +234,12 @@ class GraphRun:
         self._refused = False
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
-        """Whether each row has one token, and logits are small."""
-        if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
+        """Whether each row has one token, or can have its tokens as rows, and logits are small."""
+        if self._refused or min(lengths.new) < 1:
+            return False
+        mixed = isinstance(lengths.adapters, tuple)  # each row has its own matrices
+        as_rows = self._table_rows > 0 and not mixed and logits == Logits.EACH
+        if lengths.chunk > 1 and (not as_rows or lengths.snapshot_at):
             return False
         rows = self._captured_rows(lengths)
         if rows > self._most_rows:
@@ -245,25 +248,43 @@ class GraphRun:
 
     def _captured_rows(self, lengths: Lengths) -> int:
         """Rows of the buffers for a call: a few more if rows are paged and alike."""
-        rows = len(lengths.new)
-        mixed = isinstance(lengths.adapters, tuple)  # each row has its own matrices
-        return row_bucket(rows, self._table_rows) if self._table_rows and not mixed else rows
+        rows = sum(lengths.new)
+        mixed = isinstance(lengths.adapters, tuple)
+        if mixed or not self._table_rows:
+            return rows
+        return row_bucket(rows, max(rows, self._table_rows))
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
     ) -> torch.Tensor | None:
-        parts = self._parts
-        if not parts:
+        if not self._parts:
             return None
-        rows, head = self._captured_rows(lengths), parts[-1].is_head and logits != Logits.NONE
+        head = self._parts[-1].is_head and logits != Logits.NONE
+        factors = rotary(lengths, self._dtype)
+        if lengths.chunk == 1:
+            return self._step(x, lengths, rotary, factors, head)
+        rows = TokensAsRows(lengths)
+        out = self._step(rows.split(x), rows.lengths, rotary, rows.factors(factors), head)
+        return out if out is None or head else rows.joined(out)
+
+    def _step(
+        self,
+        x: torch.Tensor,
+        lengths: Lengths,
+        rotary: RotaryTables,
+        factors: Mapping[str, Factors],
+        head: bool,
+    ) -> torch.Tensor | None:
+        """Run one token per row: replay its recording, or make one."""
+        rows = self._captured_rows(lengths)
         if rows not in self._buffers:
             with Attempt():
                 at = self.device, self._table_width
-                self._buffers[rows] = Buffers(rows, x, lengths, rotary, self._dtype, *at)
+                self._buffers[rows] = Buffers(rows, x, rotary, factors, self._dtype, *at)
         if (buffers := self._buffers.get(rows)) is None:
             self._refused = True
             return None
-        buffers.fill(x, lengths, rotary)
+        buffers.fill(x, lengths, factors)
         key = (rows, bucket(lengths.kv_len), head)
         recording = self._recordings.get(key)
         if recording is None:
@@ -316,7 +337,7 @@ class Buffers:
 
     Args:
         rows: of the step; a call may have fewer, and the others are padding.
-        x, lengths, rotary: of a call.
+        x, rotary, factors: of a call.
         pages: width of the block table; 0 for contiguous rows.
 
     Attributes:
@@ -328,14 +349,13 @@ class Buffers:
         self,
         rows: int,
         x: torch.Tensor,
-        lengths: Lengths,
         rotary: RotaryTables,
+        factors: Mapping[str, Factors],
         dtype: torch.dtype,
         device: torch.device,
         pages: int,
     ) -> None:
-        self._dtype, self._tables, self._paged = dtype, rotary, pages > 0
-        factors = rotary(lengths, dtype)
+        self._tables, self._paged = rotary, pages > 0
         self._names = list(factors)
         shapes = {
             "x": torch.empty((rows, *x.shape[1:]), dtype=x.dtype),
@@ -372,7 +392,7 @@ class Buffers:
             block_table=self._device["pages"] if self._paged else None,
         )
 
-    def fill(self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables) -> None:
+    def fill(self, x: torch.Tensor, lengths: Lengths, factors: Mapping[str, Factors]) -> None:
         """Write a call's input, asynchronously."""
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read the buffer
@@ -382,7 +402,7 @@ class Buffers:
             host[name][rows:].zero_()
         if lengths.pages is not None:
             host["pages"][:rows, : lengths.pages.shape[1]].copy_(lengths.pages)
-        for name, pair in rotary(lengths, self._dtype).items():
+        for name, pair in factors.items():
             for i, factor in enumerate(pair):
                 host[f"{name} {i}"][:rows].copy_(factor)
         if x.device.type == "cpu":

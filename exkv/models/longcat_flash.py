@@ -83,10 +83,6 @@ class ZeroExperts(Experts):
         self.correction = weight(count, dtype=torch.float32)
 
     @property
-    def chooses_on_device(self) -> bool:
-        return False
-
-    @property
     def count(self) -> int:
         return self.gate.size[0]
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from exkv import devices, sim
-from exkv.batch import Batch, Factors, Lengths, RotaryTables, real_tokens
+from exkv.batch import Batch, Factors, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.state import StateLayer
@@ -65,7 +65,7 @@ from exkv.ops.bound_run import (
 )
 from exkv.ops.registry import HOST
 
-from .bound_run import MOST_TOKENS, BoundRun, Logits
+from .bound_run import MOST_TOKENS, BoundRun, Logits, TokensAsRows
 from .units import PlacedUnit
 
 
@@ -441,27 +441,13 @@ class NativeRun:
         factors = rotary(lengths, self._dtype)
         if logits != Logits.EACH or set(lengths.new) == {1}:
             return self._run(x, lengths, rotary, factors, min(logits, Logits.ALL))
-        row, token, position = real_tokens(lengths)
+        rows = TokensAsRows(lengths)
         if not self._has_rows_for_tokens:
             out = self._run(x, lengths, rotary, factors, Logits.ALL)
-            return out if out is None or self._head is None else out[row, token].unsqueeze(1)
-        out = self._run(
-            x[row.to(x.device), token.to(x.device)].unsqueeze(1),
-            Lengths(
-                past=tuple(position.tolist()),
-                new=(1,) * len(row),
-                pages=None if lengths.pages is None else lengths.pages[row],
-            ),
-            rotary,
-            {name: _token_factors(pair, row, token) for name, pair in factors.items()},
-            Logits.ALL,
-            row.int(),
-        )
-        if out is None or self._head is not None:
-            return out
-        whole = out.new_zeros((len(lengths.new), lengths.chunk, out.shape[-1]))
-        whole[row, token] = out[:, 0]
-        return whole
+            return out if out is None or self._head is None else rows.split(out)
+        split = (rows.split(x), rows.lengths, rotary, rows.factors(factors))
+        out = self._run(*split, Logits.ALL, rows.row.int())
+        return out if out is None or self._head is not None else rows.joined(out)
 
     def _run(
         self,
@@ -503,13 +489,6 @@ class NativeRun:
 
     def release(self) -> None:
         self._handle, self._questions, self._head, self._states = None, [], None, []
-
-
-def _token_factors(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
-    """Factors (B or 1, T, R) of N tokens -> (N, 1, R)."""
-    rows = row if len(pair[0]) > 1 else torch.zeros_like(row)
-    cos, sin = (factor[rows, token].unsqueeze(1) for factor in pair)
-    return cos, sin
 
 
 def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:

@@ -22,7 +22,7 @@ from exkv.checkpoint.value_checks import check_layers, check_size, is_int, is_nu
 from exkv.layers import MLP, Attention, Experts, GatedMLP, SharedExperts
 from exkv.layers.descriptions import ExpertsBlock, NotDescribed, describes
 from exkv.layers.low_rank import side_by_side
-from exkv.layers.mlp import Expert, describe_shared
+from exkv.layers.mlp import describe_shared
 from exkv.ops.activations import ACTIVATIONS
 from exkv.weights import Source, sliced_source
 
@@ -100,12 +100,10 @@ class StepExperts(SharedExperts):
         if shared < torch.inf:
             self.shared_expert = LimitedMLP(config, dtype, settings.shared_inner, shared)
 
-    def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
+    def combined(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.has_op:
-            return super().output(expert, inputs)
-        assert isinstance(expert, Expert)
-        gate, up, down = expert.w1, expert.w3, expert.w2
-        return down(limited(gate(inputs), up(inputs), self.act, self.limit))
+            return super().combined(gate, up)
+        return limited(gate, up, self.act, self.limit)
 
 
 @describes(StepExperts)

@@ -154,8 +154,9 @@ def is_flash(q: Tensor, k: Tensor, kv_len: int, ragged: bool, window: int, softc
 
 
 @functools.cache
-def has_flash(device: torch.device) -> bool:
-    """Whether a GPU has these kernels; assumed for GPUs that are not present."""
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU multiplies matrices of 16-bit floats as torch's flash kernels and exkv's own
+    do; assumed for GPUs that are not present."""
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -199,7 +200,7 @@ def attention(
             "for"
         )
     length, kv_heads = q.shape[1], k.shape[2]
-    if is_flash(q, k, kv_len, ragged, window, softcap) and has_flash(q.device):
+    if is_flash(q, k, kv_len, ragged, window, softcap) and has_tensor_cores(q.device):
         return _attend_by_flash(q, k[:, :kv_len], v[:, :kv_len], scale)
     k, v = k[:, :kv_len].transpose(1, 2), v[:, :kv_len].transpose(1, 2)  # (B, H_kv, S, D)
     if length == 1 and not ragged:

@@ -3,7 +3,7 @@ their outputs are summed by the router's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import ACTIVATIONS
+from .attention import has_tensor_cores
 from .registry import computes_on, define_op, has_kernel
 
 
@@ -59,11 +60,13 @@ def read_tally(tally: Tensor, tokens: int, taken: int) -> list[int]:
 
 
 @define_op(
-    "expert_products(Tensor x, Tensor chosen, Tensor[] weights) -> Tensor",
-    fake=lambda x, chosen, weights: x.new_empty((*chosen.shape, len(weights[0]))),
+    "expert_products(Tensor x, Tensor chosen, Tensor[] weights, Tensor[] biases) -> Tensor",
+    fake=lambda x, chosen, weights, biases: x.new_empty((*chosen.shape, len(weights[0]))),
     kernels_fall_back=True,
 )
-def expert_products(x: Tensor, chosen: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def expert_products(
+    x: Tensor, chosen: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+) -> Tensor:
     """x (N, in), or (N, K, in) with one for each choice -> (N, K, out), x times its chosen experts.
 
     Kernels read the choices on the device, without synchronization; this reference reads them on
@@ -72,57 +75,85 @@ def expert_products(x: Tensor, chosen: Tensor, weights: Sequence[Tensor]) -> Ten
     Args:
         chosen: int64 (N, K).
         weights: (out, in) of each expert.
+        biases: (out,) of each, or none at all.
 
     Raises:
         ValueError: a choice that is not an expert.
     """
-    ids = chosen.flatten().tolist()
-    if ids and not 0 <= min(ids) <= max(ids) < len(weights):
+    if not weights or len(biases) not in (0, len(weights)):
+        raise ValueError(f"expert_products: {len(weights)} experts and {len(biases)} biases")
+    outs = x.new_empty((*chosen.shape, len(weights[0])))
+    for expert, pairs, rows in by_choice("expert_products", x, chosen, len(weights)):
+        outs[pairs] = F.linear(rows, weights[expert], biases[expert] if biases else None)
+    return outs
+
+
+def by_choice(
+    op: str, x: Tensor, chosen: Tensor, experts: int
+) -> Iterator[tuple[int, tuple[Tensor, ...], Tensor]]:
+    """Yield each expert that is among ``chosen`` (N, K), indices of its pairs of a token and a
+    choice, and their rows of x (N, in) or (N, K, in).
+
+    Raises:
+        ValueError: a choice that is not an expert, or x and choices that don't fit together.
+    """
+    pairs_of_x = x.shape[:-1] if x.dim() == 3 else (*x.shape[:1], *chosen.shape[1:])
+    if chosen.dim() != 2 or chosen.dtype != torch.int64 or pairs_of_x != chosen.shape:
         raise ValueError(
-            f"expert_products: chosen holds {min(ids)} to {max(ids)}, of {len(weights)} experts"
+            f"{op}: x must be (N, in) or (N, K, in), and chosen int64 (N, K); they are "
+            f"{tuple(x.shape)} and {chosen.dtype} {tuple(chosen.shape)}"
         )
-    inputs = x if x.dim() == 3 else x.unsqueeze(1).expand(*chosen.shape, -1)
-    outs = [
-        F.linear(row, weights[expert])
-        for row, expert in zip(inputs.flatten(0, 1), ids, strict=True)
-    ]
-    return torch.stack(outs).unflatten(0, chosen.shape)
+    ids = chosen.unique().tolist()
+    if ids and not 0 <= ids[0] <= ids[-1] < experts:
+        raise ValueError(f"{op}: chosen holds {ids[0]} to {ids[-1]}, of {experts} experts")
+    for expert in ids:
+        pairs = torch.where(chosen == expert)
+        yield expert, pairs, x[pairs if x.dim() == 3 else pairs[0]]
 
 
-#: Most tokens whose experts are selected on the device, and most experts of one kernel call.
-MOST_CHOOSING, MOST_EXPERTS = 8, 128
+#: Most tokens whose experts are chosen on the device, and most experts of one kernel call.
+MOST_CHOOSING, MOST_EXPERTS = 16, 512
 
 
-def are_chosen_on_device(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether a kernel selects among these matrices for x (N, in)."""
-    alike = all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
-    return (
-        0 < len(x) <= MOST_CHOOSING
-        and len(weights) <= 3 * MOST_EXPERTS
-        and alike
-        and not any(weight.shape[1] % 8 for weight in weights)
-        and has_kernel("expert_products", x.device.type)
-    )
+def chooses_on(device: torch.device, tokens: int, *, codes: bool = False) -> bool:
+    """Whether kernels choose experts of so many tokens on a device, without synchronization.
+
+    Args:
+        codes: whether weights have few bits, which takes tensor cores.
+    """
+    if not 0 < tokens <= MOST_CHOOSING or not has_kernel("chosen_products", device.type):
+        return False
+    return not codes or has_tensor_cores(device)
 
 
 def takes_whole_calls(x: Tensor) -> bool:
     """Whether the experts of x (N, hidden) are one call of kernels, without synchronization;
     otherwise experts run one after another, and the host must know how many tokens each has."""
-    return len(x) <= MOST_CHOOSING or has_kernel("chosen_experts", computes_on(x))
+    return has_kernel("chosen_experts", computes_on(x))
 
 
-def by_choices(
-    x: Tensor, routing: Routing, matrices: Sequence[Sequence[Tensor]], act: str
+#: x (N, in), or (N, K, in) with one for each choice, and choices (N, K) -> (N, K, out).
+Products = Callable[[Tensor, Tensor], Tensor]
+
+
+def sum_of_choices(
+    x: Tensor,
+    routing: Routing,
+    products: tuple[Products, Products, Products],
+    combined: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """:func:`experts` for few tokens; ``matrices`` are all gates, ups and downs. Sums also run over
-    experts in ascending order."""
-    products = torch.ops.exkv.expert_products
+    """:func:`sum_of_experts` for few tokens, without synchronization. Sums also run over experts in
+    ascending order.
+
+    Args:
+        products: by the chosen experts' gates, ups and downs.
+        combined: outputs of gates and ups -> a down's input.
+    """
+    gate, up, down = products
     chosen, order = routing.chosen.sort(-1)
-    gate, up, down = matrices
-    inner = products(x, chosen, gate)  # (N, K, inner)
-    ACTIVATIONS[act].gate(inner, products(x, chosen, up))
+    inner = combined(gate(x, chosen), up(x, chosen))  # (N, K, inner)
     shares = routing.weights.gather(-1, order).unsqueeze(-1)
-    parts = (products(inner, chosen, down) * shares).to(x.dtype)
+    parts = (down(inner, chosen) * shares).to(x.dtype)
     out = parts[:, 0]
     for choice in range(1, chosen.shape[1]):
         out = out + parts[:, choice]
@@ -164,9 +195,6 @@ def experts(
     if act not in ACTIVATIONS:
         raise ValueError(f"experts: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     routing = Routing(chosen=chosen, weights=weights)
-    if are_chosen_on_device(x, [*gate, *up, *down]):
-        _check_routing(x, routing)
-        return by_choices(x, routing, (gate, up, down), act)
 
     def run(expert: int, inputs: Tensor) -> Tensor:
         inner = _times(inputs, gate[expert])

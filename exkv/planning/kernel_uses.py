@@ -16,6 +16,7 @@ import torch
 from exkv.ops.attention import is_flash, is_fresh
 from exkv.ops.registry import NAMED
 from exkv.weights.gguf import has_cuda_kernels
+from exkv.weights.tiles import Packing
 
 #: Maxima: query rows per key head, values per head, rows of a batch, query rows in total.
 _DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
@@ -29,6 +30,8 @@ _SPLIT_KEYS, _MOST_SPLITS = 128, 64
 _STATE_ROWS = 256
 #: Likewise for the selective scan: most numbers of a channel's state.
 _SCAN_STATES = 64
+#: Of a choice of a token: ChosenMatrix of exkv_ext/params/experts_params.h.
+_CHOSEN_BYTES = 80
 #: Most rows of partial results: 16 warps for each of 256 multiprocessors, four of which share up to
 #: four rows of a tile; and what rounding up to whole blocks adds.
 _MOST_STATES = 256 * 16 // 4 * 4 + 12
@@ -149,6 +152,14 @@ def _selective_scan(*, b: torch.Tensor, **rest: Any) -> KernelUse:
     return KernelUse(takes=b.shape[-1] <= _SCAN_STATES)
 
 
+def _chosen(
+    *, x: torch.Tensor, chosen: torch.Tensor, layout: Sequence[int], **rest: Any
+) -> KernelUse:
+    by_rows = layout[0] in (Packing.GGML, Packing.FLOAT8, Packing.FLOAT4)
+    takes = x.element_size() == 2 and (layout[0] > 0 or by_rows) and has_cuda_kernels(layout)
+    return KernelUse(takes=takes, scratch=_CHOSEN_BYTES * chosen.numel())
+
+
 def _packed(*, layout: Sequence[int], **rest: Any) -> KernelUse:
     return KernelUse(takes=has_cuda_kernels(layout))
 
@@ -161,6 +172,7 @@ KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
         "attention_int8": _attention_int8,
         "attention_part": _attention_part,
         "causal_conv": _causal_conv,
+        "chosen_products": _chosen,
         "dequantize_packed": _packed,
         "gated_delta": _gated_delta,
         "linear_packed": _packed,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import Routing, sum_of_experts
+from exkv.ops.experts import Routing, by_choice, sum_of_experts
 from exkv.ops.registry import define_op
 
 from .format import WeightFormat, products
@@ -78,6 +78,62 @@ def chosen_experts(
     if act not in ACTIVATIONS:
         raise ValueError(f"chosen_experts: act is {act!r}; it is one of {', '.join(ACTIVATIONS)}")
     return experts_of_formats(x, chosen, weights, tensors, formats.split("\n"), act)
+
+
+def _chosen_fake(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    outputs: int,
+    biases: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    return x.new_empty((*chosen.shape, outputs))
+
+
+@define_op(
+    "chosen_products(Tensor x, Tensor chosen, Tensor[] tensors, str format, int[] layout, "
+    "int outputs, Tensor[] biases) -> Tensor",
+    fake=_chosen_fake,
+    kernels_fall_back=True,
+    reference_names=registered(),
+)
+def chosen_products(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    outputs: int,
+    biases: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """``expert_products`` for matrices of one size in one weight format, with x transformed as the
+    format says.
+
+    Args:
+        tensors: of each matrix in the order of its layout, concatenated.
+        format: the format's name.
+        layout: its :meth:`WeightFormat.choice_layout`.
+        outputs: rows of each matrix.
+
+    Raises:
+        ValueError: a choice that is no matrix.
+    """
+    known = registered().get(format)
+    each = 1 if known is None else len(known.names)
+    count, left = divmod(len(tensors), each)
+    if known is None or left or len(biases) not in (0, count):
+        raise ValueError(
+            f"chosen_products: {len(tensors)} tensors and {len(biases)} biases don't belong to "
+            f"matrices of format {format!r}"
+        )
+    multiply = known.times if known.transform else known.linear
+    outs = x.new_empty((*chosen.shape, outputs))
+    for expert, pairs, rows in by_choice("chosen_products", x, chosen, count):
+        parts = dict(zip(known.names, tensors[each * expert :], strict=False))
+        outs[pairs] = multiply(rows, parts, biases[expert] if biases else None)
+    return outs
 
 
 _Matrix = tuple[WeightFormat, dict[str, torch.Tensor]]

@@ -70,6 +70,20 @@ class FloatFormat(WeightFormat):
             return WeightFormat.linears(self, x, each, biases)
         return torch.ops.exkv.linears(x, [tensors["weight"] for tensors in each], added)
 
+    def chooses(self, size: Size, dtype: torch.dtype) -> bool:
+        return dtype == self.dtype != torch.float64 and size[1] % 8 == 0
+
+    def chosen(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        size: Size,
+        each: Sequence[Tensors],
+        biases: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        weights = [tensors["weight"] for tensors in each]
+        return torch.ops.exkv.expert_products(x, chosen, weights, biases)
+
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return torch.embedding(tensors["weight"], ids)
 

@@ -116,6 +116,39 @@ class WeightFormat(ABC):
         one by one: by :meth:`heads`, and by their :meth:`part`."""
         return False
 
+    def choice_layout(self, size: Size) -> list[int] | None:
+        """Numbers by which kernels that choose among matrices of this format on the device know
+        its layout; None if there are none."""
+        return None
+
+    def chooses(self, size: Size, dtype: torch.dtype) -> bool:
+        """Whether such kernels (:meth:`chosen`) take x of this dtype."""
+        short = dtype in (torch.bfloat16, torch.float16)
+        return short and self.arithmetic in (None, dtype) and self.choice_layout(size) is not None
+
+    def chosen(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        size: Size,
+        each: Sequence[Tensors],
+        biases: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """x (N, in), or (N, K, in) with one for each choice, times chosen matrices of one size ->
+        (N, K, out), without synchronization.
+
+        Args:
+            chosen: int64 (N, K).
+            each: the tensors of every matrix.
+            biases: one of each, or none at all.
+        """
+        tensors = [held[name] for held in each for name in self.names]
+        layout = self.choice_layout(size)
+        assert layout is not None, "the caller asked `chooses`"
+        x = transformed(x, self.transform)
+        given = (tensors, self.name, layout, size[0], biases)
+        return torch.ops.exkv.chosen_products(x, chosen, *given)
+
     def heads(self, x: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """x (H, N, in), each by its own of H matrices that lie one below the other -> (H, N,
         out)."""

@@ -91,6 +91,10 @@ class BlockFormat(_OfType, TiledFormat):
             return None
         return packed_layout(Packing.GGML, _NUMBERS[self.type.name])
 
+    def choice_layout(self, size: Size) -> list[int] | None:
+        layout = self.native(size)
+        return list(layout) if layout is not None and has_cuda_kernels(layout) else None
+
     def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
         return {"weight": tensors["weight"][begin:end]}
 

@@ -118,6 +118,9 @@ class GroupFormat(WeightFormat):
         mark = (TRANSFORMED, self.hadamard) if self.hadamard else ()
         return (*mark, *self.groups)
 
+    def choice_layout(self, size: Size) -> list[int] | None:
+        return list(self.groups)
+
     def layout(self, size: Size) -> Layout:
         outputs, inputs = size
         if inputs % CHUNK:

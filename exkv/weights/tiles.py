@@ -76,6 +76,13 @@ class TiledFormat(WeightFormat):
     def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize the rows (n, in) of these ids (n,), int64 on the tensors' device."""
 
+    def choice_layout(self, size: Size) -> list[int] | None:
+        layout = self.native(size)
+        if layout is None or layout[0] not in (Packing.FLOAT8, Packing.FLOAT4):
+            return None
+        odd = layout[2] & (layout[2] - 1)  # inputs that share a scale: no power of two
+        return None if odd else list(layout)
+
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         device = tensors[self.names[0]].device
         return self.rows(tensors, torch.arange(self.outputs(tensors), device=device), dtype)

@@ -2,8 +2,8 @@
 //
 // Everything here runs with the device of the call's tensors as the current one, since launch plans
 // depend on what a device says of itself. Who includes this says before what a device is: OnDevice
-// (a guard), DeviceOf(tensor or handle), CurrentStream, Processors, HasCode, LaunchFailure. That is
-// cuda.cpp, and tests/cuda_emulation for devices that a CPU emulates.
+// (a guard), DeviceOf(tensor or handle), CurrentStream, Processors, HasCode, LaunchFailure,
+// KeptByGraph. That is cuda.cpp, and tests/cuda_emulation for devices that a CPU emulates.
 #pragma once
 
 #include "../cuda/append.cuh"
@@ -135,12 +135,16 @@ std::vector<Tensor> LinearsCuda(const Tensor& x, std::vector<Tensor> weights,
   return Linears(x, weights, biases, MostLinearRows, LinearOn(x, "linears"));
 }
 
+void CheckCodesAligned(const char* op, const GroupsMatrix& m) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(m.codes) % 16 == 0, op,
+                  ": codes must begin at a multiple of 16 bytes; copy them");
+}
+
 // Runs the kernel of layers whose weights are in groups.
 auto LinearGroupsOn(const Tensor& x) {
   return [&x](const void* data, const std::vector<GroupsParams>& layers) {
     for (const GroupsParams& layer : layers) {
-      STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(layer.matrix.codes) % 16 == 0,
-                      "linear_groups: codes must begin at a multiple of 16 bytes; copy them");
+      CheckCodesAligned("linear_groups", layer.matrix);
       LaunchOn(x, "linear_groups", LaunchLinearGroups, layer, data);
     }
   };
@@ -214,10 +218,47 @@ Tensor DequantizePackedCuda(std::vector<Tensor> tensors, StringHandle format,
                           });
 }
 
-Tensor ExpertProductsCuda(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights) {
-  return ExpertProducts(x, chosen, weights, [&](const ExpertsParams& p) {
+Tensor ExpertProductsCuda(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights,
+                          std::vector<Tensor> biases) {
+  return ExpertProducts(x, chosen, weights, biases, [&](const ExpertsParams& p) {
     LaunchOn(x, "expert_products", LaunchExpertProducts, p);
   });
+}
+
+Tensor ChosenProductsCuda(const Tensor& x, const Tensor& chosen, std::vector<Tensor> tensors,
+                          StringHandle format, std::vector<int64_t> layout, int64_t outputs,
+                          std::vector<Tensor> biases) {
+  const char* op = "chosen_products";
+  const int64_t name = TextNumber(TakeText(format));
+  const OnDevice here(DeviceOf(x));
+  const bool is_short =
+      KernelFloatType(x.scalar_type()).value_or(FloatType::kFloat32) != FloatType::kFloat32;
+  if (!HasCode(DeviceOf(x)) || !HasTensorCores() || !is_short || !AreChosenOnDevice(layout)) {
+    return ChosenProductsReference(x, chosen, tensors, name, layout, outputs, biases);
+  }
+  const auto run = [&](auto kernel) {
+    return [&, kernel](const void* data, const auto& p, ChoiceParams* choice, int64_t taken) {
+      choice->found = KeptByGraph(choice->found, choice->pairs);
+      LaunchOn(x, op, LaunchFindChosen, *choice);
+      LaunchOn(x, op, kernel, p, data, ChosenCall{choice->found, choice->pairs, taken});
+    };
+  };
+  if (!PackedTensors::IsPacked(layout)) {
+    const auto matrix = [&](const Tensor* from) {
+      const GroupsMatrix m = GroupsTensors(op, from, layout).Matrix();
+      CheckCodesAligned(op, m);
+      return m;
+    };
+    return ChosenProducts<GroupsParams>(x, chosen, tensors, GroupsTensors::Count(layout), outputs,
+                                        biases, matrix, run(LaunchGroupsOnTensorCores));
+  }
+  const auto matrix = [&](const Tensor* from) {
+    const PackedMatrix m = PackedTensors(op, from, layout).Matrix(outputs);
+    CheckAligned(m, AlignmentOf(m));
+    return m;
+  };
+  return ChosenProducts<PackedParams>(x, chosen, tensors, PackedTensors::Count(layout), outputs,
+                                      biases, matrix, run(LaunchPackedOnTensorCores));
 }
 
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
@@ -301,6 +342,7 @@ void RegisterKernels(torch::stable::detail::StableLibrary& m) {
   m.impl("linear_packed", TORCH_BOX(&LinearPackedCuda));
   m.impl("dequantize_packed", TORCH_BOX(&DequantizePackedCuda));
   EXKV_IMPL(m, expert_products, ExpertProductsCuda);
+  m.impl("chosen_products", TORCH_BOX(&ChosenProductsCuda));
   EXKV_IMPL(m, rms_norm, RmsNormCuda);
   EXKV_IMPL(m, add_rms_norm, AddRmsNormCuda);
   EXKV_IMPL(m, silu_mul_, SiluMulCuda);

@@ -13,6 +13,7 @@ constexpr int kWarps = 4;    // of a block
 constexpr int kOutputs = 2;  // of a warp
 constexpr int kDeep = 4;     // loads of each row that are under way
 constexpr int kBlocks = 3;   // of a multiprocessor, that registers must do for: 8.6 spills else
+constexpr int kChoiceThreads = 128;
 
 template <typename T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
@@ -75,8 +76,43 @@ __global__ void __launch_bounds__(kWarp* kWarps, kBlocks) ExpertsKernel(ExpertsP
     for (int step = kWarp / 2; step > 0; step /= 2) {
       sums[n] += __shfl_xor_sync(kFullWarp, sums[n], step);
     }
-    if (lane == 0 && first + n < p.outputs) out[n] = FromFloat<T>(sums[n]);
+    if (lane != 0 || first + n >= p.outputs) continue;
+    if (p.bias[expert] != nullptr)
+      sums[n] += ToFloat(static_cast<const T*>(p.bias[expert])[first + n]);
+    out[n] = FromFloat<T>(sums[n]);
   }
+}
+
+// A thread has a pair. The first of those that chose an expert, and each eighth from it on, reads
+// it for itself and the seven that follow.
+template <typename T>
+__global__ void __launch_bounds__(kChoiceThreads) FindChosenKernel(ChoiceParams p) {
+  const int64_t pair = int64_t{blockIdx.x} * kChoiceThreads + threadIdx.x;
+  if (pair >= p.pairs) return;
+  const int64_t expert = p.chosen[pair];
+  ChosenMatrix& found = p.found[pair];
+  found.count = 0;
+  if (expert < 0 || expert >= p.experts) {  // the host doesn't look: it shows in the logits
+    T* out = static_cast<T*>(p.out) + pair * p.outputs;
+    for (int64_t i = 0; i < p.outputs; ++i) out[i] = FromFloat<T>(NAN);
+    return;
+  }
+  int before = 0, count = 0;
+  for (int64_t i = 0; i < pair; ++i) before += p.chosen[i] == expert ? 1 : 0;
+  if (before % kChosenRows != 0) return;
+  for (int64_t i = pair; i < p.pairs && count < kChosenRows; ++i) {
+    if (p.chosen[i] == expert) found.pairs[count++] = static_cast<int>(i);
+  }
+#pragma unroll
+  for (int i = 0; i < kMatrixParts; ++i) found.parts[i] = p.parts[expert][i];
+  found.bias = p.bias[expert];
+  found.count = count;
+}
+
+template <typename T>
+void LaunchFind(const ChoiceParams& p, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((p.pairs + kChoiceThreads - 1) / kChoiceThreads));
+  EXKV_LAUNCH(FindChosenKernel<T>, grid, kChoiceThreads, 0, stream, p);
 }
 
 template <typename T>
@@ -88,6 +124,11 @@ void Launch(const ExpertsParams& p, cudaStream_t stream) {
 }
 
 }  // namespace
+
+void LaunchFindChosen(const ChoiceParams& params, cudaStream_t stream) {
+  return params.dtype == FloatType::kFloat16 ? LaunchFind<__half>(params, stream)
+                                             : LaunchFind<__nv_bfloat16>(params, stream);
+}
 
 void LaunchExpertProducts(const ExpertsParams& params, cudaStream_t stream) {
   switch (params.dtype) {

@@ -202,7 +202,7 @@ void LaunchRows(const Call& p, cudaStream_t stream) {
 }  // namespace
 
 void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t stream) {
-  if (GroupsFitTensorCores(params)) return LaunchGroupsOnTensorCores(params, x, stream);
+  if (GroupsFitTensorCores(params)) return LaunchGroupsOnTensorCores(params, x, {}, stream);
   const Call p{params.matrix,
                static_cast<int>(params.rows),
                x,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../cpu/linear_groups.h"
+#include "../params/experts_params.h"
 #include "launch.cuh"
 
 namespace exkv {
@@ -11,9 +12,11 @@ namespace exkv {
 // enqueues work.
 void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t stream);
 
-// By tensor cores, which take x of 16 bits; LaunchLinearGroups chooses.
+// By tensor cores, which take x of 16 bits; LaunchLinearGroups chooses. Where matrices are chosen
+// on the device (experts.cuh), `params` has any one of them.
 bool GroupsFitTensorCores(const GroupsParams& params);
-void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream);
+void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, const ChosenCall& chosen,
+                               cudaStream_t stream);
 
 // The same for matrices in sections, whose order begins at a multiple of 16 bytes.
 void LaunchLinearSections(const GroupsParams& params, const void* x, cudaStream_t stream);

@@ -35,6 +35,7 @@ struct Source {
   int second;  // bytes from the first words to the second
   const uint16_t* x;
   const int32_t* order;
+  bool is_sorted;         // has an order, where the kernel is for both
   const uint8_t* scales;  // of the first output
   const uint8_t* shifts;
   int next_scales;  // bytes to those of the second one
@@ -63,7 +64,7 @@ __device__ __forceinline__ Source FindSource(const Call& p, const Tile& tile, in
       Pinned(p.m.codes + block * p.block_bytes + own % kGroupsBlock * 4 + first * kVectorBytes);
   s.second = (second - first) * kVectorBytes;
   s.x = Pinned(RowOfLane(p, tile) + (kOrder == Order::kOwn ? place * kOctet : 0));
-  s.order = p.m.order == nullptr ? nullptr : p.m.order + place * kOctet;
+  s.order = p.m.order + place * kOctet;
   const int64_t output = min(tile.first + own, p.m.outputs - 1);
   const bool has_next = output + 1 < p.m.outputs;
   s.scales = Pinned(ScalesOf(p, output));
@@ -95,7 +96,7 @@ __device__ __forceinline__ Share LoadShare(const Source& s, int64_t chunk) {
   const uint8_t* codes = s.codes + chunk * (kGroupsChunk * kBits);
   Share share;
   share.codes = LoadOutputs<kBits>(codes, codes + (kBits == 8 ? kVectorBytes : s.second), place);
-  if (kOrder == Order::kSorted || (kOrder == Order::kEither && s.order != nullptr)) {
+  if (kOrder == Order::kSorted || (kOrder == Order::kEither && s.is_sorted)) {
     Gather(s, chunk, &share.x);
   } else {
     const uint16_t* x = s.x + (kOrder == Order::kOwn ? 0 : place * kOctet);
@@ -166,11 +167,20 @@ __device__ __forceinline__ void AddChunks(const Call& p, const Source& s, int fi
 }
 
 template <typename T, int kBits, Order kOrder, GroupsShift kShift, bool kWide>
-__device__ __forceinline__ void AddTile(const Call& p) {
+__device__ __forceinline__ void AddTile(const Call& call) {
+  Call p = call;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const Tile tile = FindTile(p);
-  const Source source = FindSource<kBits, kOrder>(p, tile, lane);
+  if (tile.rows == 0) return;
+  if (tile.chosen != nullptr) {
+    p.m.codes = static_cast<const uint8_t*>(tile.chosen->parts[0]);
+    p.m.scale = tile.chosen->parts[1];
+    p.m.shift = tile.chosen->parts[2];
+    p.m.order = static_cast<const int32_t*>(tile.chosen->parts[3]);
+  }
+  Source source = FindSource<kBits, kOrder>(p, tile, lane);
+  source.is_sorted = call.m.order != nullptr;  // of all matrices, if it chooses
   float sums[4] = {};
   const int whole = p.chunks / kDeep;
   for (int i = warp; i < whole; i += kWarps) {
@@ -178,7 +188,7 @@ __device__ __forceinline__ void AddTile(const Call& p) {
   }
   const int left = whole * kDeep + warp;
   if (left < p.chunks) AddChunks<T, kBits, kOrder, kShift, 1, true>(p, source, left, sums);
-  StoreTile<T>(p, tile, {lane / 4 * kPair, lane / 4 * kPair + 1}, sums);
+  StoreTile<T>(p, {lane / 4 * kPair, lane / 4 * kPair + 1}, sums);
 }
 
 template <typename T, int kBits, Order kOrder, GroupsShift kShift, bool kWide>
@@ -235,10 +245,11 @@ bool GroupsFitTensorCores(const GroupsParams& params) {
   return params.dtype != FloatType::kFloat32 && HasTensorCores();
 }
 
-void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream) {
+void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, const ChosenCall& chosen,
+                               cudaStream_t stream) {
   Call p{};
   static_cast<GroupsCall&>(p) = CallOf(params.matrix);
-  static_cast<TileCall&>(p) = TileCallOf(params, x);
+  static_cast<TileCall&>(p) = TileCallOf(params, x, chosen);
   return params.dtype == FloatType::kFloat16 ? LaunchBits<__half>(p, stream)
                                              : LaunchBits<__nv_bfloat16>(p, stream);
 }

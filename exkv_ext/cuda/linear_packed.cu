@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) DequantizePackedKernel(Call p, int64
 
 void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t stream) {
   if (params.matrix.packing == Packing::kTrellis) return LaunchLinearTrellis(params, x, stream);
-  if (PackedFitsTensorCores(params)) return LaunchPackedOnTensorCores(params, x, stream);
+  if (PackedFitsTensorCores(params)) return LaunchPackedOnTensorCores(params, x, {}, stream);
   const PackedMatrix& m = params.matrix;
   const Call p{m,           params.dtype, static_cast<int>(params.rows), x,
                params.bias, params.out,   static_cast<int>(m.chunks())};

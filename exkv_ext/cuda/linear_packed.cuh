@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../cpu/linear_packed.h"
+#include "../params/experts_params.h"
 #include "launch.cuh"
 
 namespace exkv {
@@ -19,8 +20,10 @@ inline int64_t AlignmentOf(const PackedMatrix& matrix) {
 void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t stream);
 
 // By tensor cores, which take x of 16 bits, and some types of matrices; LaunchLinearPacked chooses.
+// Where matrices are chosen on the device (experts.cuh), `params` has any one of them.
 bool PackedFitsTensorCores(const PackedParams& params);
-void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, cudaStream_t stream);
+void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, const ChosenCall& chosen,
+                               cudaStream_t stream);
 
 // Tiles of trellis codes; the others choose.
 void LaunchLinearTrellis(const PackedParams& params, const void* x, cudaStream_t stream);

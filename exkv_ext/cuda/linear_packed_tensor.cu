@@ -480,10 +480,15 @@ __device__ __forceinline__ void AddPiece(const Call& p, const Row (&rows)[kPair]
 }
 
 template <typename T, typename Block>
-__device__ __forceinline__ void AddTile(const Call& p) {
+__device__ __forceinline__ void AddTile(Call p) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const Tile tile = FindTile(p);
+  if (tile.rows == 0) return;
+  if (tile.chosen != nullptr) {
+    p.m.rows = static_cast<const uint8_t*>(tile.chosen->parts[0]);
+    p.m.scale = tile.chosen->parts[1];
+  }
   Row rows[kPair];
 #pragma unroll
   for (int n = 0; n < kPair; ++n) {  // an output that is not there repeats the last one
@@ -502,7 +507,7 @@ __device__ __forceinline__ void AddTile(const Call& p) {
       AddPiece<T, Tail>(p, rows, i, table, x, sums);
     }
   }
-  StoreTile<T>(p, tile, {lane / 4, lane / 4 + 8}, sums);
+  StoreTile<T>(p, {lane / 4, lane / 4 + 8}, sums);
 }
 
 template <typename T, typename Block>
@@ -562,9 +567,10 @@ bool PackedFitsTensorCores(const PackedParams& params) {
   return ShiftOf(params.matrix) >= 0 && params.dtype != FloatType::kFloat32 && HasTensorCores();
 }
 
-void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, cudaStream_t stream) {
+void LaunchPackedOnTensorCores(const PackedParams& params, const void* x, const ChosenCall& chosen,
+                               cudaStream_t stream) {
   Call p{};
-  static_cast<TileCall&>(p) = TileCallOf(params, x);
+  static_cast<TileCall&>(p) = TileCallOf(params, x, chosen);
   p.m = params.matrix;
   p.shift = ShiftOf(params.matrix);
   return params.dtype == FloatType::kFloat16 ? LaunchType<__half>(p, stream)

@@ -337,7 +337,7 @@ __device__ __forceinline__ void AddTile(const Call& p) {
     WithBits(s.bits,
              [&](auto bits) { AddSectionInTiles<T, decltype(bits)::value>(p, s, lane, sums); });
   }
-  StoreTile<T>(p, tile, {output, output + 1}, sums);
+  StoreTile<T>(p, {output, output + 1}, sums);
 }
 
 template <typename T>

@@ -1,9 +1,11 @@
 // What the linear kernels on tensor cores (mma.cuh) share that read weights of few bits: 16 outputs
 // are the rows of a first factor, eight rows of x the columns of the second. A block has one such
 // tile, whose inputs its warps take turns at; what they find is added up in their order, so that a
-// sum depends on the shape alone.
+// sum depends on the shape alone. Where rows choose among matrices, a tile is of one of these, and
+// has rows that chose it.
 #pragma once
 
+#include "../params/experts_params.h"
 #include "floats.cuh"
 #include "mma.cuh"
 
@@ -13,6 +15,7 @@ constexpr int kWarp = 32;
 constexpr int kWarps = 8;  // of a block
 constexpr int kOutputs = 16;
 constexpr int kColumns = 8;  // rows of x
+static_assert(kColumns == kChosenRows, "a tile has the rows that one reading serves");
 
 struct TileCall {
   int64_t inputs;
@@ -22,18 +25,22 @@ struct TileCall {
   const void* x;
   const void* bias;
   void* out;
+  const ChosenMatrix* chosen;  // of each row block, in place of the one matrix; or null
+  int taken;                   // choices that share a row of x
 };
 
 template <typename Params>
-TileCall TileCallOf(const Params& params, const void* x) {
-  const auto blocks = static_cast<unsigned>((params.rows + kColumns - 1) / kColumns);
+TileCall TileCallOf(const Params& params, const void* x, const ChosenCall& chosen = {}) {
+  const int64_t blocks = chosen.found ? chosen.pairs : (params.rows + kColumns - 1) / kColumns;
   return {params.matrix.inputs,
           params.matrix.outputs,
           static_cast<int>(params.rows),
-          blocks,
+          static_cast<unsigned>(blocks),
           x,
           params.bias,
-          params.out};
+          params.out,
+          chosen.found,
+          static_cast<int>(chosen.taken)};
 }
 
 // A pointer to global memory as a value of its own. Else the compiler adds up anew what led to it,
@@ -52,11 +59,21 @@ __device__ __forceinline__ const V* Pinned(const V* pointer) {
 struct Tile {
   int64_t first;
   int first_row;
+  int rows;                    // 0 of a choice that another block serves
+  const ChosenMatrix* chosen;  // or null
 };
 
 __device__ __forceinline__ Tile FindTile(const TileCall& p) {
-  const unsigned rows = blockIdx.x % p.row_blocks;
-  return {int64_t{blockIdx.x / p.row_blocks} * kOutputs, static_cast<int>(rows) * kColumns};
+  const unsigned block = blockIdx.x % p.row_blocks;
+  const int64_t first = int64_t{blockIdx.x / p.row_blocks} * kOutputs;
+  if (p.chosen != nullptr) return {first, 0, p.chosen[block].count, p.chosen + block};
+  const int row = static_cast<int>(block) * kColumns;
+  return {first, row, min(p.rows - row, kColumns), nullptr};
+}
+
+// The row of the output that a tile's row is.
+__device__ __forceinline__ int OutputRow(const Tile& tile, int row) {
+  return tile.chosen == nullptr ? tile.first_row + row : tile.chosen->pairs[row];
 }
 
 template <typename Kernel, typename Call>
@@ -69,8 +86,9 @@ void LaunchTiles(const Kernel& kernel, const Call& p, cudaStream_t stream) {
 
 // Row l / 4 of a tile, for lane l. A row that is not there repeats the last one.
 __device__ __forceinline__ const uint16_t* RowOfLane(const TileCall& p, const Tile& tile) {
-  const int row = min(tile.first_row + static_cast<int>(threadIdx.x) % kWarp / 4, p.rows - 1);
-  return static_cast<const uint16_t*>(p.x) + row * p.inputs;
+  const int row = OutputRow(tile, min(static_cast<int>(threadIdx.x) % kWarp / 4, tile.rows - 1));
+  const int64_t of_x = tile.chosen == nullptr ? row : row / p.taken;
+  return static_cast<const uint16_t*>(p.x) + of_x * p.inputs;
 }
 
 // The bits of a word from `at` on, or from before its first one.
@@ -91,9 +109,10 @@ __device__ __forceinline__ void AddInputs(uint32_t low, uint32_t high, float (&i
   Multiply<T>(inputs, ones, low, high);
 }
 
-// Adds up what a block's warps have found. `own`: a lane's two outputs of the tile.
+// Adds up what a block's warps have found. `own`: a lane's two outputs of the tile, which is looked
+// up once more: it would take registers in the meantime.
 template <typename T>
-__device__ __forceinline__ void StoreTile(const TileCall& p, const Tile& tile, const int (&own)[2],
+__device__ __forceinline__ void StoreTile(const TileCall& p, const int (&own)[2],
                                           const float (&sums)[4]) {
   EXKV_DYNAMIC_SHARED(float, partial);  // (warps, outputs, rows)
   const int i = static_cast<int>(threadIdx.x), warp = i / kWarp, place = i % 4;
@@ -102,14 +121,16 @@ __device__ __forceinline__ void StoreTile(const TileCall& p, const Tile& tile, c
     partial[(warp * kOutputs + own[c / 2]) * kColumns + place * 2 + c % 2] = sums[c];
   }
   __syncthreads();
-  const int row = tile.first_row + i / kOutputs;
+  const Tile tile = FindTile(p);
   const int64_t output = tile.first + i % kOutputs;
-  if (i >= kOutputs * kColumns || row >= p.rows || output >= p.outputs) return;
+  if (i / kOutputs >= tile.rows || output >= p.outputs) return;
   float sum = 0;
   for (int w = 0; w < kWarps; ++w) {
     sum += partial[(w * kOutputs + i % kOutputs) * kColumns + i / kOutputs];
   }
-  if (p.bias != nullptr) sum += ToFloat(static_cast<const T*>(p.bias)[output]);
+  const void* bias = tile.chosen == nullptr ? p.bias : tile.chosen->bias;
+  if (bias != nullptr) sum += ToFloat(static_cast<const T*>(bias)[output]);
+  const int64_t row = OutputRow(tile, i / kOutputs);
   static_cast<T*>(p.out)[row * p.outputs + output] = FromFloat<T>(sum);
 }
 

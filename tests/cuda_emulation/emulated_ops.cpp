@@ -3,6 +3,7 @@
 #include "../../exkv_ext/bindings/reference.h"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/code.cuh"
+#include "../../exkv_ext/params/experts_params.h"
 #include "selftest.cuh"
 
 namespace exkv {
@@ -34,6 +35,12 @@ std::string LaunchFailure() { return ""; }
 void LaunchDecode(const AttentionParams& params, const DecodePlan& plan, float* state,
                   cudaStream_t stream) {
   exkv::LaunchDecode(params, plan, emulation::KeptByGraph(state, plan.state_floats), stream);
+}
+
+ChosenMatrix* KeptByGraph(ChosenMatrix* own, int64_t count) {
+  const int64_t floats = count * static_cast<int64_t>(sizeof(ChosenMatrix) / sizeof(float));
+  float* kept = emulation::KeptByGraph(reinterpret_cast<float*>(own), floats);
+  return reinterpret_cast<ChosenMatrix*>(kept);
 }
 
 }  // namespace
@@ -161,7 +168,10 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "dequantize_packed(Tensor[] tensors, str format, int[] layout, int inputs, int begin, "
       "int end, ScalarType dtype) -> Tensor");
-  m.def("expert_products(Tensor x, Tensor chosen, Tensor[] weights) -> Tensor");
+  m.def("expert_products(Tensor x, Tensor chosen, Tensor[] weights, Tensor[] biases) -> Tensor");
+  m.def(
+      "chosen_products(Tensor x, Tensor chosen, Tensor[] tensors, str format, int[] layout, "
+      "int outputs, Tensor[] biases) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "

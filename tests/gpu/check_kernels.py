@@ -136,7 +136,7 @@ def _weight_reads(matrix: Tensor) -> dict[str, Reading]:
     chosen = torch.tensor([[3, 1]], device=matrix.device)
     calls["experts"] = (
         (experts[3], experts[1]),
-        lambda: torch.ops.exkv.expert_products(x, chosen, experts),
+        lambda: torch.ops.exkv.expert_products(x, chosen, experts, []),
     )
     return calls
 

@@ -4,7 +4,8 @@
 capability 9.0 and all sources. Each kernel is compiled to machine code and disassembled, its inner
 loop is found, and its instructions are set beside the codes that a warp takes in meanwhile. At full
 bandwidth a multiprocessor may issue ``processors * 4 * clock / bandwidth`` instructions a byte:
-:data:`CARDS` has that a KiB. Exits 1 where a loop
+:data:`CARDS` has that a KiB. Exits 1 where a kernel has no
+entry in :data:`LOOPS`, or where a loop
 
 - issues more than the card may at 0.9 of its bandwidth, or more than :data:`ASKED` where it is one
   of those formats. What doesn't reach that yet is held at the figure in ``sass_held.json``: it can
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -184,6 +185,62 @@ def _section_loops() -> Iterator[Loop]:
             products=8,
             place=place,
         )
+    # For float32 two chunks, lane by lane, in loops for 4 bits and 8, of which the longer counts,
+    # and one for all others.
+    for rows in (1, 4):
+        for bits, place in ((4, 1), (2, 3)):  # the third is around them
+            yield Loop(
+                format=f"float32 x, EXL2 at {bits} bits",
+                source="linear_sections",
+                kernel=f"LinearSectionsKernelIfLi{rows}E",
+                rows=rows,
+                code_bytes=2 * 16 * 32 * bits / 8,
+                product="FFMA",
+                products=36 * rows,
+                place=place,
+            )
+
+
+def _trellis_loops() -> Iterator[Loop]:
+    """linear_trellis.cu: four tiles of 16 outputs and inputs; for float32 one tile, lane by lane,
+    by a kernel for all bits and codebooks, one of which multiplies, too."""
+    for bits in (half / 2 for half in range(2, 17)):
+        yield Loop(
+            format=f"EXL3 at {bits:g} bits",
+            source="linear_trellis",
+            kernel=rf"TrellisTensorKernel.*Li{2 * bits:g}ELb[01]E",
+            rows=8,
+            code_bytes=4 * 16 * 16 * bits / 8,
+            product="HMMA",
+            products=4,
+        )
+    for rows in (1, 4):
+        yield Loop(
+            format="float32 x, EXL3 at 4 bits",
+            source="linear_trellis",
+            kernel=f"LinearTrellisKernelIfLi{rows}E",
+            rows=rows,
+            code_bytes=16 * 16 * 4 / 8,
+            product="FFMA",
+            products=8 * rows + 8,
+        )
+
+
+def _group_loops() -> Iterator[Loop]:
+    """linear_groups.cu, for float32: a lane has a chunk of 32 inputs of four outputs. One kernel
+    has all bits that are in planes, and 2 bits."""
+    for of_kernel, bits in ((4, 4), (8, 8), (0, 2)):
+        for rows in (1, 4):
+            yield Loop(
+                format=f"float32 x, int{bits}",
+                source="linear_groups",
+                kernel=rf"LinearGroupsKernelIfLi{rows}ELi{of_kernel}E",
+                rows=rows,
+                code_bytes=32 * 4 * 32 * bits / 8,
+                product="FFMA",
+                products=(4 * 32 + 2 * 4) * rows,
+                registers=255,
+            )
 
 
 LOOPS = (
@@ -191,6 +248,8 @@ LOOPS = (
     *_packed_tensor_loops(),
     *_packed_loops(),
     *_section_loops(),
+    *_trellis_loops(),
+    *_group_loops(),
 )
 SOURCES = tuple(dict.fromkeys(loop.source for loop in LOOPS))
 
@@ -343,10 +402,23 @@ def _length(loop: Loop, kernel: Kernel) -> float:
     return sorted(sizes)[loop.place]
 
 
+#: Kernels that multiply nothing, or run on GPUs without tensor cores only, where they are empty
+#: elsewhere.
+_UNCOUNTED = r"Dequantize|Linear(Groups|Sections|Trellis)KernelI(6__half|13__nv_b)"
+
+
+def uncounted(source: str, found: Iterable[str]) -> list[str]:
+    """Kernels of a source that no loop here stands for."""
+    patterns = [_UNCOUNTED, *(loop.kernel for loop in LOOPS if loop.source == source)]
+    return [name for name in found if not any(re.search(each, name) for each in patterns)]
+
+
 def count_all(sources: list[str], arches: list[int]) -> Iterator[Count]:
     for arch in arches:
         for source in sources:
             found = compile_and_read(source, arch)
+            if left := uncounted(source, found):
+                raise ValueError(f"{source}.cu: LOOPS has no entry for {', '.join(left)}")
             yield from (count(loop, arch, found) for loop in LOOPS if loop.source == source)
 
 

@@ -6,6 +6,10 @@ import pytest
 import sass
 from native_ops import setup_script
 
+from exkv.ops.weight_groups import PLANES
+from exkv.weights.gguf import FORMATS as GGUF
+from exkv.weights.gguf import BlockFormat
+
 needs_nvcc = pytest.mark.skipif(
     setup_script().find_cuda_home() is None or sass.find_nvdisasm() is None,
     reason="no CUDA toolkit (nvcc), or no nvdisasm: python -m tests.gpu.sass fetches it",
@@ -57,6 +61,37 @@ def test_what_is_above_its_limit_fails():
         "2 loads and stores of spilled registers",
         "129 registers, more than 128",
     ]
+
+
+def test_a_kernel_that_no_loop_stands_for_is_named():
+    trellis = [name for name in NAMES if sass.uncounted("linear_trellis", [name])]
+    assert trellis == ["_Z19TrellisTensorKernelIfLi17ELb0E"]
+
+
+NAMES = [
+    "_Z19TrellisTensorKernelI6__halfLi16ELb1E",
+    "_Z19TrellisTensorKernelIfLi17ELb0E",
+    "_Z19LinearTrellisKernelI6__halfLi4E",  # empty where there are tensor cores
+    "_Z23DequantizeTrellisKernelIfE",
+]
+
+
+def test_every_format_with_kernels_is_counted():
+    """By its own name, at every number of bits; for x of 16 bits and of 32."""
+    counted = {loop.format.split(", groups")[0] for loop in sass.LOOPS}
+    integers = (f"int{bits}, {shift}" for bits in PLANES for shift in sass.SHIFTS)
+    blocks = [
+        name
+        for name, format in GGUF.items()
+        if isinstance(format, BlockFormat) and format.choice_layout((256, 256)) is not None
+    ]
+    assert {"Q4_K", "IQ4_XS"} < set(blocks)
+    trellis = (f"EXL3 at {words / 16:g} bits" for words in range(16, 129, 8))
+    sections = (f"EXL2 at {bits} bits" for bits in PLANES)
+    own = {*integers, *blocks, *trellis, *sections, "FP8", "MXFP4", "nf4"}
+    assert own <= counted
+    wide = {"int8", "int4", "int2", *blocks, "FP8", "MXFP4", "nf4", "EXL3 at 4 bits"}
+    assert {f"float32 x, {name}" for name in wide} <= counted
 
 
 @needs_nvcc

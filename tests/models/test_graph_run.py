@@ -21,7 +21,7 @@ from exkv import CACHES, Engine, Job, Model, SamplingParams, Tokenizer
 from exkv.batch import Lengths
 from exkv.checkpoint.families import FAMILIES
 from exkv.decode.paged_group import PagedGroup
-from exkv.layers.mlp import Experts
+from exkv.layers import mlp
 from exkv.models import graph_run, runs
 from exkv.models.bound_run import Logits
 from exkv.models.graph_run import GraphRun, bucket, stretch
@@ -157,6 +157,7 @@ def test_a_run_takes_one_token_a_row_and_no_huge_logits(folders, bound, monkeypa
     assert run.takes(Lengths(past=(5, 3), new=(1, 1)), Logits.LAST)
     assert not run.takes(Lengths(past=(5, 3), new=(1, 0)), Logits.LAST)
     assert not run.takes(Lengths(past=(5, 3), new=(2, 2)), Logits.LAST)
+    assert not run.takes(Lengths(past=(5, 3), new=(2, 2)), Logits.EACH)  # of contiguous rows
     monkeypatch.setattr(graph_run, "MOST_LOGITS", 2 * model.config.vocab_size * 4 - 1)
     assert not run.takes(Lengths(past=(5, 3), new=(1, 1)), Logits.LAST)
     assert run.takes(Lengths(past=(5,), new=(1,)), Logits.LAST)
@@ -317,23 +318,105 @@ def test_steps_over_pages_of_few_bits_and_windows(folders, bound):
     assert buckets_over_pages(bound, model, 3, nbits=4) == {2, 4}
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM"])
-def test_experts_are_chosen_anew_in_every_replay(folders, bound, monkeypatch, name):
+@pytest.fixture
+def choosing(monkeypatch):
     """The choice is one op, which may read the routing on the host on a CPU."""
-    monkeypatch.setattr(Experts, "chooses_on_device", True)
-    model = loaded(folders[name])
-    assert buckets_over_pages(bound, model, 5) == {4, 8}
-    assert not bound[0].takes(Lengths.uniform(9, 5, 1), Logits.LAST)
+    monkeypatch.setattr(mlp, "chooses_on", lambda device, tokens, codes=False: tokens <= 16)
 
 
-def test_a_shared_expert_is_captured_unless_it_has_a_hook(folders, monkeypatch):
-    monkeypatch.setattr(Experts, "chooses_on_device", True)
-    mlp = loaded(folders["Qwen2MoeForCausalLM"]).units[1].module.mlp
-    for part in (mlp.shared_expert, mlp.shared_expert.up_proj, mlp.shared_expert_gate):
-        assert mlp.chooses_on_device
+@pytest.mark.parametrize(
+    ("name", "weights", "rows"),
+    [
+        ("MixtralForCausalLM", None, 5),
+        ("Qwen2MoeForCausalLM", "int4", 16),
+        ("MixtralForCausalLM", "int4", 5),
+        ("GptOssForCausalLM", None, 3),
+        ("GptOssForCausalLM", "int8", 3),
+    ],
+)
+def test_experts_are_chosen_anew_in_every_replay(folders, bound, choosing, name, weights, rows):
+    """As floats, in few bits, with biases and beside a shared one."""
+    model = on_cpu(folders[name], dtype=torch.bfloat16, weights=weights)
+    buckets = {3: {2, 4}, 5: {4, 8}, 16: {16}}[rows]
+    assert buckets_over_pages(bound, model, rows) == buckets
+
+
+def test_experts_that_no_kernel_chooses_among_are_not_captured(folders, bound, choosing):
+    """Kernels choose among codes for 16-bit floats only; a hook must see its expert."""
+    for dtype, hooked in ((torch.float32, False), (torch.bfloat16, True)):
+        model = on_cpu(folders["MixtralForCausalLM"], dtype=dtype, weights="int4")
+        if hooked:
+            model.units[2].module.mlp.experts[3].w1.register_forward_hook(lambda *args: None)
+        bound.clear()
+        model.forward(IDS[:1, :1], CACHES["paged"](model, 96, 1))
+        assert [run.count for run in bound] == ([2, 3] if hooked else [])
+
+
+def test_a_shared_expert_is_captured_unless_it_has_a_hook(folders, choosing):
+    mixture = loaded(folders["Qwen2MoeForCausalLM"]).units[1].module.mlp
+    parts = (mixture.shared_expert, mixture.shared_expert.up_proj, mixture.shared_expert_gate)
+    for part in parts:
+        assert mixture.chooses_on_device
         handle = part.register_forward_hook(lambda *args: None)
-        assert not mlp.chooses_on_device
+        assert not mixture.chooses_on_device
         handle.remove()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_proposed_tokens_are_verified_by_the_same_recordings(folders, bound, name):
+    """As rows that share pages, however many each row has and however few are accepted: the bits of
+    one token at a time."""
+    model = loaded(folders[name])
+
+    def verified(together: bool) -> list[torch.Tensor]:
+        cache, found = RoomyPagedCache(model, 96, 16, nbits=8), []
+        spoil_free_pages(cache)
+        model.forward(IDS[:, :20], cache, new_lens=[20, 13])
+        for step in range(9):
+            counts = (1 + step % 4, 1 + (step + 2) % 3)
+            ids = IDS[:, 20 + step : 20 + step + max(counts)]
+            if together:
+                logits = model.forward(ids, cache, new_lens=list(counts), each_token=True)
+                found += logits.flatten(0, 1).split(list(counts))
+            else:
+                found += [torch.cat(each, 1)[0] for each in one_by_one(model, cache, ids, counts)]
+            cache.crop([max(length - step % 2, 0) for length in cache.seq_lens])
+        return found
+
+    found = verified(together=True)
+    (run,) = (each for each in bound if each._recordings)
+    assert run.count == len(model.units) and set(run._buffers) <= {2, 4, 8}
+    replayed = sum(each.replays for each in run._recordings.values())
+    assert replayed + len(run._recordings) == 9 and replayed > 2
+    with Readable():
+        expected = verified(together=False)
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+def one_by_one(model: Model, cache, ids: torch.Tensor, counts: tuple[int, ...]):
+    """Each row's logits of so many of its tokens (B, T), all other rows having none."""
+    rows = range(len(counts))
+    for row in rows:
+        alone = [int(each == row) for each in rows]
+        steps = (ids[:, at : at + 1] for at in range(counts[row]))
+        yield [model.forward(x, cache, new_lens=alone)[row : row + 1] for x in steps]
+
+
+def test_a_run_before_others_gives_them_the_tokens_of_each_row(folders, bound):
+    model = loaded(folders["LlamaForCausalLM"])
+    ids, counts = IDS[:, 20:24], [4, 2]
+
+    def logits() -> torch.Tensor:
+        cache = RoomyPagedCache(model, 96, 16)
+        model.forward(IDS[:, :20], cache, new_lens=[20, 13])
+        return model.forward(ids, cache, new_lens=counts, each_token=True)
+
+    with Readable():
+        expected = logits()
+    handle = model.units[3].module.register_forward_hook(lambda *args: None)
+    torch.testing.assert_close(logits(), expected)
+    assert [run.count for run in bound if run._buffers] == [3, 2]
+    handle.remove()
 
 
 def test_no_call_has_more_rows_than_its_cache(folders, bound):

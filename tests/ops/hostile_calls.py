@@ -264,7 +264,23 @@ def _expert_products(m: Maker) -> list:
     weights = [m.floats(outputs, inputs, dtype=dtype) for outputs in [m.size(30)] * m.size(4)]
     chosen = torch.randint(0, len(weights), (tokens, taken))
     shape = (tokens, taken, inputs) if m.rng.random() < 0.5 else (tokens, inputs)
-    return [m.floats(*shape, dtype=dtype), chosen, weights]
+    biases = [m.floats(len(weights[0]), dtype=dtype) for _ in weights]
+    return [m.floats(*shape, dtype=dtype), chosen, weights, m.rng.choice((biases, []))]
+
+
+def _chosen_products(m: Maker) -> list:
+    dtype, tokens, taken, size = m.dtype(), m.size(), m.size(3), (m.size(30), 256 * m.size(2))
+    chosen = torch.randint(0, experts := m.size(4), (tokens, taken))
+    alike = m.rng.getstate()
+    tensors = []
+    for _ in range(experts):
+        m.rng.setstate(alike)  # the same format
+        made, name, layout = _packed(m, size)
+        tensors += made
+    biases = [m.floats(size[0], dtype=dtype) for _ in range(experts)]
+    shape = (tokens, taken, size[1]) if m.rng.random() < 0.5 else (tokens, size[1])
+    x = m.floats(*shape, dtype=dtype)
+    return [x, chosen, tensors, name, layout, size[0], m.rng.choice((biases, []))]
 
 
 def _sample(m: Maker) -> list:
@@ -492,6 +508,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "experts": _experts,
     "chosen_experts": _chosen_experts,
     "expert_products": _expert_products,
+    "chosen_products": _chosen_products,
     "route_experts": _route,
     "sigmoid_": _sigmoid,
     "activate_": lambda m: [*_sigmoid(m), m.rng.randrange(6)],

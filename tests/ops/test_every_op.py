@@ -15,12 +15,12 @@ from native_ops import WRITERS, tensors_of
 from exkv.ops import has_kernel
 
 #: Ops that read numbers of their tensors: a trace ends there.
-READ = {"experts", "read_tally", "expert_products", "chosen_experts"}
+READ = {"experts", "read_tally", "expert_products", "chosen_products", "chosen_experts"}
 #: Ops of random bytes as floats, among which are NaN, which equal nothing.
 BYTES = {"split_blocks"}
 #: Ops that native code leaves to torch's own.
 WITHOUT_KERNEL = {"experts", "expert_products", "read_tally", "linear_group_tiles"}
-WITHOUT_KERNEL |= {"attention_part_since", "causal_conv"}
+WITHOUT_KERNEL |= {"attention_part_since", "causal_conv", "chosen_products"}
 
 
 def call_of(name: str, seed: int = 0) -> list:
