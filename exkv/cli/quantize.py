@@ -224,7 +224,7 @@ def run(args: argparse.Namespace) -> int:
         keep_counted(ModelConfig.from_pretrained(out), rows, work.usage)
     options = {format.bits for format in work.formats.values()}
     bits = str(*options) if len(options) == 1 else f"{layers.bits(chosen):.4g}"
-    print(f"{out}: {len(work.formats)} layers in {bits} bits, {human(before)} -> {human(after)}")
+    print(f"{out}: {len(work.formats)} matrices in {bits} bits, {human(before)} -> {human(after)}")
     return 0
 
 

@@ -356,8 +356,8 @@ class ExpertsBlock:
     def projections(self) -> list[Projection]:
         """The router's gate; the projections of each expert but those on the host, the shared one
         last; its gate; those before and behind experts."""
-        here = (each for i, each in enumerate(self.experts) if i not in self.on_host)
-        blocks = (*here, *filter(None, (self.shared,)))
+        here = [each for i, each in enumerate(self.experts) if i not in self.on_host]
+        blocks = here if self.shared is None else [*here, self.shared]
         parts = [part for each in blocks for part in each.projections]
         others = (self.shared_gate, self.before, self.behind)
         return [self.gate, *parts, *filter(None, others)]

@@ -533,7 +533,8 @@ def _experts_callback(
     (mixture,) = mixtures(module)
     taken = block.router[0]
     assert isinstance(taken, int)
-    if (bound := bind_experts(block.experts, block.on_host, dtype, taken)) is None:
+    experts = [each for each in block.experts if isinstance(each, GatedBlock)]
+    if (bound := bind_experts(experts, block.on_host, dtype, taken)) is None:
         return None
 
     def answer(given: list[torch.Tensor], _: object) -> torch.Tensor:

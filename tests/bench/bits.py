@@ -58,7 +58,7 @@ from exkv.cli.quantize_gguf import block_tensors
 from exkv.devices import CPU
 from exkv.loading.block_mixes import TypeMixes, blocks_of
 from exkv.loading.calibrated_losses import CalibratedLosses
-from exkv.loading.calibration import put_weight, rounded_units
+from exkv.loading.calibration import ROWS, put_weight, rounded_units
 from exkv.loading.calibration import values_of as rounded_values
 from exkv.loading.mixes import Layers, Mixes
 from exkv.models import Transformer, Unit
@@ -103,7 +103,7 @@ class Settings:
     packed: tuple[str, ...] = setting((), "NAME=FOLDER of what other packers made of the floats")
     rows: int = setting(128, "of the text")
     tokens: int = setting(512, "of a row")
-    calibration: int = setting(16, "rows of 512 tokens, behind those that are measured")
+    calibration: int = setting(ROWS, "rows of 512 tokens, behind those that are measured")
     dtype: str = setting("float32", "of the layers; the head is in float32", DTYPES)
 
     def __post_init__(self) -> None:
