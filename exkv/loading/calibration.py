@@ -44,8 +44,8 @@ from exkv.weights.on_load import OnLoad
 from exkv.weights.rounding import Rounded
 
 #: Rows of a text that are used if no other number is given, and tokens of a row. On other text
-#: SmolLM2 in int4 diverges a fifth less by 48 rows than by 16; with less than one row the demo model
-#: comes out worse than without a text.
+#: SmolLM2 in int4 diverges a fifth less by 48 rows than by 16; with less than one row the demo
+#: model comes out worse than without a text.
 ROWS, TOKENS = 48, 512
 #: Fewest tokens that an expert is rounded for, where the text has as many.
 _OF_EXPERT = 256
