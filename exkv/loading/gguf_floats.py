@@ -148,7 +148,9 @@ def _metadata(config: ModelConfig, gguf: GGUFFamily, states_windows: bool) -> di
         if states_windows:
             slides = [kind == "sliding_attention" for kind in config.layer_types]
             found["attention.sliding_window_pattern"] = slides
-    floats = ("rope.freq_base", "rope.scaling.factor", "expert_weights_scale")
+    if config.local_rope is not None and "rope.freq_base_swa" in gguf.metadata:
+        found["rope.freq_base_swa"] = config.local_rope.rope_theta
+    floats = ("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor", "expert_weights_scale")
     found |= {own: float(found[own]) for own in floats if own in found}
     return {f"{gguf.architecture}.{own}": value for own, value in found.items()}
 

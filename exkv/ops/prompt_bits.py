@@ -59,7 +59,13 @@ def bits_of(x: Tensor, weight_bits: float) -> int:
 
 def rounded(x: Tensor, bits: int) -> Tensor:
     """x (..., in), a multiple of 32 inputs: each 32 as multiples of a 127th of their largest
-    magnitude, or of a 32767th, float32; NaN where one isn't finite."""
+    magnitude, or of a 32767th, float32; NaN where one isn't finite.
+
+    Raises:
+        ValueError: ``bits`` is neither 8 nor 16.
+    """
+    if bits not in MOST:
+        raise ValueError(f"bits is {bits}; x is rounded to 8 or 16")
     chunks = x.float().unflatten(-1, (-1, CHUNK))
     step = chunks.abs().amax(-1, keepdim=True) / MOST[bits]
     inverse = torch.where(step >= 2.0**-125, 1 / step, 0.0)

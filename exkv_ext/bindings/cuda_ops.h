@@ -187,7 +187,7 @@ Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHand
                             LaunchOn(x, "linear_packed", LaunchLinearSections, layers[0], data);
                           });
   }
-  return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
+  return LinearPacked("linear_packed", Aligned(x), tensors, layout, outputs, bias,
                       [&](const void* data, const PackedParams& p) {
                         CheckAligned(p.matrix, AlignmentOf(p.matrix));
                         LaunchOn(x, "linear_packed", LaunchLinearPacked, p, data);
