@@ -114,8 +114,8 @@ def test_invalid_load_requests_change_nothing(url, serving, folder):
         {"name": "demo", "max_seq_len": 0},
         {"name": "demo", "rope_scale": 2},
         {"name": "demo", "gpu_split": [-1.0]},
-        {"name": "demo", "weights": "int2"},
-        {"name": "demo", "dtype": "int2"},
+        {"name": "demo", "weights": "int1"},
+        {"name": "demo", "dtype": "int1"},
         {"name": "demo", "max_seq_len": 999_999_999},  # a page list of 4 million
         {"name": "demo", "autosplit_reserve": [1e308]},
     ):
@@ -243,6 +243,6 @@ def test_plan_route_matches_the_loaded_ledgers(url, serving, capsys):
     for line in ("weights", "cache", "workspace", "logits"):
         assert getattr(now, line) == ledger[line]
     assert get(f"{url}/plan?max_seq_len=max")[1]["asked"]["max_seq_len"] == 2048
-    for wrong in ("max_seq_len=0", "max_seq_len=x", "cache=3bit", "weights=int2"):
+    for wrong in ("max_seq_len=0", "max_seq_len=x", "cache=3bit", "weights=int1"):
         assert get(f"{url}/plan?{wrong}")[0] == 400, wrong
     assert json.dumps(found)

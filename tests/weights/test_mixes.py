@@ -215,9 +215,11 @@ def on_a_card(folder: str, text: str, out: str) -> dict:
     other.load_autosplit(beside, devices=["sim:0"])
     report = json.loads((Path(out) / quantize.REPORT).read_text())
     row = other.report.devices[0]
+    # Until a mix is chosen its workspace counts as the largest of all options', int8's.
+    counted = row.ledger.total - row.ledger.workspace + whole.workspace
     return {
         "weights": [row.ledger.weights, row.measured["weights"]],
-        "left": row.ledger.budget.capacity - row.ledger.total,
+        "left": row.ledger.budget.capacity - counted,
         "a bit": layers.count // 8,
         "mixed": sum(len({*unit.values()}) > 1 for unit in report["matrices"].values()),
     }
