@@ -378,8 +378,8 @@ def linear_groups(
 def linear_groups_prompt(
     x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None, bits: int
 ) -> Tensor:
-    """:func:`linear_groups` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). A row's
-    result doesn't depend on other rows."""
+    """:func:`linear_groups` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). By
+    kernels a row's result doesn't depend on other rows."""
     groups = _checked("linear_groups_prompt", tensors, layout)
     if groups.ordered:
         x, tensors, groups = _in_order(x, tensors[-1]), tensors[:-1], groups._replace(ordered=0)

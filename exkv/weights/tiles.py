@@ -240,8 +240,8 @@ def linear_packed_prompt(
     bias: torch.Tensor | None,
     bits: int,
 ) -> torch.Tensor:
-    """:func:`linear_packed` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). A row's
-    result doesn't depend on other rows."""
+    """:func:`linear_packed` for many rows, of x in 8 or 16 bits (``prompt_bits.rounded``). By
+    kernels a row's result doesn't depend on other rows."""
     _checked("linear_packed_prompt", tensors, format, (outputs, x.shape[-1]))
     wide = None if bias is None else bias.float()
     made = prompt_bits.rounded(x, bits)
