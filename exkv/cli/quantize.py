@@ -25,6 +25,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -441,9 +442,7 @@ def _rounded(work: _Work, out: Path) -> Iterator[Mapping[str, Rounded]]:
 def _part(stored: Mapping[str, torch.Tensor], matrix: StoredMatrix, format: GroupFormat) -> Rounded:
     """A matrix among packed tensors, which may be part of a stored one."""
     whole = compressed_tensors.rounded_of_packed(stored, matrix.name, format)
-    if (rows := matrix.rows) is None:
-        return whole
-    return Rounded(codes=rows(whole.codes), scale=rows(whole.scale))
+    return whole if matrix.rows is None else whole.map(matrix.rows)
 
 
 def _whole(matrices: Sequence[StoredMatrix], made: Found) -> dict[str, Rounded]:
@@ -457,7 +456,7 @@ def _whole(matrices: Sequence[StoredMatrix], made: Found) -> dict[str, Rounded]:
         every = torch.arange(len(joined.codes))
         if places := [each.rows(every) for each in several if each.rows is not None]:
             order = torch.cat(places).argsort()
-            found[name] = Rounded(codes=joined.codes[order], scale=joined.scale[order])
+            found[name] = joined.map(itemgetter(order))
     return found
 
 

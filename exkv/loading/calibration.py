@@ -253,7 +253,7 @@ class Rounding(contextlib.ExitStack):
         """Round a matrix; its layer continues with the dequantized values."""
         found = self.round(path, root, weight)
         put_weight(linear, values_of(found, self.formats[path]))
-        return found.cpu()
+        return found.map(torch.Tensor.cpu)
 
     def put_known(self) -> None:
         """Set matrices that were rounded before to their dequantized values."""

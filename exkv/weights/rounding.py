@@ -12,7 +12,7 @@ loses less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,10 @@ class Rounded:
             zero=torch.cat(zeros) if zeros else None,
         )
 
-    def cpu(self) -> Rounded:
-        zero = None if self.zero is None else self.zero.cpu()
-        return Rounded(codes=self.codes.cpu(), scale=self.scale.cpu(), zero=zero)
+    def map(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Rounded:
+        """What ``of`` makes of each tensor, such as the same rows."""
+        zero = None if self.zero is None else of(self.zero)
+        return Rounded(codes=of(self.codes), scale=of(self.scale), zero=zero)
 
     def values(self, bits: int) -> torch.Tensor:
         """The dequantized matrix, fp32."""

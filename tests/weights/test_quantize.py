@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from exkv import Model
 from exkv.checkpoint import Checkpoint
-from exkv.cli import main
+from exkv.cli import main, quantize
 from exkv.layers.linear import Matrix
 from exkv.weights.rounding import rounded as ours
 
@@ -94,9 +94,16 @@ def test_transformers_answers_as_exkv_does(tmp_path, weights):
     assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name, matrices", [("LlamaForCausalLM", 7), ("GPTNeoXForCausalLM", 4)])
+@pytest.mark.parametrize(
+    "name, matrices, weights",
+    [
+        ("LlamaForCausalLM", 7, "int4"),
+        ("GPTNeoXForCausalLM", 4, "int4"),
+        ("GPTNeoXForCausalLM", 4, "int4-asym"),
+    ],
+)
 def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(
-    name, matrices, tmp_path
+    name, matrices, weights, tmp_path
 ):
     pytest.importorskip("compressed_tensors")
     config = TINY[name](num_hidden_layers=2)
@@ -106,7 +113,7 @@ def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(
     given = {"blind": [], "first": ["--calibration", str(text)]}
     given["again"] = given["first"]
     for name, arguments in given.items():
-        out = [str(floats), str(tmp_path / name), "--weights", "int4"]
+        out = [str(floats), str(tmp_path / name), "--weights", weights]
         assert main(["quantize", *out, *arguments]) == 0
     blind, first, again = (tensors_of(tmp_path / name) for name in given)
     assert {n: (t.shape, t.dtype) for n, t in blind.items()} == {
@@ -124,6 +131,33 @@ def test_a_text_makes_other_integers_of_the_same_size_which_transformers_reads(
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path / "first").eval()(ids).logits
     assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+class Killed(BaseException):
+    """An exception that no handler catches."""
+
+
+def test_interrupted_run_resumes_with_zero_points_of_fused_matrices(tmp_path, monkeypatch):
+    config, text = TINY["GPTNeoXForCausalLM"](num_hidden_layers=2), tmp_path / "text"
+    floats = save_tokenizer(save(reference(config), tmp_path / "floats"))
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it sleeps " * 60)
+    how = ["--weights", "int4-asym", "--calibration", str(text)]
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert main(["quantize", str(floats), str(whole), *how]) == 0
+
+    def until_second_layer(tensors, file, *rest):
+        if "00003-of" in file.name:
+            raise Killed
+        save_file(tensors, file, *rest)
+
+    with monkeypatch.context() as context:
+        context.setattr(quantize, "save_file", until_second_layer)
+        with pytest.raises(Killed):
+            main(["quantize", str(floats), str(out), *how])
+    assert len([*out.glob("*.safetensors")]) == 2
+    assert main(["quantize", str(floats), str(out), *how]) == 0
+    for file in whole.glob("*.safetensors"):
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def on_a_card(*arguments: str) -> int:
