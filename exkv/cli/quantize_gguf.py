@@ -1,8 +1,8 @@
 """``exkv quantize IN OUT.gguf --bits N --calibration FILE``: convert a GGUF file of floats, or a
 folder of safetensors, to ggml's types, K types included.
 
-A folder first becomes a file of the same floats beside OUT.gguf (``exkv.loading.gguf_floats``),
-which is deleted in the end. Metadata and tokenizer are the source's. The decoder layers' matrices
+A folder first becomes a temporary file of the same floats beside OUT.gguf
+(``exkv.loading.gguf_floats``). Metadata and tokenizer are the source's. The layers' matrices
 get the types that lose least on the text at N bits per weight, or of those with which the file fits
 the cards of ``--fit`` (``exkv.loading.block_mixes``). The embedding and the head become Q8_0 if
 their rows can be split into its blocks; norms, biases and routers stay. K types need rows whose
@@ -12,6 +12,7 @@ length is a multiple of 256; others can be of Q4_0 and further types with blocks
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -57,13 +58,12 @@ def quantize_gguf(args: argparse.Namespace) -> int:
         raise ValueError(f"{source} has no weights: give a folder of safetensors, or a GGUF file")
     if config.path.suffix == SUFFIX:
         return _quantize(args, config.path, out)
-    floats = out.with_name(f"{out.stem}.floats{SUFFIX}")
-    try:
+    # Beside the output, since it may be larger than the space for temporary files.
+    with tempfile.TemporaryDirectory(prefix=f".{out.stem}-", dir=out.parent) as scratch:
+        floats = Path(scratch) / f"floats{SUFFIX}"
         with open_checkpoint(source) as checkpoint:
             write_gguf_floats(config, checkpoint, floats)
         return _quantize(args, floats, out)
-    finally:
-        floats.unlink(missing_ok=True)
 
 
 def _quantize(args: argparse.Namespace, source: Path, out: Path) -> int:
