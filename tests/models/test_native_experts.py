@@ -16,7 +16,8 @@ from exkv.layers.mlp import Experts, mixtures
 from exkv.models.exchange import Swap, exchange
 
 IDS = torch.randint(3, 300, (3, 40), generator=torch.Generator().manual_seed(9))
-NAMES = ("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM")
+#: Shared experts in few bits and as floats; clamped gates with biases.
+NAMES = {"Qwen2MoeForCausalLM": "int4", "Glm4MoeForCausalLM": None, "GptOssForCausalLM": None}
 
 
 def steps(model: Model, cache: Cache) -> list[torch.Tensor]:
@@ -89,7 +90,7 @@ def bound_and_readable(folder: str, weights: str | None) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("name", "weights"), [(NAMES[0], "int4"), (NAMES[1], None)])
+@pytest.mark.parametrize(("name", "weights"), NAMES.items())
 def test_a_step_with_experts_on_the_host_is_one_run_with_the_same_bits(tmp_path, name, weights):
     folder = save(reference(TINY[name]()), tmp_path)
     assert run_sim(bound_and_readable, args=[str(folder), weights]) == []
