@@ -337,7 +337,7 @@ class ExpertsBlock:
 
     Attributes:
         weighs_inputs: whether a token's weight multiplies an expert's input, not its output.
-        before, behind: projections of what experts get, and of their sum; None for neither.
+        before, after: projections of the experts' input, and of their sum; None for neither.
         on_host: experts in host memory while all else is on a card.
     """
 
@@ -349,17 +349,17 @@ class ExpertsBlock:
     shared_gate: Projection | None = None
     weighs_inputs: bool = False
     before: Projection | None = None
-    behind: Projection | None = None
+    after: Projection | None = None
     on_host: tuple[int, ...] = ()
 
     @property
     def projections(self) -> list[Projection]:
         """The router's gate; the projections of each expert but those on the host, the shared one
-        last; its gate; those before and behind experts."""
+        last; its gate; those before and after experts."""
         here = [each for i, each in enumerate(self.experts) if i not in self.on_host]
         blocks = here if self.shared is None else [*here, self.shared]
         parts = [part for each in blocks for part in each.projections]
-        others = (self.shared_gate, self.before, self.behind)
+        others = (self.shared_gate, self.before, self.after)
         return [self.gate, *parts, *filter(None, others)]
 
     @property

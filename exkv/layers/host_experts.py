@@ -1,7 +1,7 @@
-"""The experts of a mixture that lie in host memory, bound for native code.
+"""The experts of a mixture that are in host memory, bound for native code.
 
-Their matrices, copied or mapped, are described to it once for an epoch (``exkv.epochs``); a call
-then hands over hidden states and choices, and all threads go through the chosen experts together.
+Their matrices, copied or mapped, are described to it once per epoch (``exkv.epochs``). A call
+passes hidden states and choices, and all threads compute the chosen experts together.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class HostExperts:
         self._handle = RunHandle(dtype, self.hidden)
         self.most_rows = self._handle.most_tokens
         there = frozenset(on_host)
-        blocks = (experts[expert] for expert in sorted(there))
-        projections = [part for each in blocks for part in (each.gate, each.up, each.down)]
+        projections = [part for each in sorted(there) for part in experts[each].projections]
         elsewhere = [each for each in range(len(experts)) if each not in there]
         _add_empty_layer(self._handle.tensor)
         torch.ops.exkv.add_experts(
@@ -119,7 +118,7 @@ def bind(
 ) -> HostExperts | None:
     """Bind those on the host, if native code knows all experts: which kernels run must not depend
     on where they lie."""
-    parts = [part for each in experts for part in (each.gate, each.up, each.down)]
+    parts = [part for each in experts for part in each.projections]
     if not is_native(experts[0].act) or not all(_computes_in(each, dtype) for each in parts):
         return None
     here = tuple(experts[expert] for expert in on_host)

@@ -1,9 +1,8 @@
-"""A folder of float weights as a GGUF file of the same floats, from which ``exkv quantize`` goes
-on.
+"""Write a folder of float weights as a GGUF file of the same floats, which ``exkv quantize``
+quantizes.
 
-Names, the order of rows and the metadata are those that ``exkv.checkpoint.gguf`` reads, the other
-way round. What is written is read back: config, positions, every tensor and the tokenizer have to
-be the folder's, or the folder is refused.
+This is the inverse of ``exkv.checkpoint.gguf``: names, row order and metadata. The file is read
+back, and the folder is refused unless config, positions, tensors and tokenizer are the same.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def write_gguf_floats(config: ModelConfig, checkpoint: Checkpoint, file: Path) -
         file: ends in ``.gguf``.
 
     Raises:
-        ValueError: the model or its tokenizer can't be said in a GGUF file by exkv.
+        ValueError: exkv can't represent the model or its tokenizer in a GGUF file.
     """
     assert config.path is not None
     architecture = _WRITTEN_AS.get(config.architecture, config.architecture)
@@ -156,7 +155,7 @@ def _metadata(config: ModelConfig, gguf: GGUFFamily, states_windows: bool) -> di
 
 
 def _factors(config: ModelConfig) -> torch.Tensor | None:
-    """What rotary frequencies are divided by in Llama 3.1's rule, which GGUF has as a tensor."""
+    """Divisors of the rotary frequencies by Llama 3.1's rule, a tensor in GGUF files."""
     scaling = config.rope_scaling
     if scaling is None or scaling.rope_type not in ("llama3", "factors"):
         return None
@@ -168,11 +167,11 @@ def _factors(config: ModelConfig) -> torch.Tensor | None:
 
 
 def _unlike(config: ModelConfig, file: Path) -> str:
-    """What the file's config says otherwise than the folder's, for a refusal; empty if nothing."""
+    """How the file's config differs from the folder's, for an error; empty if it doesn't."""
     try:
         found = ModelConfig.from_pretrained(file)
     except ValueError as error:
-        return f"its config can't be said ({error})"
+        return f"its config can't be represented ({error})"
     architecture = _WRITTEN_AS.get(config.architecture, config.architecture)
     if found.architecture != architecture:
         return f"{config.architecture} would be {found.architecture}"
@@ -222,7 +221,7 @@ def _check_tensors(source: Checkpoint, file: Path, names: set[str], gguf: GGUFFa
             lost = 0.0 if gguf.restoring(name) is None else 1e-6  # of a norm's weights plus 1
             if not torch.allclose(found.view(expected.shape), expected, rtol=0.0, atol=lost):
                 raise ValueError(
-                    f"{source.folder}: {name} is another in a GGUF file by exkv. {_CONVERT}"
+                    f"{source.folder}: {name} would differ in exkv's GGUF file. {_CONVERT}"
                 )
             source.unmap()
             written.unmap()

@@ -287,7 +287,7 @@ def _is_native_mlp(mlp: object, dtype: torch.dtype) -> bool:
         return False
     if any(part.low_rank for each in mlp.experts for part in each.projections):
         return False
-    rest = (mlp.experts, mlp.shared, mlp.shared_gate, mlp.before, mlp.behind)
+    rest = (mlp.experts, mlp.shared, mlp.shared_gate, mlp.before, mlp.after)
     return all(_is_usable(each, dtype) for each in parameters_in(rest))
 
 

@@ -93,10 +93,10 @@ class PlainExperts(Experts):
         return self.beside(x, self.shared_expert)
 
     def run(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Tensor:
-        before, behind = self.fc1_latent_proj, self.fc2_latent_proj
-        if before is None or behind is None:
+        before, after = self.fc1_latent_proj, self.fc2_latent_proj
+        if before is None or after is None:
             return self.sum(x, routing, meanwhile)
-        return behind(self.sum(before(x), routing, meanwhile))
+        return after(self.sum(before(x), routing, meanwhile))
 
     def output(self, expert: nn.Module | None, inputs: Tensor) -> Tensor:
         assert isinstance(expert, PlainExpert)
@@ -109,12 +109,12 @@ def _experts(mlp: PlainExperts) -> ExpertsBlock:
         PlainBlock(up=describe(each.up_proj), down=describe(each.down_proj), act=mlp.act)
         for each in cast(list[PlainExpert], list(mlp.experts))
     ]
-    before, behind = (
+    before, after = (
         None if each is None else describe(each)
         for each in (mlp.fc1_latent_proj, mlp.fc2_latent_proj)
     )
     shared = describe(mlp.shared_expert)
-    return replace(experts_block(mlp, experts), shared=shared, before=before, behind=behind)
+    return replace(experts_block(mlp, experts), shared=shared, before=before, after=after)
 
 
 class OneLayer(PlainModule):

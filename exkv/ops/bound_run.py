@@ -65,7 +65,7 @@ define_native(
 #: Experts of the last added layer, which has no MLP. Weights, layouts and biases: of the router; of
 #: the gate, up and down of each of ``experts`` but those ``elsewhere``, and of the shared expert if
 #: ``shared``, without gates if not ``gated``; of the shared one's own gate, if it has one; and of
-#: projections before and behind experts if ``narrow``. Without the router's, the experts are for
+#: projections before and after experts if ``narrow``. Without the router's, the experts are for
 #: ``chosen_of_run``. ``top_k`` and what follows: see ``route_experts``; ``weighs_inputs``: see
 #: ``exkv.layers.descriptions.ExpertsBlock``; ``alpha`` and ``limit``: of ``clamped_swiglu_`` in
 #: place of ``act``, if the limit is not 0.

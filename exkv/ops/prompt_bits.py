@@ -1,12 +1,12 @@
-"""To how many bits linear layers of prompts round x, on the CPU, where weights are integers.
+"""Bits to which linear layers with integer weights round the activations x of prompts on the CPU.
 
-llama.cpp rounds x to 8 bits everywhere. Here decode steps keep 15 or 16, whose second product costs
-nothing while weights come from memory; a prompt's products do cost, and those of bytes are 1.4 to 2
-times as fast as those of floats. Rounding costs quality, too: by ``auto`` it is done for weights of
-so few bits that lose over ten times as much by themselves (docs/quantized-weights.md has the
-figures). 16 bits lose nothing of 16-bit floats that counts, and are faster than float32 where there
-are no products of 16-bit floats. ``EXKV_CPU_ACTIVATIONS`` chooses for a process: ``auto``, ``8bit``
-for all integers, ``16bit`` for none.
+llama.cpp always rounds x to 8 bits. Decode steps here keep 15 or 16: reading the weights dominates
+them, so the second product is free. Prompts are bound by the products, and 8-bit ones are 1.4 to 2
+times as fast as those of floats. Rounding also loses quality, so ``auto`` does it only for weights
+whose own bits lose more than ten times as much (figures: docs/quantized-weights.md). 16 bits lose
+nothing of 16-bit floats that matters, and are faster than float32 on processors that can't multiply
+16-bit floats. The environment variable ``EXKV_CPU_ACTIVATIONS`` chooses per process: ``auto``;
+``8bit`` for all integers; ``16bit`` for none.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from exkv_ext import cpu_isa
 
 from .registry import HOST, computes_on
 
-#: The environment's variable, and its values.
+#: The environment variable, and its values.
 VARIABLE = "EXKV_CPU_ACTIVATIONS"
 AUTO, FEW, MANY = CHOICES = ("auto", "8bit", "16bit")
-#: Weights of at most so many bits, with what is beside their codes, have x in 8 bits by ``auto``.
+#: Most bits per weight, scales included, with which ``auto`` rounds x to 8 bits.
 MOST_BITS = 5.5
-#: Inputs that share a step.
+#: Number of inputs that share a quantization step.
 CHUNK = 32
-#: Bits of x -> steps up to the largest magnitude.
+#: Bits of x -> number of steps up to the largest magnitude.
 MOST = {8: 127, 16: 32767}
 
 
 @functools.cache
 def choice() -> str:
-    """The environment's.
+    """The value of the environment variable.
 
     Raises:
-        ValueError: it is none of :data:`CHOICES`.
+        ValueError: the value is unknown.
     """
     found = os.environ.get(VARIABLE) or AUTO
     if found not in CHOICES:
@@ -46,8 +46,8 @@ def choice() -> str:
 
 
 def bits_of(x: Tensor, weight_bits: float) -> int:
-    """Bits to which x (..., in) of a prompt is to be rounded for weights of so many; 0 where it
-    isn't. Who computes in float32 wants no rounding: only ``8bit`` does that."""
+    """Bits to which a prompt's x (..., in) is rounded for weights of ``weight_bits``; 0 for no
+    rounding. Float32 is rounded by ``8bit`` only."""
     isa = cpu_isa() if computes_on(x) in HOST else None
     if isa in (None, "portable") or x.dtype == torch.float64:
         return 0
@@ -58,8 +58,8 @@ def bits_of(x: Tensor, weight_bits: float) -> int:
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
-    """x (..., in), a multiple of 32 inputs: each 32 as multiples of a 127th of their largest
-    magnitude, or of a 32767th, float32; NaN where one isn't finite.
+    """Round x (..., in), with a multiple of 32 inputs, to float32: every 32 inputs to multiples of
+    1/127 of their largest magnitude (8 bits), or 1/32767 (16); NaN if one of them isn't finite.
 
     Raises:
         ValueError: ``bits`` is neither 8 nor 16.

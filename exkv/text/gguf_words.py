@@ -78,7 +78,7 @@ def check_same(folder: Path, file: Path) -> None:
     expected, found = (Tokenizer(each) for each in (folder, file))
     if expected.encode(SAMPLE) != found.encode(SAMPLE):
         raise ValueError(
-            f"{folder}: its tokenizer can't be said in a GGUF file by exkv, for texts would become "
+            f"{folder}: exkv can't represent its tokenizer in a GGUF file: a text would become "
             "other tokens. Convert the folder by llama.cpp's convert_hf_to_gguf.py --outtype bf16, "
             "and give the file that it writes"
         )

@@ -129,7 +129,7 @@ struct EmbeddingArguments {
 
 // The experts of a layer: weights and biases of the router, unless calls bring choices; of the
 // gate, up and down of each expert that is not elsewhere, or without gates if not `gated`; of the
-// shared one's gate; and of what is before and behind those that are routed to, if `narrow`.
+// shared one's gate; and of the projections before and after those that are routed to, if `narrow`.
 struct ExpertsArguments {
   std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
@@ -449,7 +449,7 @@ inline Mixture MixtureOf(BoundTensors* tensors, const ExpertsArguments& a, size_
   if (has_gate) mixture.shared_gate = matrix(at, name + "shared expert's gate", 1, hidden);
   if (!a.narrow) return mixture;
   mixture.before = matrix(narrow, name + "projection before experts", mixture.features, hidden);
-  mixture.behind = matrix(narrow + 1, name + "projection behind experts", hidden, mixture.features);
+  mixture.after = matrix(narrow + 1, name + "projection after experts", hidden, mixture.features);
   return mixture;
 }
 

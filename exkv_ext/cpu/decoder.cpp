@@ -1007,7 +1007,7 @@ class Decoder {
                       RunBlocks({group.expert->down, out}, &input, b_.low, a, b);
                     });
         },
-        [&] { Ask(narrow ? of.behind : next, thread); });
+        [&] { Ask(narrow ? of.after : next, thread); });
   }
 
   // The sum of a mixture's answers, into `added`.
@@ -1022,7 +1022,7 @@ class Decoder {
       }
     });
     if (!narrow) return;
-    Linear({{of.behind, b_.added}}, b_.summed, tokens, thread, [&] { Ask(next, thread); });
+    Linear({{of.after, b_.added}}, b_.summed, tokens, thread, [&] { Ask(next, thread); });
     const int64_t shared = (p_.hidden + kSummed - 1) / kSummed;
     thread->Stage(tokens * shared, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) AddShared(of, i / shared, i % shared * kSummed);

@@ -83,7 +83,7 @@ struct Mixture {
   bool shared;                  // whether there is that
   Matrix shared_gate;           // (1, hidden), or without a weight
   Matrix before;                // (features of those that are routed to, hidden); likewise
-  Matrix behind;                // the other way around; likewise
+  Matrix after;                 // the other way around; likewise
   Act act;
   float alpha;           // of a clamped gate, see GateParams
   float limit;           // or 0 for none

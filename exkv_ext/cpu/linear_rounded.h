@@ -1,4 +1,4 @@
-// Linear layers of many rows of x, in 8 bits or 16: byte_panels.inc.
+// Linear layers for many rows of x, quantized to 8 or 16 bits (byte_panels.inc).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace exkv {
 
 inline constexpr int64_t kRoundedTile = 16;  // outputs; threads are given whole tiles
 
-// x to round, its inputs in `order` where that is not null.
+// x to quantize; its inputs are taken in `order` unless that is null.
 struct RoundedInput {
   FloatType dtype;
   int64_t rows;
@@ -19,7 +19,7 @@ struct RoundedInput {
   bool words;  // to 16 bits, not 8
 };
 
-// What is multiplied.
+// A product.
 struct RoundedCall {
   FloatType dtype;  // of bias and out
   int64_t rows;
@@ -31,10 +31,10 @@ struct RoundedCall {
   bool words;
 };
 
-// One instruction set's part of it that is alike for all matrices; nulls where it has none, and the
-// ops' references serve.
+// One instruction set's functions for all formats; null if it has none, and then the ops'
+// references run.
 struct RoundedKernels {
-  // Bytes that x (rows, inputs) takes.
+  // Bytes of quantized x (rows, inputs).
   int64_t (*bytes)(int64_t rows, int64_t inputs, bool words);
   // Rows [begin, end) of x -> their place in `space`.
   void (*round)(const RoundedInput& input, char* space, int64_t begin, int64_t end);

@@ -99,7 +99,7 @@ NAMES = (
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_they_give_the_readable_ways_bits(tmp_path, name, dtype):
+def test_rare_parts_give_the_readable_routes_bits(tmp_path, name, dtype):
     folder = tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path)
     kinds = {kind: CACHES[kind] for kind in ("fp16", "8bit", "paged", "sliding_window")}
     model = loaded(folder, dtype)

@@ -37,7 +37,7 @@ def answers(model: Model, cache: KVCache) -> list[torch.Tensor]:
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_with_any_cache_the_bound_run_gives_the_readable_ways_logits(tmp_path, name, kind):
+def test_bound_run_gives_the_readable_routes_logits_with_any_cache(tmp_path, name, kind):
     model = on_cpu(save(reference(TINY[name]()), tmp_path))
 
     def made() -> KVCache:
@@ -61,7 +61,7 @@ def test_with_any_cache_the_bound_run_gives_the_readable_ways_logits(tmp_path, n
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_engines_jobs_get_transformers_tokens_of_each_alone(tmp_path, name):
-    """In fewer pages than they need together: one is put away meanwhile."""
+    """With fewer pages than they need together, so that one is preempted."""
     theirs = reference(TINY[name](eos_token_id=None))
     model = on_cpu(save_tokenizer(save(theirs, tmp_path)), max_input_len=16)
     prompts = [IDS[0, :14].tolist(), IDS[1, :12].tolist(), IDS[1, 20:60].tolist()]
